@@ -1,0 +1,95 @@
+"""Run a raw PyTorch training loop on any setup by changing five lines.
+
+Everything is imported on first use: `import accelerate_core` does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerate_core.accelerator import Accelerator as Accelerator
+    from accelerate_core.backend import Backend as Backend
+    from accelerate_core.backend import Precision as Precision
+    from accelerate_core.configuration import AutocastKwargs as AutocastKwargs
+    from accelerate_core.configuration import BackendSettings as BackendSettings
+    from accelerate_core.configuration import DataLoaderConfiguration as DataLoaderConfiguration
+    from accelerate_core.configuration import DistributedType as DistributedType
+    from accelerate_core.configuration import (
+        GradientAccumulationPlugin as GradientAccumulationPlugin,
+    )
+    from accelerate_core.configuration import GradScalerKwargs as GradScalerKwargs
+    from accelerate_core.configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from accelerate_core.configuration import KwargsHandler as KwargsHandler
+    from accelerate_core.configuration import ProfileKwargs as ProfileKwargs
+    from accelerate_core.configuration import ProjectConfiguration as ProjectConfiguration
+    from accelerate_core.configuration import TorchDynamoPlugin as TorchDynamoPlugin
+    from accelerate_core.configuration import option as option
+    from accelerate_core.configuration import settings as settings
+    from accelerate_core.hookspecs import hookimpl as hookimpl
+    from accelerate_core.plugins.selection import Claim as Claim
+    from accelerate_core.plugins.selection import Request as Request
+
+__version__ = "0.1.0"
+
+_SETTINGS = (
+    "AutocastKwargs BackendSettings DataLoaderConfiguration DistributedType GradScalerKwargs "
+    "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType PrecisionType "
+    "ProfileKwargs ProjectConfiguration RNGType TorchDynamoPlugin option settings"
+)
+_BIG_MODEL = (
+    "cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map "
+    "init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model"
+)
+_HOMES = {
+    **dict.fromkeys(_SETTINGS.split(), "accelerate_core.configuration"),
+    **dict.fromkeys(_BIG_MODEL.split(), "accelerate_core.big_model"),
+    "API_VERSION": "accelerate_core.hookspecs",
+    "Accelerator": "accelerate_core.accelerator",
+    "Backend": "accelerate_core.backend",
+    "Claim": "accelerate_core.plugins.selection",
+    "GradientState": "accelerate_core.state",
+    "LocalSGD": "accelerate_core.local_sgd",
+    "PartialState": "accelerate_core.state",
+    "AcceleratorState": "accelerate_core.state",
+    "Precision": "accelerate_core.backend",
+    "Request": "accelerate_core.plugins.selection",
+    "debug_launcher": "accelerate_core.launch",
+    "find_executable_batch_size": "accelerate_core.helpers.memory",
+    "get_logger": "accelerate_core.logging",
+    "hookimpl": "accelerate_core.hookspecs",
+    "notebook_launcher": "accelerate_core.launch",
+    "release_memory": "accelerate_core.helpers.memory",
+    "skip_first_batches": "accelerate_core.data",
+    "synchronize_rng_states": "accelerate_core.utils",
+    "set_seed": "accelerate_core.helpers.random",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    home = _HOMES.get(name)
+    if home is not None:
+        value = getattr(importlib.import_module(home), name)
+        globals()[name] = value
+        return value
+    from accelerate_core.errors import did_you_mean
+    from accelerate_core.plugins import exports
+
+    try:
+        return exports.resolve(name)
+    except AttributeError:
+        known = [*_HOMES, *exports.exported_names()]
+        raise AttributeError(
+            f"module 'accelerate_core' has no attribute {name!r}.{did_you_mean(name, known)}"
+        ) from None
+
+
+def __dir__() -> list[str]:
+    from accelerate_core.plugins import exports
+
+    return sorted({*globals(), *_HOMES, *exports.exported_names()})
