@@ -1,0 +1,120 @@
+"""Open string enumerations: plugins add members, and an unknown member compares unequal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+__all__ = [
+    "ComputeEnvironment",
+    "DistributedType",
+    "LoggerType",
+    "OpenEnum",
+    "PrecisionType",
+    "RNGType",
+]
+
+_MEMBER = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
+class _OpenMeta(type):
+    def __getattr__(cls, name: str) -> Any:
+        # Any name spelt like a member is a member: user code may compare with
+        # a setup whose plugin is not installed, and that comparison is False.
+        if not _MEMBER.fullmatch(name) or cls is OpenEnum:
+            raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
+        return cls(cls._spell(name))
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(cls(value) for value in cls._known)
+
+    def __len__(cls) -> int:
+        return len(cls._known)
+
+    def __contains__(cls, item: object) -> bool:
+        return str(item).lower() in {value.lower() for value in cls._known}
+
+    def __dir__(cls) -> list[str]:
+        return [*super().__dir__(), *(value.upper() for value in cls._known)]
+
+
+class OpenEnum(str, metaclass=_OpenMeta):
+    """A string with a name; members are created by naming them, registered by plugins.
+
+    `DistributedType.ANYTHING` is always valid and compares equal only to the
+    string or member of that value.
+    """
+
+    _known: ClassVar[list[str]] = []
+    _upper: ClassVar[bool] = False
+
+    @classmethod
+    def _spell(cls, name: str) -> str:
+        return name.upper() if cls._upper else name.lower()
+
+    def __new__(cls, value: object) -> Any:
+        return str.__new__(cls, cls._spell(str(value)))
+
+    @classmethod
+    def register(cls, *values: str) -> None:
+        """Add members; naming one twice is harmless."""
+        for value in values:
+            if cls._spell(value) not in cls._known:
+                cls._known.append(cls._spell(value))
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """Return the values of the known members."""
+        return [str(value) for value in cls._known]
+
+    @property
+    def name(self) -> str:
+        """The member's name, in capitals."""
+        return str(self).upper()
+
+    @property
+    def value(self) -> str:
+        """The member's value."""
+        return str(self)
+
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}.{self.name}: {str(self)!r}>"
+
+
+class DistributedType(OpenEnum):
+    """Which kind of setup runs; the active backend says which member it is."""
+
+    _known: ClassVar[list[str]] = ["NO"]
+    _upper: ClassVar[bool] = True
+
+
+class PrecisionType(OpenEnum):
+    """The value of `mixed_precision`."""
+
+    _known: ClassVar[list[str]] = ["no", "fp16", "bf16", "downcast_bf16"]
+
+
+class LoggerType(OpenEnum):
+    """The name of an experiment tracker, or `all`."""
+
+    _known: ClassVar[list[str]] = ["all"]
+
+
+class RNGType(OpenEnum):
+    """A random number generator that can be synchronised between ranks.
+
+    Besides these two, the type of any device torch knows is one.
+    """
+
+    _known: ClassVar[list[str]] = ["torch", "generator"]
+
+
+class ComputeEnvironment(OpenEnum):
+    """Where the job runs, as written in config files."""
+
+    _known: ClassVar[list[str]] = ["LOCAL_MACHINE", "AMAZON_SAGEMAKER"]
+    _upper: ClassVar[bool] = True

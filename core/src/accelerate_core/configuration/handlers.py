@@ -1,0 +1,190 @@
+"""The settings objects of the core that user code constructs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from accelerate_core.configuration.schema import KwargsHandler, option, settings
+from accelerate_core.errors import ConfigurationError
+
+__all__ = [
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "TorchDynamoPlugin",
+]
+
+
+@settings
+class AutocastKwargs(KwargsHandler):
+    """How `torch.autocast` is entered.
+
+    `upcast_outputs=False` leaves half precision outputs of a prepared model as
+    they are; `None` follows the Accelerator's own setting.
+    """
+
+    enabled: bool = option(default=True, help="enter autocast at all")
+    cache_enabled: bool | None = option(default=None, help="cache weights cast inside one region")
+    upcast_outputs: bool | None = option(
+        default=None, help="convert half precision outputs to fp32"
+    )
+
+
+@settings
+class GradScalerKwargs(KwargsHandler):
+    """How `torch.amp.GradScaler` scales the loss under fp16."""
+
+    init_scale: float = option(default=65536.0, help="first scale", gt=0)
+    growth_factor: float = option(default=2.0, help="factor after growth_interval good steps", gt=1)
+    backoff_factor: float = option(default=0.5, help="factor after an overflow", gt=0, lt=1)
+    growth_interval: int = option(default=2000, help="good steps between two growths", ge=1)
+    enabled: bool = option(default=True, help="scale at all")
+
+
+@settings
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the process group is started.
+
+    `backend=None` takes what torch has for the device; `timeout` is a
+    `timedelta` or seconds.
+    """
+
+    backend: str | None = option(default=None, help="communication backend, e.g. gloo or nccl")
+    init_method: str | None = option(
+        default=None, help="rendezvous URL, instead of the launcher's store"
+    )
+    timeout: timedelta | None = option(default=None, help="how long a collective may wait")
+
+
+@settings
+class ProfileKwargs(KwargsHandler):
+    """How `Accelerator.profile` builds `torch.profiler.profile`."""
+
+    activities: list[str] | None = option(
+        default=None, help="'cpu', 'cuda', ... ; default: what is there"
+    )
+    schedule_option: dict[str, int] | None = option(
+        default=None, help="wait, warmup, active, repeat, skip_first"
+    )
+    on_trace_ready: Callable[..., Any] | None = option(
+        default=None, help="called when a trace is complete"
+    )
+    record_shapes: bool = option(default=False, help="record input shapes")
+    profile_memory: bool = option(default=False, help="record allocations")
+    with_stack: bool = option(default=False, help="record source lines")
+    with_flops: bool = option(default=False, help="estimate floating point operations")
+    with_modules: bool = option(default=False, help="record the module hierarchy")
+    output_trace_dir: str | None = option(
+        default=None, help="directory for Chrome traces, one per rank"
+    )
+
+    def build(self) -> Any:
+        """Build the torch profiler these settings describe."""
+        from accelerate_core.profiling import build_profiler
+
+        return build_profiler(self)
+
+
+@settings
+class DataLoaderConfiguration:
+    """How prepared data loaders share the data out."""
+
+    split_batches: bool = option(default=False, help="the loader's batch size is the global one")
+    dispatch_batches: bool | None = option(
+        default=None, help="one rank reads and sends; default: True for iterable datasets"
+    )
+    even_batches: bool = option(
+        default=True, help="repeat samples so that every rank has equal batches"
+    )
+    use_seedable_sampler: bool = option(
+        default=False, help="shuffle as a function of seed and epoch alone"
+    )
+    data_seed: int | None = option(default=None, help="seed of the seedable sampler")
+    non_blocking: bool = option(default=False, help="copy batches to the device asynchronously")
+    use_stateful_dataloader: bool = option(default=False, help="use torchdata's StatefulDataLoader")
+
+
+@settings
+class ProjectConfiguration:
+    """Where checkpoints and logs go."""
+
+    project_dir: str | os.PathLike[str] | None = option(
+        default=None, help="root of logs and checkpoints"
+    )
+    logging_dir: str | os.PathLike[str] | None = option(default=None, help="default: project_dir")
+    automatic_checkpoint_naming: bool = option(
+        default=False, help="save_state numbers its directories"
+    )
+    total_limit: int | None = option(
+        default=None, help="how many numbered checkpoints are kept", ge=1
+    )
+    iteration: int = option(default=0, help="number of the next checkpoint", ge=0)
+    save_on_each_node: bool = option(default=False, help="save once per machine, not once")
+
+    def __post_init__(self) -> None:
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` where it has no value of its own."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+@settings
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients are accumulated over several micro-batches."""
+
+    num_steps: int | None = option(default=None, help="micro-batches per optimizer step", ge=1)
+    adjust_scheduler: bool = option(
+        default=True, help="schedulers count optimizer steps, not micro-batches"
+    )
+    sync_with_dataloader: bool = option(
+        default=True, help="the last batch of a loader ends the cycle"
+    )
+    sync_each_batch: bool = option(default=False, help="reduce gradients at every micro-batch")
+
+
+@settings(env_prefix="ACCELERATE_DYNAMO_", section="dynamo_config", argument="dynamo_plugin")
+class TorchDynamoPlugin(KwargsHandler):
+    """How models are compiled with `torch.compile`.
+
+    Raises:
+        ConfigurationError: `mode` is not one of torch's.
+    """
+
+    backend: str | None = option(
+        default=None, help="compiler, e.g. inductor or aot_eager; 'no' is off"
+    )
+    mode: str | None = option(default=None, help="default, reduce-overhead or max-autotune")
+    fullgraph: bool | None = option(
+        default=None, help="fail where the graph breaks", env="ACCELERATE_DYNAMO_USE_FULLGRAPH"
+    )
+    dynamic: bool | None = option(
+        default=None, help="trace dynamic shapes", env="ACCELERATE_DYNAMO_USE_DYNAMIC"
+    )
+    options: Any = option(default=None, help="options of the compiler")
+    disable: bool = option(default=False, help="keep the settings but do not compile")
+    use_regional_compilation: bool | None = option(
+        default=None, help="compile repeated blocks, not the whole model"
+    )
+
+    def __post_init__(self) -> None:
+        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+        if self.mode is not None and self.mode not in modes:
+            raise ConfigurationError(f"mode={self.mode!r} is not one of {', '.join(modes)}.")
+        if self.backend is not None:
+            self.backend = str(self.backend).lower()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is compiled."""
+        return self.backend not in (None, "no") and not self.disable

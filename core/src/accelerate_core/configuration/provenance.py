@@ -1,0 +1,43 @@
+"""Where a value came from, kept beside the value and carried across the launcher."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["BECAUSE_VARIABLE", "Because", "decode", "encode", "variable_origin"]
+
+#: JSON of {environment variable: origin}, set by the launcher for its children.
+BECAUSE_VARIABLE = "ACCELERATE_BECAUSE"
+
+
+@dataclass(frozen=True)
+class Because:
+    """A resolved value with its origin, such as `command line --mixed_precision`."""
+
+    value: Any
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.value!r} ({self.origin})"
+
+
+def encode(origins: Mapping[str, str]) -> str:
+    """Pack {environment variable: origin} for `BECAUSE_VARIABLE`."""
+    return json.dumps(dict(origins), sort_keys=True)
+
+
+def decode(environ: Mapping[str, str]) -> dict[str, str]:
+    """Unpack what the launcher said; a damaged text is taken as nothing said."""
+    try:
+        said = json.loads(environ.get(BECAUSE_VARIABLE, "{}"))
+    except ValueError:
+        return {}
+    return {str(k): str(v) for k, v in said.items()} if isinstance(said, dict) else {}
+
+
+def variable_origin(name: str, environ: Mapping[str, str]) -> str:
+    """Tell where the value of environment variable `name` came from."""
+    return decode(environ).get(name) or f"environment variable {name}"
