@@ -1,0 +1,123 @@
+"""`TorchTalk`: the talk hooks over torch.distributed, on flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ReduceOp", "Scope", "TorchTalk", "as_bytes"]
+
+Scope = Literal["data", "loss", "world"]
+ReduceOp = Literal["sum", "mean", "max", "min"]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as flat uint8, sharing its memory."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class TorchTalk:
+    """The talk hooks over a process group.
+
+    Args:
+        group: the group for every scope; None is the default group of the process.
+        scopes: other groups for some scopes, e.g. `{"data": mesh.get_group("dp")}`.
+
+    What only moves data goes as bytes, so every dtype works on every kind of group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        scopes: Mapping[Scope, dist.ProcessGroup | None] | None = None,
+    ) -> None:
+        self._group = group
+        self._scopes = dict(scopes or {})
+        self._without_avg: set[tuple[Scope, torch.dtype]] = set()
+
+    def group(self, scope: Scope) -> dist.ProcessGroup | None:
+        """Return the group that serves a scope; None is the default group."""
+        return self._scopes.get(scope, self._group)
+
+    def _size(self, scope: Scope) -> int:
+        return dist.get_world_size(self.group(scope))
+
+    def gather(self, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
+        out = tensor.new_empty(self._size(scope) * tensor.numel())
+        _all_gather()(as_bytes(out), as_bytes(tensor), group=self.group(scope))
+        return out
+
+    def reduce(self, tensor: torch.Tensor, op: ReduceOp, scope: Scope) -> torch.Tensor:
+        group = self.group(scope)
+        if op != "mean":
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=group)
+            return tensor
+        key = (scope, tensor.dtype)
+        if key not in self._without_avg:
+            try:
+                dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group)
+                return tensor
+            except (RuntimeError, ValueError) as error:
+                # A group that lacks AVG says so on every rank before anything is sent. Any other
+                # failure is real.
+                if "avg" not in str(error).lower():
+                    raise
+                self._without_avg.add(key)
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+        return tensor.div_(self._size(scope))
+
+    def broadcast(self, tensor: torch.Tensor, src: int, scope: Scope) -> torch.Tensor:
+        dist.broadcast(as_bytes(tensor), group=self.group(scope), group_src=src)
+        return tensor
+
+    def scatter(
+        self,
+        parts: Sequence[torch.Tensor] | None,
+        like: torch.Tensor,
+        src: int,
+        scope: Scope,
+    ) -> torch.Tensor:
+        group = self.group(scope)
+        out = torch.empty_like(like)
+        is_src = dist.get_rank(group) == src
+        given = [as_bytes(part) for part in parts] if is_src and parts is not None else None
+        dist.scatter(as_bytes(out), given, group=group, group_src=src)
+        return out
+
+    def all_to_all(self, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
+        out = torch.empty_like(tensor)
+        dist.all_to_all_single(as_bytes(out), as_bytes(tensor), group=self.group(scope))
+        return out
+
+    def barrier(self, scope: Scope) -> None:
+        dist.barrier(group=self.group(scope))
+
+    def gather_object(self, obj: Any, scope: Scope) -> list[Any]:
+        out: list[Any] = [None] * self._size(scope)
+        dist.all_gather_object(out, obj, group=self.group(scope))
+        return out
+
+    def broadcast_object(self, obj: Any, src: int, scope: Scope) -> Any:
+        group = self.group(scope)
+        if dist.get_rank(group) == src:
+            dist.broadcast_object_list([obj], group=group, group_src=src)
+            return obj
+        out = [None]
+        dist.broadcast_object_list(out, group=group, group_src=src)
+        return out[0]
+
+    def scatter_object(self, objs: Sequence[Any] | None, src: int, scope: Scope) -> Any:
+        group = self.group(scope)
+        given = list(objs) if objs is not None and dist.get_rank(group) == src else None
+        out: list[Any] = [None]
+        dist.scatter_object_list(out, given, group=group, group_src=src)
+        return out[0]
+
+
+def _all_gather() -> Callable[..., Any]:
+    # The same call was renamed; the older name warns where the newer one exists.
+    gather: Callable[..., Any] | None = getattr(dist, "all_gather_single", None)
+    return gather if gather is not None else dist.all_gather_into_tensor
