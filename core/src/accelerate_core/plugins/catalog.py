@@ -1,0 +1,215 @@
+"""Known packages outside the core: the one place that turns a missing plugin into a pip command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+__all__ = [
+    "ABSENT_ATTRIBUTES",
+    "ARGUMENTS",
+    "EXPORTS",
+    "PROBES",
+    "VARIABLES",
+    "extra_for",
+    "known_names",
+    "pip_command",
+]
+
+#: Plugin name -> extra of accelerate-core, per kind.
+NAMES: dict[str, dict[str, str]] = {
+    "backend": {
+        "ddp": "ddp",
+        "fsdp2": "fsdp2",
+        "fsdp": "fsdp2",
+        "deepspeed": "deepspeed",
+        "megatron": "megatron",
+        "megatron_lm": "megatron",
+        "xla": "xla",
+    },
+    "precision": {"fp8": "fp8"},
+    "tracker": {
+        name: name
+        for name in (
+            "tensorboard",
+            "wandb",
+            "trackio",
+            "aim",
+            "comet_ml",
+            "mlflow",
+            "clearml",
+            "dvclive",
+            "swanlab",
+        )
+    },
+}
+
+#: What several processes need when nothing more is asked for.
+SEVERAL_PROCESSES = "ddp"
+
+#: Constructor arguments that belong to a plugin.
+ARGUMENTS = {
+    "deepspeed_plugin": "deepspeed",
+    "deepspeed_plugins": "deepspeed",
+    "fsdp_plugin": "fsdp2",
+    "torch_tp_plugin": "fsdp2",
+    "megatron_lm_plugin": "megatron",
+    "parallelism_config": "fsdp2",
+}
+
+#: Environment variables by which a peer's launcher switches a backend on.
+VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed",
+    "ACCELERATE_USE_FSDP": "fsdp2",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "fsdp2",
+}
+
+#: Attributes of an Accelerator or its state while no active plugin serves them.
+ABSENT_ATTRIBUTES: dict[str, object] = {
+    "deepspeed_plugin": None,
+    "deepspeed_plugins": None,
+    "fsdp_plugin": None,
+    "torch_tp_plugin": None,
+    "megatron_lm_plugin": None,
+    "is_fsdp2": False,
+    "is_composable_parallelism_enabled": False,
+    "fp8_backend": None,
+    "ddp_handler": None,
+    "is_xla_gradients_synced": False,
+}
+
+#: Methods of the peer's Accelerator that only make sense with a plugin.
+METHODS = {"deepspeed_ulysses_dl_adapter": "deepspeed"}
+
+#: Public names lent by a plugin.
+EXPORTS: dict[str, str] = {
+    **dict.fromkeys(("DistributedDataParallelKwargs", "DDPCommunicationHookType"), "ddp"),
+    **dict.fromkeys(
+        (
+            "FullyShardedDataParallelPlugin",
+            "ParallelismConfig",
+            "TorchTensorParallelPlugin",
+            "TorchTensorParallelConfig",
+            "TorchContextParallelConfig",
+            "disable_fsdp_ram_efficient_loading",
+            "enable_fsdp_ram_efficient_loading",
+            "ensure_weights_retied",
+            "fsdp2_apply_ac",
+            "fsdp2_canonicalize_names",
+            "fsdp2_load_full_state_dict",
+            "fsdp2_prepare_model",
+            "fsdp2_switch_optimizer_parameters",
+            "get_fsdp2_grad_scaler",
+            "load_fsdp_model",
+            "load_fsdp_optimizer",
+            "merge_fsdp_weights",
+            "save_fsdp_model",
+            "save_fsdp_optimizer",
+            "compile_regions_fsdp2",
+        ),
+        "fsdp2",
+    ),
+    **dict.fromkeys(
+        (
+            "DeepSpeedPlugin",
+            "DeepSpeedSequenceParallelConfig",
+            "DeepSpeedEngineWrapper",
+            "DeepSpeedOptimizerWrapper",
+            "DeepSpeedSchedulerWrapper",
+            "DummyOptim",
+            "DummyScheduler",
+            "GatheredParameters",
+            "HfDeepSpeedConfig",
+            "compile_regions_deepspeed",
+            "deepspeed_required",
+            "get_active_deepspeed_plugin",
+            "map_pytorch_optim_to_deepspeed",
+            "prepare_deepspeed_cmd_env",
+        ),
+        "deepspeed",
+    ),
+    **dict.fromkeys(
+        (
+            "MegatronLMPlugin",
+            "AbstractTrainStep",
+            "BertTrainStep",
+            "GPTTrainStep",
+            "T5TrainStep",
+            "MegatronLMDummyDataLoader",
+            "MegatronLMDummyScheduler",
+            "MegatronEngine",
+            "MegatronLMOptimizerWrapper",
+            "MegatronLMSchedulerWrapper",
+            "add_model_config_to_megatron_parser",
+            "avg_losses_across_data_parallel_group",
+            "gather_across_data_parallel_groups",
+            "megatron_lm_initialize",
+            "megatron_lm_prepare_data_loader",
+            "megatron_lm_prepare_model_optimizer_scheduler",
+            "megatron_lm_prepare_optimizer",
+            "megatron_lm_prepare_scheduler",
+        ),
+        "megatron",
+    ),
+    **dict.fromkeys(("install_xla", "prepare_tpu"), "xla"),
+    **dict.fromkeys(
+        (
+            "AORecipeKwargs",
+            "TERecipeKwargs",
+            "MSAMPRecipeKwargs",
+            "FP8RecipeKwargs",
+            "FP8BackendType",
+            "convert_model_to_fp8_ao",
+            "filter_first_and_last_linear_layers",
+            "has_ao_layers",
+            "torchao_required",
+            "apply_fp8_autowrap",
+            "contextual_fp8_autocast",
+            "convert_model",
+            "has_transformer_engine_layers",
+        ),
+        "fp8",
+    ),
+}
+
+#: `is_…_available` -> the library it asks for.
+PROBES = {
+    "is_deepspeed_available": "deepspeed",
+    "is_megatron_lm_available": "megatron",
+    "is_torch_xla_available": "torch_xla",
+    "is_torchao_available": "torchao",
+    "is_transformer_engine_available": "transformer_engine",
+    "is_transformer_engine_mxfp8_available": "transformer_engine",
+    "is_msamp_available": "msamp",
+    "is_fp8_available": "accelerate_fp8",
+    "is_wandb_available": "wandb",
+    "is_tensorboard_available": "tensorboard",
+    "is_trackio_available": "trackio",
+    "is_aim_available": "aim",
+    "is_comet_ml_available": "comet_ml",
+    "is_mlflow_available": "mlflow",
+    "is_clearml_available": "clearml",
+    "is_dvclive_available": "dvclive",
+    "is_swanlab_available": "swanlab",
+}
+
+
+def extra_for(kind: str, name: str) -> str | None:
+    """Return the extra that installs a plugin, None for one we never heard of."""
+    return NAMES.get(kind, {}).get(name)
+
+
+def known_names(kind: str) -> Iterable[str]:
+    """Return the plugin names of one kind that this catalog can name a package for."""
+    return NAMES.get(kind, {})
+
+
+def pip_command(extra: str) -> str:
+    """Return the command that installs an extra."""
+    return f"pip install accelerate-core[{extra}]"
+
+
+def absent_probe(name: str) -> bool:
+    """Tell whether a name is a probe this catalog can answer."""
+    return name in PROBES or re.fullmatch(r"is_\w+_available", name) is not None

@@ -1,0 +1,54 @@
+"""Before anything else, the ranks compare what they are about to run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.runtime import Runtime
+
+__all__ = ["agree"]
+
+
+def agree(runtime: Runtime, facts: Mapping[str, Any]) -> None:
+    """Compare `facts` with rank 0's through the store; every rank learns the verdict.
+
+    Raises:
+        ConfigurationError: on every rank, naming the ranks and the facts that differ.
+    """
+    if runtime.num_processes == 1 or runtime.store is None:
+        return
+    runtime.handshakes += 1
+    prefix = f"agree/{runtime.handshakes}"
+    mine = json.dumps(dict(facts), sort_keys=True, default=str)
+    store = runtime.store
+    wait = runtime.timeout or timedelta(minutes=5)
+    if runtime.process_index != 0:
+        store.set(f"{prefix}/{runtime.process_index}", mine)
+        store.wait([f"{prefix}/verdict"], wait)
+        verdict = store.get(f"{prefix}/verdict").decode()
+    else:
+        others = range(1, runtime.num_processes)
+        keys = [f"{prefix}/{rank}" for rank in others]
+        store.wait(keys, wait)
+        theirs = {rank: json.loads(store.get(key)) for rank, key in zip(others, keys, strict=True)}
+        verdict = _compare(json.loads(mine), theirs)
+        store.set(f"{prefix}/verdict", verdict)
+    if verdict:
+        raise ConfigurationError(f"The processes are not configured alike: {verdict}")
+
+
+def _compare(reference: dict[str, Any], others: Mapping[int, dict[str, Any]]) -> str:
+    differences = []
+    for rank, facts in others.items():
+        for key in sorted({*reference, *facts}):
+            if reference.get(key) != facts.get(key):
+                differences.append(
+                    f"{key} is {reference.get(key)!r} on rank 0, {facts.get(key)!r} on rank {rank}"
+                )
+    shown = "; ".join(differences[:5])
+    more = len(differences) - 5
+    return shown + (f"; and {more} more" if more > 0 else "") + ("." if shown else "")

@@ -1,0 +1,52 @@
+"""Public names that plugins lend to `accelerate_core`, resolved on first use."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from accelerate_core.errors import MissingPluginError
+from accelerate_core.plugins import catalog
+from accelerate_core.plugins.discovery import disabled_names, installed, load_target
+
+__all__ = ["exported_names", "resolve"]
+
+
+def resolve(name: str) -> Any:
+    """Return what an installed plugin exports under `name`.
+
+    Raises:
+        MissingPluginError: a known plugin would bring it; the text has the pip command.
+        AttributeError: nobody knows the name.
+    """
+    found = installed().exports.get(name)
+    if found is not None and found[1] not in disabled_names():
+        return load_target(found[0])
+    if name in catalog.EXPORTS:
+        extra = catalog.EXPORTS[name]
+        raise MissingPluginError(
+            f"{name} comes with a plugin that is not installed. "
+            f"Install it with: {catalog.pip_command(extra)}",
+            name=name,
+        )
+    if name in catalog.PROBES:
+        return _probe(name, catalog.PROBES[name])
+    raise AttributeError(name)
+
+
+def exported_names() -> list[str]:
+    """List the names installed plugins lend, and the probes."""
+    return sorted({*installed().exports, *catalog.PROBES})
+
+
+def _probe(name: str, library: str) -> Callable[[], bool]:
+    def probe() -> bool:
+        try:
+            return importlib.util.find_spec(library) is not None
+        except (ImportError, ValueError):
+            return False
+
+    probe.__name__ = name
+    probe.__doc__ = f"Tell whether the library {library} is installed; never raises."
+    return probe

@@ -1,0 +1,182 @@
+"""One Accelerator's plugins: registered, checked, called, and blamed by name."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pluggy
+
+from accelerate_core.errors import PluginError, did_you_mean
+from accelerate_core.hookspecs import PROJECT, HookSpecs, hook_kind, hooks_of_kind
+from accelerate_core.plugins.discovery import PluginRecord
+
+__all__ = ["ActivePlugins", "Hooks"]
+
+
+class Hooks:
+    """The owner hooks of one backend, bound: `hooks.backward(accelerator, loss, {})`."""
+
+    def __init__(self, **bound: Callable[..., Any]) -> None:
+        self.__dict__.update(bound)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"there is no owner hook {name!r}{did_you_mean(name, hooks_of_kind('owner'))}"
+        )
+
+
+class ActivePlugins:
+    """The plugin manager of one Accelerator, with its active set only."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(HookSpecs)
+        self._records: dict[str, PluginRecord] = {}
+        self._reasons: dict[str, str] = {}
+
+    def add(self, plugin: Any, record: PluginRecord, because: str) -> None:
+        """Register a plugin instance.
+
+        Raises:
+            PluginError: it implements a hook the contract does not have, with arguments the
+                hook does not have, as a wrapper, or an owner hook without being the backend.
+        """
+        key = f"{record.kind}:{record.name}"
+        try:
+            self._manager.register(plugin, name=key)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            self._manager.unregister(plugin)
+            raise PluginError(f"{record.label} does not keep the contract: {error}") from None
+        for caller in self._manager.get_hookcallers(plugin) or []:
+            for implementation in caller.get_hookimpls():
+                if implementation.plugin is plugin:
+                    self._check(implementation, caller.name, record)
+        self._records[key] = record
+        self._reasons[key] = because
+
+    @staticmethod
+    def _check(implementation: Any, hook: str, record: PluginRecord) -> None:
+        if implementation.hookwrapper or implementation.wrapper:
+            raise PluginError(
+                f"{record.label} wraps hook {hook!r}; hooks of this contract are not wrapped."
+            )
+        if hook_kind(hook) == "owner" and record.kind != "backend":
+            raise PluginError(
+                f"{record.label} implements {hook!r}, which only the active backend may answer."
+            )
+
+    @property
+    def plugins(self) -> list[tuple[PluginRecord, Any, str]]:
+        """The active plugins with their reasons, in registration order."""
+        return [
+            (self._records[name], plugin, self._reasons[name])
+            for name, plugin in self._manager.list_name_plugin()
+            if plugin is not None
+        ]
+
+    def implementations(self, hook: str) -> list[tuple[str, Callable[..., Any], tuple[str, ...]]]:
+        """Return (plugin key, function, argument names) of a hook, ordered by plugin name."""
+        caller = getattr(self._manager.hook, hook)
+        found = [(i.plugin_name, i.function, tuple(i.argnames)) for i in caller.get_hookimpls()]
+        return sorted(found, key=lambda entry: entry[0])
+
+    def call_each(self, hook: str, **arguments: Any) -> list[Any]:
+        """Call a broadcast or registration hook on everyone; return the answers that are not None."""
+        answers = []
+        for key, function, names in self.implementations(hook):
+            answer = self._call(key, hook, function, [arguments[name] for name in names])
+            if answer is not None:
+                answers.append(answer)
+        return answers
+
+    def call_one(
+        self,
+        hook: str,
+        key: str,
+        function: Callable[..., Any],
+        names: Iterable[str],
+        **arguments: Any,
+    ) -> Any:
+        """Call one implementation of a hook, as `implementations` lists it."""
+        return self._call(key, hook, function, [arguments[name] for name in names])
+
+    def run_stage(self, hook: str, accelerator: Any, model: Any) -> Any:
+        """Pass the model through every implementation of a stage.
+
+        Raises:
+            PluginError: an implementation returned something that is no module.
+        """
+        for key, function, names in self.implementations(hook):
+            arguments = {"accelerator": accelerator, "model": model}
+            result = self._call(key, hook, function, [arguments[name] for name in names])
+            if not callable(getattr(result, "named_parameters", None)):
+                raise PluginError(
+                    f"Stage {hook!r} of {self._records[key].label} returned "
+                    f"{type(result).__name__}; a stage returns the model."
+                )
+            model = result
+        return model
+
+    def _call(
+        self, key: str, hook: str, function: Callable[..., Any], arguments: Iterable[Any]
+    ) -> Any:
+        try:
+            return function(*arguments)
+        except BaseException as error:
+            blame(error, hook, self._records[key])
+            raise
+
+    def bind_owner(self, backend: Any, record: PluginRecord, base: type) -> Hooks:
+        """Bind every owner hook of the backend once, so that calling one costs a method call."""
+        return Hooks(
+            **{name: _bind(backend, record, name, base) for name in hooks_of_kind("owner")}
+        )
+
+
+def blame(error: BaseException, hook: str, record: PluginRecord) -> None:
+    """Note on an exception which hook of which plugin let it out."""
+    error.add_note(f"accelerate-core: hook {hook!r} of plugin {record.label}")
+
+
+def _bind(backend: Any, record: PluginRecord, name: str, base: type) -> Callable[..., Any]:
+    method: Callable[..., Any] = getattr(backend, name)
+    if getattr(type(backend), name) is getattr(base, name) and name not in vars(backend):
+        return method  # the core's own default: nobody else to blame
+    wanted = tuple(inspect.signature(getattr(HookSpecs, name)).parameters)[1:]
+    taken = tuple(inspect.signature(method).parameters)
+    unknown = [argument for argument in taken if argument not in wanted]
+    if unknown:
+        raise PluginError(
+            f"{record.label}: hook {name!r} names the argument {unknown[0]!r}, which it does not have."
+            f"{did_you_mean(unknown[0], wanted)}"
+        )
+    if taken == wanted:
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return method(*arguments)
+            except BaseException as error:
+                blame(error, name, record)
+                raise
+
+        return call
+    if not taken:
+        pick: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arguments: ()  # noqa: E731
+    elif len(taken) == 1:
+        index = wanted.index(taken[0])
+        pick = lambda arguments: (arguments[index],)  # noqa: E731
+    else:
+        pick = operator.itemgetter(*(wanted.index(argument) for argument in taken))
+
+    def call_subset(*arguments: Any) -> Any:
+        try:
+            return method(*pick(arguments))
+        except BaseException as error:
+            blame(error, name, record)
+            raise
+
+    return call_subset

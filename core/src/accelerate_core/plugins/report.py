@@ -1,0 +1,77 @@
+"""What is installed and what would be active now, for people and machines; no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from accelerate_core.configuration.resolve import Sources, resolve_core
+from accelerate_core.errors import AccelerateError
+from accelerate_core.plugins.discovery import disabled_names, installed
+from accelerate_core.plugins.selection import Request, select_backend, select_extensions
+from accelerate_core.runtime import read_topology
+
+__all__ = ["PluginRow", "report"]
+
+
+@dataclass(frozen=True)
+class PluginRow:
+    """One line of `accelerate-core plugins`."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    api_version: str
+    state: str
+    because: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as JSON knows it."""
+        return asdict(self)
+
+
+def report(environ: Mapping[str, str] | None = None) -> list[PluginRow]:
+    """List every installed plugin with its state under this environment.
+
+    States: active, available, passed over, refused, broken, disabled.
+    Only what the environment asks for is imported.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    sources = Sources.of(environ)
+    values = resolve_core({}, sources, {})
+    request = Request({}, environ, read_topology(environ), sources.config)
+    states: dict[tuple[str, str], tuple[str, str]] = {}
+    try:
+        chosen = select_backend(values["backend"].value, values["backend"].origin, request)
+        for entry in chosen.considered:
+            states[entry.record.kind, entry.record.name] = (entry.state, entry.because)
+    except AccelerateError as error:
+        named = values["backend"].value
+        if named is not None:
+            states["backend", str(named)] = ("refused", str(error))
+    try:
+        for record, _, because in select_extensions(request):
+            states["extension", record.name] = ("active", because)
+    except AccelerateError:
+        pass  # a broken extension shows below by its failure
+    precision = values["mixed_precision"]
+    states["precision", str(precision.value)] = ("active", precision.origin)
+    disabled = disabled_names(environ)
+    rows = []
+    for record in installed().plugins:
+        state, because = states.get((record.kind, record.name), ("available", "not asked for"))
+        if record.name in disabled:
+            state, because = "disabled", "ACCELERATE_DISABLED_PLUGINS"
+        elif record.failure is not None:
+            state, because = "broken", f"{type(record.failure).__name__}: {record.failure}"
+        version = getattr(record.load(), "api_version", None) if record.is_loaded else None
+        api = ".".join(str(part) for part in version) if version else ""
+        rows.append(
+            PluginRow(
+                record.kind, record.name, record.distribution, record.version, api, state, because
+            )
+        )
+    return rows
