@@ -1,0 +1,366 @@
+"""`Backend`: the owner hooks with defaults for one process and for torch.distributed.
+
+A backend is a subclass that overrides what differs. Every default is right for
+one process and for the default group, which is why a small backend is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+
+from accelerate_core import runtime
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.hookspecs import API_VERSION, Scope
+from accelerate_core.plugins.selection import Claim, Request
+from accelerate_core.precision import Precision, mark_hooks
+from accelerate_core.torch_talk import TorchTalk
+
+if TYPE_CHECKING:
+    from accelerate_core.accelerator import Accelerator
+
+__all__ = ["Backend", "Precision", "SingleProcess"]
+
+_talk = TorchTalk()
+
+
+class Backend:
+    """Base of every backend.
+
+    Class attributes are declarations the core, its error texts and the docs read:
+
+    * `supports`: `precisions` (names, or None for all), `mesh` (dimension names),
+      `devices` (device types, or None for all), `no_sync`, `join`, `compile`.
+    * `owns`: what the core leaves to this backend: `precision` (autocast of forward),
+      `device_placement`, `accumulation` (dividing the loss), `checkpoint`
+      (model and optimizer files, written in `on_save`).
+    * `compile_at`: whether the compile stage runs `before` or `after` `prepare_model`,
+      or is the backend's `own`.
+    """
+
+    name: ClassVar[str]
+    api_version: ClassVar[tuple[int, int]] = API_VERSION
+    supports: ClassVar[Mapping[str, Any]] = {}
+    owns: ClassVar[frozenset[str]] = frozenset()
+    compile_at: ClassVar[Literal["before", "after", "own"]] = "before"
+    #: Start a process group even for one process.
+    needs_group: ClassVar[bool] = False
+    #: Settings class, made with `settings`.
+    Settings: ClassVar[type[Any] | None] = None
+    #: Classes of `kwargs_handlers` this backend takes, besides `Settings`.
+    handlers: ClassVar[tuple[type, ...]] = ()
+
+    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+        self.settings = settings
+        self.given_handlers = tuple(handlers)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # An override without the marker would silently not be a hook.
+        mark_hooks(cls)
+
+    @classmethod
+    def detect(cls, request: Request) -> Claim | None:
+        """Claim this run or not; called only when one of the plugin's triggers fired."""
+        return None
+
+    def core_defaults(self) -> Mapping[str, Any]:
+        """Return core settings that follow from this backend's own, such as accumulation steps."""
+        return {}
+
+    def check(self, accelerator: Accelerator) -> None:
+        """Refuse a combination this backend cannot do, before anything is started."""
+
+    def distributed_type(self, accelerator: Accelerator) -> str:
+        """Return the member of `DistributedType` that user code compares with."""
+        return "NO"
+
+    # --- start --------------------------------------------------------------------------------
+
+    def init_process_group(self, accelerator: Accelerator, start: runtime.GroupStart) -> None:
+        """Start torch.distributed's default group."""
+        runtime.start_group(start)
+
+    def device(
+        self, accelerator: Accelerator, topology: runtime.Topology, cpu: bool
+    ) -> torch.device:
+        """Take the local device of this rank, or the CPU."""
+        return runtime.default_device(topology, cpu)
+
+    def mesh(self, accelerator: Accelerator) -> Any | None:
+        """Have no mesh."""
+        return None
+
+    def new_group(self, accelerator: Accelerator, ranks: Sequence[int] | None) -> Any | None:
+        """Make a torch.distributed group; None where there is one process."""
+        if accelerator.num_processes == 1:
+            return None
+        return dist.new_group(None if ranks is None else list(ranks))
+
+    def data_shard(self, accelerator: Accelerator) -> tuple[int, int]:
+        """Give every rank its own part."""
+        return accelerator.process_index, accelerator.num_processes
+
+    def init_model_context(self, accelerator: Accelerator) -> AbstractContextManager[Any]:
+        """Construct models as torch does."""
+        return nullcontext()
+
+    def main_process_index(self, accelerator: Accelerator) -> int:
+        """Let rank 0 log and save."""
+        return 0
+
+    # --- prepare ------------------------------------------------------------------------------
+
+    def prepare(self, accelerator: Accelerator, plan: Any) -> None:
+        """Prepare models, then optimizers, then schedulers, one by one."""
+        plan.each(
+            "model",
+            lambda model, entry: accelerator.hooks.prepare_model(
+                accelerator, model, entry.evaluation_mode
+            ),
+        )
+        plan.rebind()
+        plan.each(
+            "optimizer",
+            lambda optimizer, _: accelerator.hooks.prepare_optimizer(accelerator, optimizer),
+        )
+        plan.each(
+            "scheduler",
+            lambda scheduler, _: accelerator.hooks.prepare_scheduler(accelerator, scheduler),
+        )
+
+    def prepare_model(
+        self, accelerator: Accelerator, model: torch.nn.Module, evaluation_mode: bool
+    ) -> torch.nn.Module:
+        """Return the model as it is."""
+        return model
+
+    def prepare_optimizer(self, accelerator: Accelerator, optimizer: Any) -> Any:
+        """Return the optimizer as it is."""
+        return optimizer
+
+    def prepare_scheduler(self, accelerator: Accelerator, scheduler: Any) -> Any:
+        """Return the scheduler as it is."""
+        return scheduler
+
+    def feed_device(
+        self, accelerator: Accelerator, batches: Iterator[Any], non_blocking: bool
+    ) -> Iterator[Any]:
+        """Move each batch to the device."""
+        from accelerate_core.collectives.nested import send_to_device
+
+        for batch in batches:
+            yield send_to_device(batch, accelerator.device, non_blocking=non_blocking)
+
+    def unwrap_model(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model as it is."""
+        return model
+
+    def join_uneven_inputs(
+        self, accelerator: Accelerator, joinables: Sequence[Any]
+    ) -> AbstractContextManager[Any]:
+        """Do nothing."""
+        return nullcontext()
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def autocast(self, accelerator: Accelerator, settings: Any) -> AbstractContextManager[Any]:
+        """Enter the precision's autocast."""
+        options: dict[str, Any] = {}
+        if settings is not None:
+            options = {"enabled": settings.enabled, "cache_enabled": settings.cache_enabled}
+        return accelerator.precision.autocast(accelerator.device, options)
+
+    def scale_loss(self, accelerator: Accelerator, loss: torch.Tensor) -> torch.Tensor:
+        """Scale by the gradient scaler, where there is one."""
+        scaler = accelerator.scaler
+        return loss if scaler is None else scaler.scale(loss)
+
+    def backward(
+        self, accelerator: Accelerator, loss: torch.Tensor, kwargs: dict[str, Any]
+    ) -> None:
+        """Call `loss.backward(**kwargs)`."""
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def no_sync(self, accelerator: Accelerator, model: Any) -> AbstractContextManager[Any]:
+        """Do nothing: nothing is synchronised."""
+        return nullcontext()
+
+    def trigger_sync_in_backward(
+        self, accelerator: Accelerator, model: Any
+    ) -> AbstractContextManager[Any]:
+        """Do nothing: nothing is synchronised."""
+        return nullcontext()
+
+    def unscale_gradients(self, accelerator: Accelerator, optimizer: Any) -> None:
+        """Unscale one optimizer's gradients, where there is a scaler."""
+        if accelerator.scaler is not None:
+            accelerator.scaler.unscale_(optimizer)
+
+    def clip_grad_norm(
+        self,
+        accelerator: Accelerator,
+        parameters: Sequence[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+    ) -> Any:
+        """Clip with torch."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value(
+        self, accelerator: Accelerator, parameters: Sequence[torch.Tensor], clip_value: float
+    ) -> None:
+        """Clip with torch."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def optimizer_step(
+        self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Step, through the scaler where there is one; tell whether the step was taken."""
+        scaler = accelerator.scaler
+        if scaler is None:
+            optimizer.step() if closure is None else optimizer.step(closure)
+            return True
+        if closure is not None:
+            raise ConfigurationError("A closure cannot be used with a gradient scaler (fp16).")
+        taken = _steps_taken(optimizer)
+        with taken:
+            scaler.step(optimizer)
+        accelerator.scaler_stepped(optimizer)
+        return taken.count > 0
+
+    def zero_grad(self, accelerator: Accelerator, optimizer: Any, set_to_none: bool) -> None:
+        """Clear gradients."""
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    def context_parallel(
+        self,
+        accelerator: Accelerator,
+        buffers: Sequence[torch.Tensor] | None,
+        buffer_seq_dims: Sequence[int] | None,
+        no_restore_buffers: set[torch.Tensor] | None,
+    ) -> AbstractContextManager[Any]:
+        """Do nothing: there is no such dimension."""
+        return nullcontext()
+
+    def run_schedule(self, accelerator: Accelerator, batch: Any) -> Any:
+        """Refuse: forward and backward are the script's."""
+        raise ConfigurationError(
+            f"train_step() is for backends that own forward and backward together; under {self.name!r} "
+            "call the model, accelerator.backward(loss) and optimizer.step()."
+        )
+
+    # --- talk ---------------------------------------------------------------------------------
+
+    def gather(self, accelerator: Accelerator, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
+        """Gather over the default group."""
+        return _talk.gather(tensor, scope)
+
+    def scatter(
+        self,
+        accelerator: Accelerator,
+        parts: Sequence[torch.Tensor] | None,
+        like: torch.Tensor,
+        src: int,
+        scope: Scope,
+    ) -> torch.Tensor:
+        """Scatter over the default group."""
+        return _talk.scatter(parts, like, src, scope)
+
+    def all_to_all(
+        self, accelerator: Accelerator, tensor: torch.Tensor, scope: Scope
+    ) -> torch.Tensor:
+        """Exchange over the default group."""
+        return _talk.all_to_all(tensor, scope)
+
+    def reduce(
+        self, accelerator: Accelerator, tensor: torch.Tensor, op: Any, scope: Scope
+    ) -> torch.Tensor:
+        """Reduce over the default group."""
+        return _talk.reduce(tensor, op, scope)
+
+    def broadcast(
+        self, accelerator: Accelerator, tensor: torch.Tensor, src: int, scope: Scope
+    ) -> torch.Tensor:
+        """Broadcast over the default group."""
+        return _talk.broadcast(tensor, src, scope)
+
+    def gather_object(self, accelerator: Accelerator, obj: Any, scope: Scope) -> list[Any]:
+        """Gather objects over the default group."""
+        return _talk.gather_object(obj, scope)
+
+    def broadcast_object(self, accelerator: Accelerator, obj: Any, src: int, scope: Scope) -> Any:
+        """Broadcast an object over the default group."""
+        return _talk.broadcast_object(obj, src, scope)
+
+    def scatter_object(
+        self, accelerator: Accelerator, objs: Sequence[Any] | None, src: int, scope: Scope
+    ) -> Any:
+        """Scatter objects over the default group."""
+        return _talk.scatter_object(objs, src, scope)
+
+    def barrier(self, accelerator: Accelerator, scope: Scope) -> None:
+        """Wait for the default group."""
+        _talk.barrier(scope)
+
+    # --- keep ---------------------------------------------------------------------------------
+
+    def model_state(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the unwrapped model's state dict."""
+        return dict(accelerator.unwrap_model(model).state_dict())
+
+    def load_model_state(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        state: Mapping[str, Any],
+        strict: bool,
+    ) -> None:
+        """Load into the unwrapped model."""
+        accelerator.unwrap_model(model).load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
+        """Return the optimizer's state dict."""
+        return dict(optimizer.state_dict())
+
+    def load_optimizer_state(
+        self, accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any]
+    ) -> None:
+        """Load into the optimizer."""
+        optimizer.load_state_dict(state)
+
+    def consolidate(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the unwrapped model's state dict: it is whole on every rank."""
+        return dict(accelerator.unwrap_model(model).state_dict())
+
+
+class SingleProcess(Backend):
+    """One process, one device: the defaults as they are."""
+
+    name = "single"
+
+
+class _steps_taken:
+    """Count how often an optimizer really steps inside the block.
+
+    `GradScaler.step` calls `optimizer.step` only when no gradient overflowed, and says
+    nothing about it; torch's own step hook does, without reading the scale back.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.count = 0
+
+    def __enter__(self) -> _steps_taken:
+        self._handle = self._optimizer.register_step_post_hook(self._count)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.remove()
+
+    def _count(self, *_: Any) -> None:
+        self.count += 1

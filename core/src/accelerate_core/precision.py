@@ -1,0 +1,104 @@
+"""Precisions: what `mixed_precision` means. Each is a plugin; these four are built in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.hookspecs import API_VERSION, hook_kind, hookimpl
+
+__all__ = ["BFloat16", "DowncastBFloat16", "Float16", "FullPrecision", "Precision"]
+
+
+class Precision:
+    """Base of a precision plugin.
+
+    A subclass states how forward is entered (`autocast`), whether the loss is
+    scaled (`scaler`), and may implement stage hooks such as `convert`.
+    """
+
+    name: ClassVar[str]
+    api_version: ClassVar[tuple[int, int]] = API_VERSION
+    #: dtype of `torch.autocast`; None enters no autocast.
+    dtype: ClassVar[torch.dtype | None] = None
+    #: Classes of `kwargs_handlers` this precision takes.
+    handlers: ClassVar[tuple[type, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        mark_hooks(cls)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether forward runs inside `autocast`."""
+        return self.dtype is not None or type(self).autocast is not Precision.autocast
+
+    def check(self, device: torch.device) -> None:
+        """Refuse a device this precision cannot run on, with the way out in the text."""
+
+    def scaler(self, device: torch.device, options: dict[str, Any]) -> Any | None:
+        """Return a gradient scaler, None where losses are not scaled."""
+        return None
+
+    def autocast(
+        self, device: torch.device, options: dict[str, Any]
+    ) -> AbstractContextManager[Any]:
+        """Return the context of forward; `options` are `enabled` and `cache_enabled`."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.dtype, **options)
+
+
+def mark_hooks(cls: type) -> None:
+    """Mark a class's own methods that are named like hooks as implementations of them."""
+    for name, value in list(vars(cls).items()):
+        if (
+            hook_kind(name) is not None
+            and callable(value)
+            and not hasattr(value, "accelerate_core_impl")
+        ):
+            hookimpl(value)
+
+
+class FullPrecision(Precision):
+    """Everything as it is."""
+
+    name = "no"
+
+
+class Float16(Precision):
+    """fp16 autocast with a `torch.amp.GradScaler`."""
+
+    name = "fp16"
+    dtype = torch.float16
+
+    def scaler(self, device: torch.device, options: dict[str, Any]) -> Any | None:
+        """Return torch's scaler for the device."""
+        return torch.amp.GradScaler(device.type, **options)
+
+
+class BFloat16(Precision):
+    """bf16 autocast."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+    def check(self, device: torch.device) -> None:
+        """Refuse CUDA devices that have no bf16 at all."""
+        if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=True):
+            raise ConfigurationError(
+                f"{torch.cuda.get_device_name(device)} has no bfloat16; use mixed_precision='fp16' or 'no'."
+            )
+
+
+class DowncastBFloat16(BFloat16):
+    """bf16 autocast whose models hold their floating buffers and parameters in bf16 too."""
+
+    name = "downcast_bf16"
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Cast floating point parameters and buffers to bf16."""
+        return model.to(torch.bfloat16)
