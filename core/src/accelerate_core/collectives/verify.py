@@ -1,0 +1,78 @@
+"""The check before a collective in debug mode: do the structures of all ranks fit together?
+
+A group that is given unequal sizes may hang or end the process without a Python error, so the
+comparison has to come first, over a collective that takes any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accelerate_core.collectives.communicator import Communicator
+from accelerate_core.collectives.nested import is_sequence, iterate_leaves
+from accelerate_core.errors import DistributedOperationException
+
+__all__ = ["describe", "verify"]
+
+_ADVICE = {
+    "gather": (
+        "Bring the tensors to one shape first (pad_across_processes), or use gather_uneven if "
+        "only dimension 0 differs, or gather_object."
+    ),
+    "gather_uneven": "Only dimension 0 may differ between the processes.",
+    "pad_across_processes": "Only the padded dimension may differ between the processes.",
+}
+_DEFAULT_ADVICE = "Structures, shapes and dtypes have to be equal on all processes."
+
+
+def describe(tree: Any) -> str:
+    """Return the shapes and dtypes of a tree on one line, e.g. `{'x': [2, 3] float32}`."""
+    if isinstance(tree, torch.Tensor):
+        return f"{list(tree.shape)} {_dtype(tree.dtype)}"
+    if is_sequence(tree):
+        inner = ", ".join(describe(item) for item in tree)
+        return f"[{inner}]" if isinstance(tree, list) else f"({inner})"
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{key!r}: {describe(tree[key])}" for key in tree) + "}"
+    return f"<{type(tree).__name__}>"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fingerprint(tree: Any, free_dim: int | None) -> list[tuple[Any, ...]]:
+    """Return what has to be equal on all ranks; the length along `free_dim` is left out."""
+    return [
+        (path, _fixed_shape(leaf, free_dim), _dtype(leaf.dtype))
+        if isinstance(leaf, torch.Tensor)
+        else (path, type(leaf).__name__)
+        for path, leaf in iterate_leaves(tree)
+    ]
+
+
+def _fixed_shape(leaf: torch.Tensor, free_dim: int | None) -> tuple[int, ...]:
+    shape = list(leaf.shape)
+    if free_dim is not None and -len(shape) <= free_dim < len(shape):
+        shape[free_dim] = -1
+    return tuple(shape)
+
+
+def verify(verb: str, tree: Any, comm: Communicator, free_dim: int | None = None) -> None:
+    """Raise `DistributedOperationException` on every rank if the trees do not fit together.
+
+    Does nothing unless `comm.debug`. `free_dim` is the dimension whose length may differ.
+    """
+    if not comm.debug or comm.size == 1:
+        return
+    reports = comm.gather_object((_fingerprint(tree, free_dim), describe(tree)))
+    if all(report[0] == reports[0][0] for report in reports):
+        return
+    lines = "\n".join(f"  - process {rank}: {text}" for rank, (_, text) in enumerate(reports))
+    raise DistributedOperationException(
+        f"{verb}: the processes passed tensors that do not fit together.\n{lines}\n"
+        f"{_ADVICE.get(verb, _DEFAULT_ADVICE)}"
+    )

@@ -1,0 +1,589 @@
+"""One process of a small gloo group: run every case, write which held.
+
+Called as `collectives_worker.py RANK SIZE STORE REPORT`. A case is a function that asserts; all
+ranks run all of them in the order they stand here. `REPORT.RANK` gets `{case: "" or traceback}`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelerate_core.collectives import (
+    Communicator,
+    DistributedOperationException,
+    TalkHooks,
+    TensorInformation,
+    TorchTalk,
+    broadcast,
+    broadcast_object_list,
+    copy_tensor_to_devices,
+    gather,
+    gather_object,
+    gather_uneven,
+    pad_across_processes,
+    reduce,
+    scatter,
+)
+
+Case = Callable[[Communicator], None]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+class Counting:
+    """Talk hooks that count what is called."""
+
+    def __init__(self, inner: TalkHooks) -> None:
+        self._inner = inner
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        hook = getattr(self._inner, name)
+
+        @wraps(hook)
+        def counted(*args: Any) -> Any:
+            self.calls.append(name)
+            return hook(*args)
+
+        return counted
+
+
+class WithoutAvg(TorchTalk):
+    """Talk hooks over a group that cannot average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._without_avg = {("world", dtype) for dtype in FLOATS}
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Batch(OrderedDict[str, Any]):
+    """A dict subclass with an attribute of its own."""
+
+    origin = "nowhere"
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+COMPLEX = [torch.complex64, torch.complex128]
+DTYPES = [*FLOATS, *INTEGERS, *FLOAT8, *COMPLEX, torch.bool]
+
+
+def counted(comm: Communicator, **more: Any) -> tuple[Communicator, list[str]]:
+    hooks = Counting(comm.hooks)
+    again = Communicator(rank=comm.rank, size=comm.size, device=comm.device, hooks=hooks, **more)
+    return again, hooks.calls
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    assert torch.equal(*(t.to(torch.complex128) for t in (actual, expected))), (actual, expected)
+
+
+def sample(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    values = torch.arange(torch.Size(shape).numel()).reshape(shape) % 5 + rank + 1
+    if dtype == torch.bool:
+        return (values + rank) % 2 == 0
+    return (values * (1 + 0.5j)).to(dtype) if dtype.is_complex else values.to(dtype)
+
+
+def joined(size: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    rows = [sample(rank, dtype, *shape) for rank in range(size)]
+    return torch.stack(rows) if not shape else torch.cat(rows)
+
+
+# --- the communicator ------------------------------------------------------------------------
+
+
+@case
+def flat_verbs(comm: Communicator) -> None:
+    ranks = torch.arange(comm.size)
+    own = torch.tensor([comm.rank])
+    same(comm.gather(own), ranks)
+    same(comm.reduce(own), ranks.sum()[None])
+    same(comm.reduce(own, "max"), torch.tensor([comm.size - 1]))
+    same(comm.reduce(own, "min"), torch.tensor([0]))
+    same(own, torch.tensor([comm.rank]))
+    same(comm.reduce(own, "mean"), ranks.float().mean()[None])
+    same(comm.reduce(own.float(), "mean"), ranks.float().mean()[None])
+    same(comm.broadcast(own.clone(), src=1), torch.tensor([1]))
+    same(comm.all_to_all(ranks + 10 * comm.rank), 10 * ranks + comm.rank)
+    parts = list(ranks.double()[:, None]) if comm.rank == 1 else None
+    same(comm.scatter(parts, torch.zeros(1).double(), src=1), own.double())
+    comm.barrier()
+
+
+@case
+def flat_verbs_on_objects(comm: Communicator) -> None:
+    assert comm.gather_object({"rank": comm.rank}) == [{"rank": r} for r in range(comm.size)]
+    assert comm.broadcast_object(("from", comm.rank), src=1) == ("from", 1)
+    objs = [f"for {r}" for r in range(comm.size)] if comm.rank == 1 else None
+    assert comm.scatter_object(objs, src=1) == f"for {comm.rank}"
+
+
+@case
+def flat_verbs_take_float8(comm: Communicator) -> None:
+    for dtype in FLOAT8:
+        same(comm.gather(sample(comm.rank, dtype, 3)), joined(comm.size, dtype, 3))
+        same(comm.broadcast(sample(comm.rank, dtype, 3), 1), sample(1, dtype, 3))
+
+
+@case
+def mean_without_avg(comm: Communicator) -> None:
+    plain = Communicator(rank=comm.rank, size=comm.size, device=comm.device, hooks=WithoutAvg())
+    for dtype in FLOATS:
+        own = torch.full((3,), float(comm.rank * 2), dtype=dtype)
+        same(plain.reduce(own, "mean"), torch.full((3,), comm.size - 1.0, dtype=dtype))
+
+
+@case
+def a_scope_has_its_own_group(comm: Communicator) -> None:
+    pair = dist.new_group([0, 1])
+    if comm.rank > 1:
+        return
+    talk = TorchTalk(scopes={"data": pair})
+    inner = Communicator(rank=comm.rank, size=2, device=comm.device, hooks=talk, scope="data")
+    same(gather(torch.tensor([comm.rank]), inner), torch.tensor([0, 1]))
+    assert inner.gather_object(comm.rank) == [0, 1]
+
+
+@case
+def a_reversed_group_counts_ranks_in_its_own_order(comm: Communicator) -> None:
+    order = list(reversed(range(comm.size)))
+    group = dist.new_group(order, use_local_synchronization=False)
+    rank = dist.get_rank(group)
+    inner = Communicator(rank=rank, size=comm.size, device=comm.device, hooks=TorchTalk(group))
+    same(inner.broadcast(torch.tensor([rank]), src=1), torch.tensor([1]))
+    assert inner.broadcast_object(rank, src=1) == 1
+    assert inner.scatter_object(list(range(comm.size)), src=1) == rank
+
+
+# --- gather ----------------------------------------------------------------------------------
+
+
+@case
+def gather_keeps_every_dtype(comm: Communicator) -> None:
+    for dtype in DTYPES:
+        same(gather(sample(comm.rank, dtype, 3, 2), comm), joined(comm.size, dtype, 3, 2))
+        same(gather(sample(comm.rank, dtype), comm), joined(comm.size, dtype))
+
+
+@case
+def gather_mixes_all_dtypes_in_one_collective(comm: Communicator) -> None:
+    watched, calls = counted(comm)
+    shapes = [(3,), (), (2, 3), (0, 4), (1, 1, 1), (5, 0)]
+    wanted = [(dtype, shapes[i % len(shapes)]) for i, dtype in enumerate(DTYPES)]
+    assert len(wanted) >= 15
+    tree = {"all": [sample(comm.rank, dtype, *shape) for dtype, shape in wanted]}
+    result = gather(tree, watched)
+    assert calls == ["gather"]
+    for tensor, (dtype, shape) in zip(result["all"], wanted, strict=True):
+        same(tensor, joined(comm.size, dtype, *shape))
+
+
+@case
+def gather_keeps_the_types_of_containers(comm: Communicator) -> None:
+    batch = Batch(x=torch.ones(1), y=(torch.ones(1), [torch.ones(2)]))
+    batch.origin = "here"
+    table: dict[str, Any] = defaultdict(list, {"z": torch.ones(1)})
+    result = gather(Pair(batch, table), comm)
+    assert type(result) is Pair
+    assert type(result.first) is Batch
+    assert result.first.origin == "here"
+    assert type(result.first["y"]) is tuple
+    assert type(result.first["y"][1]) is list
+    assert result.second.default_factory is list
+    assert len(batch["x"]) == 1, "the input is not changed"
+    same(result.first["y"][1][0], torch.ones(2 * comm.size))
+
+
+@case
+def gather_takes_what_is_not_contiguous(comm: Communicator) -> None:
+    base = sample(comm.rank, torch.float32, 4, 6)
+    every = [sample(rank, torch.float32, 4, 6) for rank in range(comm.size)]
+    same(gather(base.T, comm), torch.cat([t.T for t in every]))
+    same(gather(base[:, ::2], comm), torch.cat([t[:, ::2] for t in every]))
+    same(gather(base[1:, 1:], comm), torch.cat([t[1:, 1:] for t in every]))
+    both = gather([base[0:1].expand(3, 6), base.T], comm)
+    same(both[0], torch.cat([t[0:1].expand(3, 6) for t in every]))
+    same(both[1], torch.cat([t.T for t in every]))
+    z = sample(comm.rank, torch.complex64, 3)
+    same(gather(z.conj(), comm), joined(comm.size, torch.complex64, 3).conj().resolve_conj())
+    same(gather(z.conj().imag, comm), joined(comm.size, torch.complex64, 3).conj().imag)
+
+
+@case
+def gather_detaches_and_leaves_the_input(comm: Communicator) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    for tree in (weight, [weight * 2, weight], [weight.sum()]):
+        result = gather(tree, comm)
+        flat = result if isinstance(result, list) else [result]
+        assert not any(t.requires_grad for t in flat)
+    assert weight.requires_grad
+
+
+@case
+def gather_of_nothing(comm: Communicator) -> None:
+    watched, calls = counted(comm)
+    assert gather({}, watched) == {}
+    assert gather([], watched) == []
+    assert calls == []
+    same(gather(torch.zeros(0, 3), comm), torch.zeros(0, 3))
+
+
+@case
+def gather_refuses_other_objects(comm: Communicator) -> None:
+    with pytest.raises(TypeError, match=r"not a str at \['b'\]\[0\].*gather_object"):
+        gather({"a": torch.ones(1), "b": ["text"]}, comm)
+    with pytest.raises(TypeError, match="NoneType"):
+        gather(None, comm)
+    with pytest.raises(TypeError, match="dense"):
+        gather(torch.eye(2).to_sparse(), comm)
+
+
+@case
+def gather_results_do_not_hold_each_other(comm: Communicator) -> None:
+    first, second = gather([torch.ones(2), torch.ones(3)], comm)
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
+@case
+def gather_uneven_joins_different_lengths(comm: Communicator) -> None:
+    watched, calls = counted(comm)
+    own = comm.rank + 1
+    tree = {
+        "x": sample(comm.rank, torch.float64, own, 2),
+        "flag": sample(comm.rank, torch.bool, own),
+        "loss": sample(comm.rank, torch.float32),
+        "tail": sample(comm.rank, torch.int16, comm.rank),
+    }
+    result = gather_uneven(tree, watched)
+    assert calls == ["gather", "gather"]
+    ranks = range(comm.size)
+    same(result["x"], torch.cat([sample(r, torch.float64, r + 1, 2) for r in ranks]))
+    same(result["flag"], torch.cat([sample(r, torch.bool, r + 1) for r in ranks]))
+    same(result["loss"], joined(comm.size, torch.float32))
+    same(result["tail"], torch.cat([sample(r, torch.int16, r) for r in ranks]))
+    alone = gather_uneven(sample(comm.rank, torch.int8, own), comm)
+    same(alone, torch.cat([sample(r, torch.int8, r + 1) for r in ranks]))
+
+
+@case
+def gather_uneven_of_equal_lengths(comm: Communicator) -> None:
+    same(gather_uneven(sample(comm.rank, torch.int32, 3), comm), joined(comm.size, torch.int32, 3))
+
+
+# --- reduce ----------------------------------------------------------------------------------
+
+
+def over_ranks(size: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.stack([sample(rank, dtype, *shape).to(wide) for rank in range(size)])
+
+
+@case
+def reduce_sums_every_dtype(comm: Communicator) -> None:
+    for dtype in DTYPES:
+        total = over_ranks(comm.size, dtype, 3, 2).sum(0)
+        expected = total.to(dtype) if dtype != torch.bool else total > 0
+        same(reduce(sample(comm.rank, dtype, 3, 2), comm=comm), expected)
+
+
+@case
+def reduce_takes_the_mean_of_every_dtype(comm: Communicator) -> None:
+    for dtype in DTYPES:
+        result = reduce(sample(comm.rank, dtype, 5), "mean", comm=comm)
+        inexact = dtype.is_floating_point or dtype.is_complex
+        assert result.dtype == (dtype if inexact else torch.float32), dtype
+        expected = over_ranks(comm.size, dtype, 5).mean(0).to(result.dtype)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        torch.testing.assert_close(result.to(wide), expected.to(wide), rtol=8e-3, atol=1e-6)
+
+
+@case
+def the_mean_of_small_integers_does_not_overflow(comm: Communicator) -> None:
+    same(
+        reduce(torch.full((2,), 120, dtype=torch.int8), "mean", comm=comm), torch.full((2,), 120.0)
+    )
+
+
+@case
+def reduce_takes_extremes(comm: Communicator) -> None:
+    for dtype in (*FLOATS, *INTEGERS[:7], torch.bool):
+        values = over_ranks(comm.size, dtype, 4)
+        for op, expected in (("max", values.amax(0)), ("min", values.amin(0))):
+            same(reduce(sample(comm.rank, dtype, 4), op, comm=comm), expected.to(dtype))
+    with pytest.raises(TypeError, match="complex"):
+        reduce(torch.ones(1, dtype=torch.complex64), "max", comm=comm)
+
+
+@case
+def reduce_uses_one_collective_per_dtype(comm: Communicator) -> None:
+    watched, calls = counted(comm)
+    tree = [sample(comm.rank, d, 2) for d in (torch.float32, torch.int64, torch.float64) * 3]
+    result = reduce(tree, "sum", comm=watched)
+    assert calls == ["reduce"] * 3
+    for tensor, own in zip(result, tree, strict=True):
+        same(tensor, over_ranks(comm.size, own.dtype, 2).sum(0).to(own.dtype))
+
+
+@case
+def reduce_none_scale_and_typos(comm: Communicator) -> None:
+    own = torch.tensor([float(comm.rank)], requires_grad=True)
+    tree = {"loss": own}
+    assert reduce(tree, "none", comm=comm) is tree
+    total = reduce(tree, scale=0.5, comm=comm)["loss"]
+    same(total, torch.tensor([sum(range(comm.size)) / 2.0]))
+    assert not total.requires_grad
+    same(own.detach(), torch.tensor([float(comm.rank)]))
+    with pytest.raises(ValueError, match=r"reduction='men'.*Did you mean 'mean'"):
+        reduce(tree, "men", comm=comm)
+
+
+@case
+def reduce_results_have_their_own_memory(comm: Communicator) -> None:
+    first, second = reduce([torch.ones(2), torch.ones(3)], comm=comm)
+    assert first.untyped_storage().nbytes() == 8
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
+# --- broadcast, scatter and the rest ---------------------------------------------------------
+
+
+@case
+def broadcast_sends_any_structure_at_once(comm: Communicator) -> None:
+    watched, calls = counted(comm)
+    tree = Batch({str(dtype): sample(comm.rank, dtype, 3) for dtype in DTYPES})
+    result = broadcast(tree, from_process=1, comm=watched)
+    assert calls == ["broadcast"]
+    assert type(result) is Batch
+    for dtype in DTYPES:
+        same(result[str(dtype)], sample(1, dtype, 3))
+        assert result[str(dtype)] is tree[str(dtype)], "written in place"
+
+
+@case
+def broadcast_writes_in_place_where_it_can(comm: Communicator) -> None:
+    base = sample(comm.rank, torch.float32, 4, 6)
+    assert broadcast(base.T[::2], comm=comm).shape == (3, 4)
+    same(base[:, ::2], sample(0, torch.float32, 4, 6)[:, ::2])
+    same(base[:, 1::2], sample(comm.rank, torch.float32, 4, 6)[:, 1::2])
+    weight = torch.nn.Parameter(torch.full((2,), float(comm.rank)))
+    assert broadcast(weight, comm=comm) is weight
+    same(weight.detach(), torch.zeros(2))
+    wide = torch.tensor([comm.rank]).expand(3)
+    same(broadcast(wide, 1, comm=comm), torch.ones(3, dtype=torch.int64))
+    same(broadcast(torch.tensor(comm.rank), 1, comm=comm), torch.tensor(1))
+
+
+@case
+def verbs_refuse_a_rank_that_is_not_there(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match=f"from_process={comm.size} is not a process"):
+        broadcast(torch.ones(1), comm.size, comm=comm)
+
+
+@case
+def scatter_splits_a_batch(comm: Communicator) -> None:
+    watched, calls = counted(comm)
+    n = comm.size
+    whole: dict[str, Any] = {
+        "x": torch.arange(4.0 * n).view(2 * n, 2),
+        "mask": torch.arange(n) == 1,
+        "step": torch.tensor(7),
+        "name": "batch",
+        "none": torch.zeros(0, 3),
+    }
+    part = scatter(whole if comm.rank == 1 else None, 1, comm=watched)
+    assert sorted(calls) == ["broadcast_object", "scatter"]
+    assert part["name"] == "batch"
+    same(part["x"], whole["x"][2 * comm.rank : 2 * comm.rank + 2])
+    same(part["mask"], torch.tensor([comm.rank == 1]))
+    same(part["step"], torch.tensor(7))
+    same(part["none"], torch.zeros(0, 3))
+
+    calls.clear()
+    like = [TensorInformation(torch.Size([2, 2]), torch.float32)]
+    part = scatter([whole["x"]] if comm.rank == 0 else None, comm=watched, like=like)
+    assert calls == ["scatter"]
+    same(part[0], whole["x"][2 * comm.rank : 2 * comm.rank + 2])
+
+
+@case
+def scatter_that_does_not_divide_fails_everywhere(comm: Communicator) -> None:
+    tree = {"x": torch.zeros(comm.size + 1)} if comm.rank == 0 else None
+    with pytest.raises(DistributedOperationException, match=r"at \['x'\].*do not divide among"):
+        scatter(tree, comm=comm)
+
+
+@case
+def copy_a_tensor_that_one_process_has(comm: Communicator) -> None:
+    own = sample(1, torch.float64, 2, 3) if comm.rank == 1 else None
+    same(copy_tensor_to_devices(own, comm=comm), sample(1, torch.float64, 2, 3))
+    with pytest.raises(DistributedOperationException, match="none did"):
+        copy_tensor_to_devices(None, comm=comm)
+    with pytest.raises(DistributedOperationException, match="processes 0, 1"):
+        copy_tensor_to_devices(torch.ones(1), comm=comm)
+
+
+@case
+def pad_to_the_longest(comm: Communicator) -> None:
+    watched, calls = counted(comm)
+    own, longest = comm.rank + 1, comm.size
+    tree = {"ids": torch.full((2, own), 5), "loss": torch.tensor(1.0), "same": torch.ones(2, 2)}
+    for dim in (1, -1):
+        for first in (False, True):
+            calls.clear()
+            result = pad_across_processes(tree, dim, -100, pad_first=first, comm=watched)
+            assert calls == ["gather"]
+            old, new = [5] * own, [-100] * (longest - own)
+            same(result["ids"], torch.tensor([new + old if first else old + new] * 2))
+            assert result["loss"] is tree["loss"]
+            assert result["same"] is tree["same"]
+    flags = pad_across_processes(torch.ones(own, 2, dtype=torch.bool), comm=comm)
+    same(flags, torch.arange(longest)[:, None].lt(own).expand(longest, 2))
+    same(gather(result["ids"], comm)[:, -1], torch.full((2 * comm.size,), 5))
+
+
+@case
+def pad_keeps_gradients_and_warns_of_nested(comm: Communicator) -> None:
+    weight = torch.ones(comm.rank + 1, requires_grad=True)
+    pad_across_processes(weight, comm=comm).sum().backward()
+    assert weight.grad is not None
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert pad_across_processes(nested, comm=comm) is nested
+    assert any("nested tensor" in str(w.message) for w in seen)
+    with pytest.raises(TypeError, match=r"pad_across_processes.*not a str"):
+        pad_across_processes(["text"], comm=comm)
+
+
+@case
+def objects_are_gathered_in_one_list(comm: Communicator) -> None:
+    ranks = list(range(comm.size))
+    assert gather_object([comm.rank], comm) == ranks
+    assert gather_object([None] * comm.rank, comm) == [None] * sum(ranks)
+    assert gather_object((comm.rank, "x"), comm) == [v for r in ranks for v in (r, "x")]
+    assert gather_object((v for v in [comm.rank]), comm) == ranks
+    assert gather_object({"rank": comm.rank}, comm) == [{"rank": r} for r in ranks]
+    assert gather_object("ab", comm) == ["ab"] * comm.size
+    assert gather_object(comm.rank, comm) == ranks
+    rows = gather_object([torch.full((comm.rank,), 1.0)], comm)
+    assert [len(row) for row in rows] == ranks
+    assert len(gather_object(torch.ones(2), comm)) == 2 * comm.size
+    assert len(gather_object(torch.tensor(1.0), comm)) == comm.size
+
+
+@case
+def a_list_of_objects_is_broadcast_in_place(comm: Communicator) -> None:
+    own = [comm.rank, {"rank": comm.rank}]
+    assert broadcast_object_list(own, 1, comm=comm) is own
+    assert own == [1, {"rank": 1}]
+    longer = [0] * (2 if comm.rank == 1 else 1)
+    if comm.rank == 0:
+        assert broadcast_object_list(longer, comm=comm) == [0]
+    elif comm.rank == 1:
+        with pytest.raises(DistributedOperationException, match="sent 1 objects"):
+            broadcast_object_list(longer, comm=comm)
+    else:
+        broadcast_object_list(longer, comm=comm)
+
+
+# --- debug -----------------------------------------------------------------------------------
+
+
+@case
+def debug_names_the_verb_and_every_shape(comm: Communicator) -> None:
+    watched, _ = counted(comm, debug=True)
+    uneven = {"x": torch.zeros(2, comm.rank + 1), "y": [torch.tensor(True)]}
+    lines = [f"process {r}: {{'x': [2, {r + 1}] float32, 'y': [[] bool]}}" for r in (0, 1)]
+    verbs: dict[str, Callable[[Any], Any]] = {
+        "gather": lambda tree: gather(tree, watched),
+        "gather_uneven": lambda tree: gather_uneven(tree, watched),
+        "reduce": lambda tree: reduce(tree, comm=watched),
+        "broadcast": lambda tree: broadcast(tree, comm=watched),
+        "pad_across_processes": lambda tree: pad_across_processes(tree, comm=watched),
+    }
+    for verb, call in verbs.items():
+        with pytest.raises(DistributedOperationException) as caught:
+            call(uneven)
+        text = str(caught.value)
+        assert text.startswith(f"{verb}: "), text
+        assert all(line in text for line in lines), text
+    mixed: list[Any] = [torch.ones(1, dtype=torch.float32 if comm.rank else torch.float64)]
+    for tree in (mixed, [torch.ones(1)] * (comm.rank + 1), torch.ones(1) if comm.rank else "x"):
+        with pytest.raises(DistributedOperationException):
+            gather(tree, watched)
+
+
+@case
+def debug_lets_pass_what_fits(comm: Communicator) -> None:
+    watched, calls = counted(comm, debug=True)
+    same(gather(torch.ones(1), watched), torch.ones(comm.size))
+    assert calls == ["gather_object", "gather"]
+    assert len(pad_across_processes(torch.ones(comm.rank + 1), comm=watched)) == comm.size
+    total = comm.size * (comm.size + 1) // 2
+    assert len(gather_uneven(torch.ones(comm.rank + 1, 2), watched)) == total
+    with pytest.raises(TypeError, match="gather_object"):
+        gather("text", watched)
+
+
+def main(rank: int, size: int, store: str, report: str) -> None:
+    torch.set_num_threads(1)
+    # The names that torch has replaced have to stay unused.
+    warnings.filterwarnings("error", message=".*deprecated.*", category=FutureWarning)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=30),
+    )
+    comm = Communicator(rank=rank, size=size, device=torch.device("cpu"), hooks=TorchTalk())
+    results = {}
+    for name, function in CASES.items():
+        try:
+            function(comm)
+            results[name] = ""
+        except BaseException:
+            results[name] = traceback.format_exc()
+        Path(f"{report}.{rank}").write_text(json.dumps(results))
+        if results[name]:
+            break  # the ranks may be at different collectives now
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,335 @@
+"""Nested structures in one process, and every verb among two and three."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+import accelerate_core.collectives as c
+
+sys.path.insert(0, str(Path(__file__).parent))
+import collectives_worker as worker
+
+Point = namedtuple("Point", "x y")
+
+
+class Output(OrderedDict[str, Any]):
+    """A dict subclass that mirrors its keys as attributes."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+class Encoding(UserDict[str, Any]):
+    """A mapping that can move itself, and only knows the device."""
+
+    moved_to: torch.device | None = None
+
+    def to(self, device: torch.device) -> Encoding:
+        self.moved_to = device
+        return self
+
+
+class Frozen(tuple[Any, ...]):
+    """A tuple subclass."""
+
+
+TREES: dict[str, Any] = {
+    "list": [torch.ones(2), [torch.zeros(2)]],
+    "tuple": (torch.ones(2),),
+    "tuple subclass": Frozen([torch.ones(2)]),
+    "namedtuple": Point(torch.ones(2), [torch.zeros(2)]),
+    "dict": {"a": torch.ones(2)},
+    "OrderedDict": OrderedDict(a=torch.ones(2)),
+    "defaultdict": defaultdict[str, Any](list, a=torch.ones(2)),
+    "UserDict": UserDict(a=torch.ones(2)),
+    "dict with attributes": Output(a=torch.ones(2)),
+    "structseq": torch.max(torch.ones(2, 2), 0),
+}
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_a_walk_keeps_types_and_changes_no_input(tree: Any) -> None:
+    before = [leaf.clone() for _, leaf in c.iterate_leaves(tree)]
+    result = c.recursively_apply(lambda leaf: leaf + 1, tree)
+    assert type(result) is type(tree)
+    after = [leaf for _, leaf in c.iterate_leaves(result)]
+    assert all(torch.equal(new, old + 1) for new, old in zip(after, before, strict=True))
+    unchanged = [leaf for _, leaf in c.iterate_leaves(tree)]
+    assert all(torch.equal(new, old) for new, old in zip(unchanged, before, strict=True))
+
+
+def test_a_dict_subclass_keeps_its_extras() -> None:
+    result = c.recursively_apply(lambda leaf: leaf * 2, Output(a=torch.ones(1)))
+    assert result.a is result["a"]
+    table = c.recursively_apply(lambda leaf: leaf, defaultdict(int, a=torch.ones(1)))
+    assert table["missing"] == 0
+
+
+def test_recursively_apply_passes_arguments_and_refuses_on_request() -> None:
+    assert c.recursively_apply(torch.add, [torch.tensor(1), "x"], 2, alpha=3)[0] == 7
+    assert c.recursively_apply(len, ["ab", 1], test_type=lambda x: isinstance(x, str)) == [2, 1]
+    with pytest.raises(TypeError, match=r"square does not take a str.*is_torch_tensor"):
+        c.recursively_apply(torch.square, ["x"], error_on_other_type=True)
+
+
+def test_kinds_are_told_apart() -> None:
+    info = c.TensorInformation(torch.Size([2]), torch.float32)
+    assert c.is_torch_tensor(torch.ones(1))
+    assert not c.is_torch_tensor([1])
+    assert c.is_tensor_information(info)
+    assert not c.is_tensor_information(torch.ones(1))
+    assert c.is_namedtuple(Point(1, 2))
+    assert not c.is_namedtuple((1, 2))
+    assert c.honor_type(Point(1, 2), (v for v in (3, 4))) == Point(3, 4)
+    assert c.honor_type((1,), [2]) == (2,)
+    assert c.honor_type([1], (2,)) == [2]
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_what_is_on_the_device_is_the_very_same_object(tree: Any) -> None:
+    assert c.send_to_device(tree, "cpu") is tree
+    assert c.send_to_device(tree, torch.device("cpu"), non_blocking=True) is tree
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_send_moves_every_tensor(tree: Any) -> None:
+    result = c.send_to_device(tree, "meta")
+    assert type(result) is type(tree)
+    assert {leaf.device.type for _, leaf in c.iterate_leaves(result)} == {"meta"}
+    assert {leaf.device.type for _, leaf in c.iterate_leaves(tree)} == {"cpu"}
+
+
+def test_send_honours_skip_keys_and_objects_that_move_themselves() -> None:
+    batch = {"a": torch.ones(1), "deep": [{"keep": torch.ones(1)}], "text": "x", "none": None}
+    result = c.send_to_device(batch, "meta", skip_keys="keep")
+    assert result["a"].is_meta
+    assert result["deep"][0]["keep"].device.type == "cpu"
+    assert (result["text"], result["none"]) == ("x", None)
+    assert not c.send_to_device(batch, "meta", skip_keys=["a"])["a"].is_meta
+
+    encoding = Encoding(ids=torch.ones(1))
+    assert c.send_to_device([encoding], "meta", non_blocking=True)[0] is encoding
+    assert encoding.moved_to == torch.device("meta")
+    assert c.send_to_device(torch.nn.Linear(1, 1), "meta").weight.is_meta
+    part = c.send_to_device(Encoding(ids=torch.ones(1), n=torch.ones(1)), "meta", skip_keys="n")
+    assert (part["ids"].is_meta, part["n"].is_meta) == (True, False)
+
+
+def test_structures_can_be_described_and_allocated() -> None:
+    structure = c.get_data_structure({"x": torch.zeros(2, 3, dtype=torch.int8), "n": 3})
+    assert structure == {"x": c.TensorInformation(torch.Size([2, 3]), torch.int8), "n": 3}
+    empty = c.initialize_tensors(structure)
+    assert (empty["x"].shape, empty["x"].dtype, empty["n"]) == ((2, 3), torch.int8, 3)
+    assert c.describe(Point(torch.ones(1), ["a"])) == "([1] float32, [<str>])"
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        (torch.ones(3, 2), 3),
+        ([torch.ones(2)], 2),
+        ({"names": ["a", "b"], "x": torch.ones(2, 5)}, 2),
+        ({"loss": torch.tensor(1.0), "x": (torch.ones(4),)}, 4),
+    ],
+)
+def test_batch_size_is_found(data: Any, size: int) -> None:
+    assert c.find_batch_size(data) == size
+    assert c.ignorant_find_batch_size(data) == size
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "text"),
+    [
+        ([], ValueError, "empty list"),
+        ({"a": ()}, ValueError, "empty dict"),
+        (["x"], TypeError, "not a str"),
+        (torch.tensor(1), ValueError, "0-d"),
+    ],
+)
+def test_batch_size_that_is_not_there(data: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        c.find_batch_size(data)
+    assert c.ignorant_find_batch_size(data) is None
+
+
+def test_device_is_found() -> None:
+    assert c.find_device({"n": 1, "x": [torch.ones(1, device="meta")]}) == torch.device("meta")
+    assert c.find_device(["x"]) is None
+
+
+def test_listify() -> None:
+    tree = {"a": torch.ones(2, dtype=torch.bfloat16), "b": (torch.tensor(3, requires_grad=False),)}
+    assert c.listify(tree) == {"a": [1.0, 1.0], "b": (3,)}
+    assert c.listify(torch.ones(1, requires_grad=True)) == [1.0]
+
+
+def test_slices_and_concatenation_are_inverse() -> None:
+    tree = {"x": torch.arange(6).view(3, 2), "p": Point(torch.arange(3), [torch.arange(3.0)])}
+    parts = [c.slice_tensors(tree, slice(0, 2), 0, 2), c.slice_tensors(tree, slice(2, 3), 1, 2)]
+    again = c.concatenate(parts)
+    assert c.listify(again) == c.listify(tree)
+    assert type(again["p"]) is Point
+    assert c.slice_tensors({"s": torch.tensor(1), "n": "x"}, slice(0, 1)) == {"s": 1, "n": "x"}
+    assert c.concatenate([[torch.ones(2, 1)], [torch.ones(2, 2)]], dim=1)[0].shape == (2, 3)
+    assert c.listify(c.concatenate([torch.tensor(1), torch.tensor(2)])) == [1, 2]
+    with pytest.raises(TypeError, match="not a str"):
+        c.concatenate([["a"], ["b"]])
+
+
+def test_half_precision_becomes_single() -> None:
+    tree = [torch.ones(1, dtype=d) for d in (torch.float16, torch.bfloat16, torch.float64)]
+    result = c.convert_to_fp32([*tree, torch.ones(1, dtype=torch.int8), "x"])
+    assert [t.dtype for t in result[:4]] == [
+        torch.float32,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "processes", "dim", "expected"),
+    [
+        ((3, 4, 4), 3, 4, 0, (4, 4, 4)),
+        ((4, 2), 4, 4, 0, (4, 2)),
+        ((5, 2), 5, 2, 0, (6, 2)),
+        ((1,), 1, 3, 0, (3,)),
+        ((2, 5), 5, 4, 1, (2, 8)),
+        ((2, 5), 5, 4, -1, (2, 8)),
+        ((7, 2), 5, 2, 0, (7, 2)),
+        ((), 5, 2, 0, ()),
+    ],
+)
+def test_inputs_are_padded_to_divide(
+    shape: tuple[int, ...], batch: int, processes: int, dim: int, expected: tuple[int, ...]
+) -> None:
+    assert c.pad_input_tensors(torch.rand(shape), batch, processes, dim).shape == expected
+
+
+def test_padding_of_inputs_repeats_the_last() -> None:
+    assert c.pad_input_tensors([torch.arange(3)], 3, 5)[0].tolist() == [0, 1, 2, 2, 2]
+
+
+class Silent:
+    """Hooks that must not be called."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was called")
+
+
+def alone(**more: Any) -> c.Communicator:
+    device = torch.device("cpu")
+    return c.Communicator(rank=0, size=1, device=device, hooks=Silent(), **more)
+
+
+def test_alone_every_verb_is_the_identity() -> None:
+    comm = alone(debug=True)
+    tree = {"x": torch.tensor(1.0, requires_grad=True), "y": [torch.ones(2)]}
+    assert c.gather(tree, comm) is tree
+    assert c.gather_uneven(tree, comm) is tree
+    assert c.broadcast(tree, comm=comm) is tree
+    assert c.pad_across_processes(tree, comm=comm) is tree
+    assert c.scatter(tree, comm=comm) is tree
+    assert c.gather_object({"a": 1}, comm) == {"a": 1}
+    assert c.broadcast_object_list(["a"], comm=comm) == ["a"]
+    assert c.copy_tensor_to_devices(tree["y"][0], comm=comm) is tree["y"][0]
+
+
+def test_alone_a_communicator_is_the_identity() -> None:
+    comm = alone()
+    t = torch.ones(2)
+    for result in (comm.gather(t), comm.reduce(t), comm.broadcast(t), comm.all_to_all(t)):
+        assert result is t
+    assert comm.scatter([t], t) is t
+    assert comm.scatter(None, t) is t
+    comm.barrier()
+    assert comm.gather_object("a") == ["a"]
+    assert comm.broadcast_object("a") == "a"
+    assert comm.scatter_object(["a"]) == "a"
+    assert comm.scatter_object(None) is None
+    assert "size=1" in repr(comm)
+
+
+def test_alone_reduce_copies_and_gives_the_dtypes_of_a_larger_run() -> None:
+    total = torch.ones(2)
+    result = c.reduce(total, comm=alone())
+    total.zero_()
+    assert result.tolist() == [1, 1]
+    assert c.reduce(torch.tensor([3]), "mean", comm=alone()).dtype == torch.float32
+    assert c.reduce(torch.tensor([3]), "sum", comm=alone()).dtype == torch.int64
+    assert c.reduce(torch.tensor([3.0]), "mean", 2.0, comm=alone()).tolist() == [6]
+
+
+def test_torch_talk_keeps_the_protocol() -> None:
+    assert isinstance(c.TorchTalk(), c.TalkHooks)
+
+
+def test_a_backend_may_answer_with_a_slice_of_something_larger() -> None:
+    class Odd(Silent):
+        def gather(self, tensor: torch.Tensor, scope: c.Scope) -> torch.Tensor:
+            return torch.cat([tensor.new_zeros(1), tensor, tensor])[1:]
+
+    comm = c.Communicator(rank=0, size=2, device=torch.device("cpu"), hooks=Odd())
+    assert c.gather([torch.tensor([1.5])], comm)[0].tolist() == [1.5, 1.5]
+
+
+def test_immutable_mappings_are_rebuilt() -> None:
+    result = c.map_leaves(lambda leaf: leaf + 1, MappingProxyType({"a": 1}))
+    assert result == {"a": 2}
+    assert type(result) is MappingProxyType
+
+
+# --- several processes -----------------------------------------------------------------------
+
+
+def run_group(size: int, folder: Path) -> list[dict[str, str]]:
+    """Run the worker on `size` processes; return each rank's `{case: "" or traceback}`."""
+    script = str(Path(worker.__file__))
+    arguments = [str(size), str(folder / "store"), str(folder / "report")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    logs = [(folder / f"log.{rank}").open("w") for rank in range(size)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), *arguments],
+            env=environment,
+            stdout=logs[rank],
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(size)
+    ]
+    try:
+        for process in processes:
+            process.wait(timeout=120)
+    finally:
+        for process, log in zip(processes, logs, strict=True):
+            process.kill()
+            process.wait()
+            log.close()
+    reports = [folder / f"report.{rank}" for rank in range(size)]
+    missing = [rank for rank, path in enumerate(reports) if not path.exists()]
+    assert not missing, (folder / f"log.{missing[0]}").read_text()
+    return [json.loads(path.read_text()) for path in reports]
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 processes", "3 processes"])
+def reports(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[str, str]]:
+    return run_group(request.param, tmp_path_factory.mktemp("group"))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", worker.CASES)
+def test_among_processes(reports: list[dict[str, str]], name: str) -> None:
+    for rank, report in enumerate(reports):
+        assert name in report, f"process {rank} stopped before, in {list(report)[-1]}"
+        assert not report[name], f"process {rank}:\n{report[name]}"
