@@ -1,0 +1,398 @@
+"""The processes as user code sees them: ranks, turns, decorators, and the views that older code reads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, TypeVar, cast, overload
+
+import torch
+
+from accelerate_core import runtime as runtimes
+from accelerate_core.collectives import Communicator
+from accelerate_core.configuration import DistributedType
+from accelerate_core.errors import RuntimeConflictError
+from accelerate_core.plugins import catalog
+from accelerate_core.step.gradient_state import GradientState as _GradientState
+from accelerate_core.torch_talk import TorchTalk
+
+__all__ = [
+    "AcceleratorState",
+    "GradientState",
+    "PartialState",
+    "ProcessVerbs",
+    "current_communicator",
+    "split_between",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def current_communicator() -> Communicator:
+    """Return the communicator of the latest Accelerator, else of the process."""
+    user = runtimes.current_user()
+    if user is not None:
+        return cast(Communicator, user.communicator)
+    runtime = runtimes.current_runtime()
+    return Communicator(
+        rank=runtime.process_index,
+        size=runtime.num_processes,
+        device=runtime.device,
+        hooks=TorchTalk(),
+        debug=runtime.debug,
+    )
+
+
+def split_between(inputs: Any, index: int, count: int, apply_padding: bool = False) -> Any:
+    """Return part `index` of `count` of a list, tuple, tensor, dict of these, or dataset.
+
+    The first parts get one more where it does not divide; with `apply_padding`
+    the last element is repeated until all parts are as long as the first.
+
+    Raises:
+        ValueError: the values of a dict differ in length.
+    """
+    if count == 1:
+        return inputs
+    if isinstance(inputs, dict):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"All values of a dict must have the same length to be split, not {lengths}."
+            )
+        return type(inputs)(
+            {
+                key: split_between(value, index, count, apply_padding)
+                for key, value in inputs.items()
+            }
+        )
+    total = len(inputs)
+    size, extra = divmod(total, count)
+    start = index * size + min(index, extra)
+    stop = start + size + (index < extra)
+    wanted = size + (extra > 0)
+    if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
+        rows = list(range(start, stop))  # a datasets.Dataset: stays one
+        if apply_padding and total:
+            rows += [total - 1] * (wanted - len(rows))
+        return inputs.select(rows)
+    part = inputs[start:stop]
+    missing = wanted - len(part)
+    if not apply_padding or missing == 0 or total == 0:
+        return part
+    if isinstance(part, torch.Tensor):
+        return torch.cat([part, *[inputs[-1:]] * missing])
+    return part + type(part)([inputs[-1]] * missing)
+
+
+class ProcessVerbs:
+    """What can be asked of and done among processes; shared by Accelerator and PartialState."""
+
+    @property
+    def _runtime(self) -> runtimes.Runtime:
+        raise AttributeError
+
+    @property
+    def communicator(self) -> Communicator:
+        """The world of this object, on flat tensors."""
+        raise AttributeError
+
+    @property
+    def main_index(self) -> int:
+        """Rank of the process that logs and saves."""
+        return 0
+
+    @property
+    def num_processes(self) -> int:
+        """World size."""
+        return self._runtime.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process in the world."""
+        return self._runtime.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return self._runtime.local_process_index
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._runtime.device
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on one process only."""
+        return self.process_index == self.main_index
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True on one process of each machine."""
+        local_size = self._runtime.local_num_processes
+        return self.local_process_index == self.main_index % max(local_size, 1)
+
+    @property
+    def is_last_process(self) -> bool:
+        """True on the process of the highest rank."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process has reached this point."""
+        self.communicator.barrier()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    @contextmanager
+    def _in_turn(self, first: bool) -> Iterator[None]:
+        if not first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if first:
+                self.wait_for_everyone()
+
+    def main_process_first(self) -> Any:
+        """Context the main process runs through before the others enter it."""
+        return self._in_turn(self.is_main_process)
+
+    def local_main_process_first(self) -> Any:
+        """Context each machine's main process runs through before the others enter it."""
+        return self._in_turn(self.is_local_main_process)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this process's part of a list, tuple, tensor, or dict of these.
+
+        Args:
+            inputs: what to split along its first dimension.
+            apply_padding: repeat the last element so that all parts are equally long.
+        """
+        yield split_between(inputs, self.process_index, self.num_processes, apply_padding)
+
+    @overload
+    def on_main_process(self, function: F) -> F: ...
+    @overload
+    def on_main_process(self, function: None = None) -> Callable[[F], F]: ...
+    def on_main_process(self, function: Any = None) -> Any:
+        """Decorator: run on the main process only, return None elsewhere."""
+        return self._only(function, lambda: self.is_main_process)
+
+    @overload
+    def on_local_main_process(self, function: F) -> F: ...
+    @overload
+    def on_local_main_process(self, function: None = None) -> Callable[[F], F]: ...
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """Decorator: run on each machine's main process only."""
+        return self._only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: F) -> F:
+        """Decorator: run on the process of the highest rank only."""
+        return cast(F, self._only(function, lambda: self.is_last_process))
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Decorator: run on the process of that rank only."""
+        return self._only(function, lambda: self.process_index == process_index)
+
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """Decorator: run on the process of that local rank on each machine."""
+        return self._only(function, lambda: self.local_process_index == local_process_index)
+
+    def _only(self, function: Any, here: Callable[[], bool]) -> Any:
+        if function is None:
+            return lambda given: self._only(given, here)
+
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            # Asked at each call: a decorator may be applied before the group runs.
+            return function(*args, **kwargs) if here() else None
+
+        return guarded
+
+
+class PartialState(ProcessVerbs):
+    """The processes without an Accelerator; starts them if nothing has yet.
+
+    All instances show the same runtime.
+    """
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        timeout = kwargs.get("timeout")
+        if isinstance(timeout, int | float):
+            timeout = timedelta(seconds=timeout)
+        runtimes.acquire(
+            None,
+            cpu=cpu,
+            timeout=timeout,
+            comm_backend=kwargs.get("backend"),
+            init_method=kwargs.get("init_method"),
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}\n"
+            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
+        )
+
+    @property
+    def _runtime(self) -> runtimes.Runtime:
+        found = runtimes.running()
+        if found is None:
+            raise RuntimeConflictError(
+                "The processes were ended; make a new PartialState or Accelerator."
+            )
+        return found
+
+    @property
+    def communicator(self) -> Communicator:
+        """The world, on flat tensors."""
+        return current_communicator()
+
+    @property
+    def main_index(self) -> int:
+        """Rank of the process that logs and saves."""
+        user = runtimes.current_user()
+        return int(user.main_index) if user is not None else 0
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the processes run."""
+        return runtimes.running() is not None
+
+    @property
+    def debug(self) -> bool:
+        """Whether shapes are checked before collectives."""
+        return self._runtime.debug
+
+    @property
+    def backend(self) -> str | None:
+        """Name of torch.distributed's backend, None for one process."""
+        import torch.distributed as dist
+
+        return dist.get_backend() if dist.is_available() and dist.is_initialized() else None
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Which kind of setup runs, as the active backend names it."""
+        user = runtimes.current_user()
+        if user is not None:
+            return cast(DistributedType, user.distributed_type)
+        runtime = self._runtime
+        if runtime.num_processes == 1:
+            return cast(DistributedType, DistributedType.NO)
+        kind = {"cuda": "GPU"}.get(runtime.device.type, runtime.device.type.upper())
+        return DistributedType(f"MULTI_{kind}")  # type: ignore[no-any-return]
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device a process of its own would take."""
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+    def set_device(self) -> None:
+        """Select this process's device, as starting has done already."""
+        if self.device.type != "cpu" and self.device.index is not None:
+            torch.accelerator.set_device_index(self.device.index)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """End a group, or the default one if nothing else uses it."""
+        import torch.distributed as dist
+
+        if group is not None:
+            dist.destroy_process_group(group)
+        else:
+            runtimes.release(self)
+
+
+class AcceleratorState(PartialState):
+    """What user code reads from `accelerator.state`; the active plugins serve the rest."""
+
+    def __init__(self, accelerator: Any = None, **kwargs: Any) -> None:
+        self._accelerator: Any = accelerator or runtimes.current_user()
+        if self._accelerator is None:
+            raise RuntimeConflictError(
+                "There is no Accelerator yet; make one before AcceleratorState()."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._accelerator.plugin_attribute(name, "AcceleratorState")
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision in force."""
+        return str(self._accelerator.mixed_precision)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Which kind of setup runs, as the active backend names it."""
+        return cast(DistributedType, self._accelerator.distributed_type)
+
+    @property
+    def dynamo_plugin(self) -> Any:
+        """The compile settings in force."""
+        return self._accelerator.dynamo_plugin
+
+    @property
+    def device_mesh(self) -> Any:
+        """The device mesh, None where there is none."""
+        return self._accelerator.torch_device_mesh
+
+    @property
+    def communicator(self) -> Communicator:
+        """The world, on flat tensors."""
+        return cast(Communicator, self._accelerator.communicator)
+
+    @property
+    def main_index(self) -> int:
+        """Rank of the process that logs and saves."""
+        return int(self._accelerator.main_index)
+
+
+class _CurrentGradientState(type(_GradientState)):  # type: ignore[misc]
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        user = runtimes.current_user()
+        return (
+            user.gradient_state
+            if user is not None and not args and not kwargs
+            else _GradientState()
+        )
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _GradientState)
+
+
+class GradientState(_GradientState, metaclass=_CurrentGradientState):
+    """`GradientState()` is that of the latest Accelerator, else one of its own."""
+
+
+def absent_attribute(name: str, owner: str, known: list[str]) -> Any:
+    """Answer for an attribute no active plugin serves.
+
+    Raises:
+        AttributeError: nobody knows it, with the nearest name.
+    """
+    from accelerate_core.errors import did_you_mean
+
+    if name in catalog.ABSENT_ATTRIBUTES:
+        return catalog.ABSENT_ATTRIBUTES[name]
+    raise AttributeError(f"{owner} has no attribute {name!r}.{did_you_mean(name, known)}")
+
+
+Scope = Literal["data", "loss", "world"]

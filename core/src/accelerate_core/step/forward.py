@@ -1,0 +1,83 @@
+"""Mixed precision around a model's forward, without changing the model's class."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from accelerate_core.collectives.nested import convert_to_fp32
+
+__all__ = ["MixedForward", "unwrap_forward", "wrap_forward"]
+
+
+class MixedForward:
+    """A model's `forward` under autocast, its outputs converted to fp32 if asked for.
+
+    It knows its module by reference, so a deep copy of the model gets a wrapper
+    of its own, and a pickle holds the plain forward.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        function: Callable[..., Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        upcast: bool,
+    ) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._module = module
+        self._function = function
+        self._context = context
+        self._upcast = upcast
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._context():
+            output = self._function(self._module, *args, **kwargs)
+        return convert_to_fp32(output) if self._upcast else output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MixedForward:
+        import copy
+
+        module = copy.deepcopy(self._module, memo)
+        return MixedForward(module, self._function, self._context, self._upcast)
+
+    def __reduce__(self) -> Any:
+        return types.MethodType, (self._function, self._module)
+
+    @property
+    def __signature__(self) -> Any:
+        import inspect
+
+        return inspect.signature(types.MethodType(self._function, self._module))
+
+
+def wrap_forward(
+    model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]], upcast: bool
+) -> None:
+    """Put `model.forward` under a context; a second call replaces the first."""
+    unwrap_forward(model)
+    own = vars(model).get("forward")
+    if own is None:
+        function: Callable[..., Any] = type(model).forward
+    else:
+        # Someone has patched this instance: keep the patch inside.
+        def function(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs)
+
+        functools.update_wrapper(function, own, updated=())
+        model._unprepared_forward = own
+    model.forward = MixedForward(model, function, context, upcast)
+
+
+def unwrap_forward(model: torch.nn.Module) -> None:
+    """Undo `wrap_forward`."""
+    if isinstance(vars(model).get("forward"), MixedForward):
+        del model.forward
+        own = vars(model).pop("_unprepared_forward", None)
+        if own is not None:
+            model.forward = own

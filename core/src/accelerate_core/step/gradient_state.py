@@ -1,0 +1,143 @@
+"""Where an Accelerator's loops are: which loaders are open, and which served the last batch."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["GradientState", "Served"]
+
+
+@dataclass(slots=True)
+class Served:
+    """What a loader says about the batch it served last.
+
+    `last`: no batch follows. `real`: how many samples of the global batch (all ranks' batches in
+    rank order) are real where the rest was added to fill it up, else None.
+    """
+
+    last: bool = False
+    real: int | None = None
+
+
+class GradientState:
+    """Gradient accumulation settings, and the open loaders, of one Accelerator.
+
+    Args:
+        num_steps: micro-batches per optimizer step.
+        adjust_scheduler: step the schedulers only when the optimizer steps.
+        sync_with_dataloader: a loader's last batch ends an accumulation early.
+        sync_each_batch: synchronise gradients on every micro-batch.
+
+    A loader calls `open` when an iteration begins, `touched` for each batch it hands out, and
+    `close` when the iteration ends. Accumulation asks the innermost *open* loader whether its
+    data ends; metrics ask about the batch handed out *last*, even if its loader was abandoned.
+    Loaders are held by weak references.
+    """
+
+    def __init__(
+        self,
+        num_steps: int | None = 1,
+        adjust_scheduler: bool = True,
+        sync_with_dataloader: bool = True,
+        sync_each_batch: bool = False,
+    ) -> None:
+        self.sync_gradients = True
+        self.num_steps = num_steps or 1
+        self.adjust_scheduler = adjust_scheduler
+        self.sync_with_dataloader = sync_with_dataloader
+        self.sync_each_batch = sync_each_batch
+        self._open: list[tuple[weakref.ref[Any], Served]] = []
+        self._touched: Served | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"GradientState(num_steps={self.num_steps}, sync_gradients={self.sync_gradients}, "
+            f"in_dataloader={self.in_dataloader}, end_of_dataloader={self.end_of_dataloader}, "
+            f"remainder={self.remainder})"
+        )
+
+    def open(self, loader: Any, served: Served | None = None) -> Served:
+        """Note that an iteration over `loader` begins; return the record it is to keep."""
+        served = Served() if served is None else served
+        self._open.append((weakref.ref(loader), served))
+        return served
+
+    def touched(self, loader: Any, served: Served) -> None:
+        """Note that `loader` hands out a batch."""
+        self._touched = served
+
+    def close(self, loader: Any, exhausted: bool, served: Served | None = None) -> None:
+        """Note that an iteration over `loader` ended: by running out of data, or otherwise.
+
+        An abandoned one (`next(iter(loader))`, `break`, an exception) leaves the loop at once,
+        but what is computed from its last batch may still have to be cut to the real samples.
+        """
+        for i in range(len(self._open) - 1, -1, -1):
+            reference, record = self._open[i]
+            if record is served or (served is None and reference() is loader):
+                del self._open[i]
+                served = record
+                break
+        if exhausted and self._touched is served:
+            innermost = self._innermost()
+            self._touched = innermost[1] if innermost else None
+
+    def forget(self) -> None:
+        """Forget every loader, open or touched."""
+        self._open.clear()
+        self._touched = None
+        self.sync_gradients = True
+
+    def metrics_remainder(self) -> int:
+        """Return how many samples of the global batch served last are real, 0 if all are."""
+        return (self._touched.real or 0) if self._touched is not None else 0
+
+    def metrics_at_end(self) -> bool:
+        """Whether the batch handed out last was its loader's last."""
+        return self._touched is not None and self._touched.last
+
+    def _innermost(self) -> tuple[Any, Served] | None:
+        while self._open:
+            reference, served = self._open[-1]
+            loader = reference()
+            if loader is not None:
+                return loader, served
+            self._open.pop()
+        return None
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The accumulation settings by name."""
+        names = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The open loaders that are alive, outermost first."""
+        alive = (reference() for reference, _ in self._open)
+        return [loader for loader in alive if loader is not None]
+
+    @property
+    def active_dataloader(self) -> Any | None:
+        """The innermost open loader, or None outside of every loop."""
+        innermost = self._innermost()
+        return innermost[0] if innermost else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether an iteration is open."""
+        return self._innermost() is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the innermost open loader has served its last batch."""
+        innermost = self._innermost()
+        return innermost is not None and innermost[1].last
+
+    @property
+    def remainder(self) -> int:
+        """The innermost open loader's `remainder`; -1 if there is none or it does not know."""
+        innermost = self._innermost()
+        return int(getattr(innermost[0], "remainder", -1)) if innermost else -1

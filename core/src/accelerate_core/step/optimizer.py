@@ -1,0 +1,127 @@
+"""The optimizer that `prepare` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accelerate_core.step.gradient_state import GradientState
+
+__all__ = ["AcceleratedOptimizer"]
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose `step` and `zero_grad` do nothing inside an accumulation cycle.
+
+    Everything else is the inner optimizer's, reachable as `optimizer`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        gradient_state: GradientState,
+        step: Callable[[Any, Callable[[], Any] | None], bool],
+        zero_grad: Callable[[Any, bool], None],
+        after_step: Callable[[Any], None] | None = None,
+    ) -> None:
+        # Optimizer.__init__ is not called: groups and state stay the inner optimizer's.
+        self.optimizer = optimizer
+        self.gradient_state = gradient_state
+        self._step = step
+        self._zero_grad = zero_grad
+        self._after_step = after_step
+        self._was_skipped = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet: unpickling, copying
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("A prepared optimizer cannot be pickled; keep its state_dict().")
+
+    @property
+    def state(self) -> Any:
+        """State per parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups with their hyperparameters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Hyperparameters of groups that do not state their own."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state dict."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the inner optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, on the boundary of an accumulation cycle only."""
+        if self.gradient_state.sync_gradients:
+            self._zero_grad(self.optimizer, set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, on the boundary of an accumulation cycle only; return what the closure returned."""
+        if not self.gradient_state.sync_gradients:
+            return None
+        result: list[Any] = []
+        if closure is not None:
+            inner = closure
+
+            def closure() -> Any:
+                result.append(inner())
+                return result[-1]
+
+        self._was_skipped = not self._step(self.optimizer, closure)
+        if self._after_step is not None:
+            self._after_step(self)
+        return result[-1] if result else None
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because a gradient overflowed."""
+        return self._was_skipped
+
+    def train(self) -> None:
+        """Pass on to optimizers that have modes, such as schedule-free ones."""
+        _call_if_there(self.optimizer, "train")
+
+    def eval(self) -> None:
+        """Pass on to optimizers that have modes, such as schedule-free ones."""
+        _call_if_there(self.optimizer, "eval")
+
+
+def _call_if_there(optimizer: Any, name: str) -> None:
+    method = getattr(optimizer, name, None)
+    if callable(method):
+        method()

@@ -1,0 +1,77 @@
+"""The learning rate scheduler that `prepare` returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate_core.step.gradient_state import GradientState
+from accelerate_core.step.optimizer import AcceleratedOptimizer
+
+__all__ = ["AcceleratedScheduler"]
+
+
+class AcceleratedScheduler:
+    """A scheduler that counts what the optimizer did.
+
+    * Inside an accumulation cycle, and where the optimizer's step was skipped, it stands still.
+    * `num_processes` steps at a time: it was written for one process's number of batches, of
+      which n processes see an n-th each. With `split_batches` one, as nothing changed.
+    * `step_with_optimizer=False` (stepped per epoch, say): it steps as called.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Any,
+        *,
+        gradient_state: GradientState,
+        num_processes: int = 1,
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers: list[AcceleratedOptimizer] = (
+            list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+        )
+        self.gradient_state = gradient_state
+        self.split_batches = split_batches
+        self.step_with_optimizer = step_with_optimizer
+        self._at_a_time = 1 if split_batches else num_processes
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step as the optimizer did; arguments (a metric, an epoch) are passed on."""
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        state = self.gradient_state
+        if not state.sync_gradients:
+            if state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                # Calls are counted although nothing moves: torch warns by this count.
+                self.scheduler._step_count += 1
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
+        total = getattr(self.scheduler, "total_steps", None)
+        for _ in range(self._at_a_time):
+            # The last round of n may reach over the end that a one-cycle schedule refuses to pass.
+            if total is not None and self.scheduler.last_epoch + 1 >= total:
+                return
+            self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return list(self.scheduler.get_last_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner scheduler's state dict."""
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the inner scheduler."""
+        self.scheduler.load_state_dict(state_dict)
