@@ -1,0 +1,337 @@
+"""Compile models in place: the class and the state-dict keys stay as they are.
+
+`module.compile()` of torch skips a module whose `forward` is torch's own (a
+`Sequential`, a `TransformerEncoderLayer`): no graph is made and nothing is said.
+`_compile_in_place` closes that gap.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+
+__all__ = [
+    "canonical_key",
+    "compile_model",
+    "compile_regions",
+    "has_compiled_regions",
+    "is_compiled_module",
+    "strip_compiled",
+    "uncompiled",
+]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_PREFIX = "_orig_mod."
+_CALLS: weakref.WeakKeyDictionary[type, types.CodeType] = weakref.WeakKeyDictionary()
+
+
+def compile_model(model: nn.Module, dynamo: Any) -> nn.Module:
+    """Compile `model` in place as the settings say, and return it.
+
+    A model that `torch.compile` has wrapped already is returned unchanged, and
+    so is any model when the backend is None or "no", or `disable` is set. A
+    wrapper of torch's own around one module (what a data-parallel backend puts
+    there) stays as it is; the module inside is compiled.
+
+    Args:
+        model: the model; its class, parameters and keys do not change.
+        dynamo: a `TorchDynamoPlugin`, or any object with the fields backend,
+            mode, fullgraph, dynamic, options, disable, use_regional_compilation.
+
+    Raises:
+        ConfigurationError: torch has no such backend, the backend does not know
+            `mode` or `options`, or both were given.
+    """
+    if getattr(dynamo, "disable", False):
+        return model
+    keywords = _compile_arguments(dynamo)
+    if keywords is None or is_compiled_module(model):
+        return model
+    if getattr(dynamo, "use_regional_compilation", False):
+        return compile_regions(model, **keywords)
+    _compile_in_place(_inside(model), keywords)
+    return model
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile the parts of a model one by one, in place, and return it.
+
+    Blocks, that is modules of one class of which a `ModuleList`, `ModuleDict` or
+    `Sequential` holds two or more, are compiled each; they share one graph, so
+    the time to compile does not grow with depth. Of the rest the largest parts
+    without such blocks are compiled (a head, a patch embedding). What holds the
+    blocks stays eager, and so does a single layer of `torch.nn` such as an
+    embedding or a norm: alone it is one kernel, there is nothing to fuse. A
+    model without repeated blocks is compiled as a whole.
+
+    Args:
+        module: the model; its class, parameters and keys do not change.
+        compile_kwargs: those of `torch.compile`.
+
+    Example:
+        compile_regions(gpt, backend="inductor", fullgraph=True)
+    """
+    root = _inside(module)
+    blocks = list(_repeated_blocks(root))
+    if not blocks:
+        _compile_in_place(root, compile_kwargs)
+        return module
+    regions = {id(block) for block in blocks}
+    for part in _regions(root, regions):
+        if not (_is_wrapped(part) or _is_in_place(part)):
+            _compile_in_place(part, compile_kwargs)
+    return module
+
+
+def is_compiled_module(module: object) -> bool:
+    """Whether the whole module is compiled, by `torch.compile` or in place."""
+    if not isinstance(module, nn.Module):
+        return False
+    if _is_wrapped(module):
+        return True
+    return any(_is_in_place(each) for each in (module, _inside(module)))
+
+
+def has_compiled_regions(module: object) -> bool:
+    """Whether a part of the module, not only the module itself, is compiled."""
+    if not isinstance(module, nn.Module):
+        return False
+    root = _inside(uncompiled(module))
+    return any(
+        _is_wrapped(part) or _is_in_place(part) for part in root.modules() if part is not root
+    )
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(module)` wrapped, or `model` itself."""
+    while _is_wrapped(model):
+        model = model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def strip_compiled(model: nn.Module) -> nn.Module:
+    """Return the model as it runs without compilation, sharing its parameters and buffers.
+
+    Where nothing is compiled that is `model` itself. Otherwise it is a new module
+    of the same class over the same tensors: training one trains the other, but
+    `train()`, `eval()` and new submodules are seen by one only. `model` stays
+    compiled.
+    """
+    return _strip(model, {})
+
+
+def canonical_key(name: str) -> str:
+    """Remove what `torch.compile` puts into parameter names: `_orig_mod.`."""
+    if _PREFIX not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != _PREFIX[:-1])
+
+
+# --- settings to arguments ----------------------------------------------------------------------
+
+
+def _compile_arguments(dynamo: Any) -> dict[str, Any] | None:
+    """Return the arguments for `torch.compile`, None where compilation is off."""
+    backend = getattr(dynamo, "backend", None)
+    # The members of a foreign enum carry their name as value.
+    backend = getattr(backend, "value", backend)
+    if backend is None or str(backend).lower() == "no":
+        return None
+    if not callable(backend):
+        backend = _registered(str(backend))
+    mode, options = getattr(dynamo, "mode", None), getattr(dynamo, "options", None)
+    mode = None if mode == "default" else mode
+    if mode and options:
+        raise ConfigurationError(
+            f"TorchDynamoPlugin takes mode={mode!r} or options={options!r}, not both: "
+            f"a mode is a set of options."
+        )
+    for name, value in (("mode", mode), ("options", options)):
+        if value and not _knows(backend, name):
+            raise ConfigurationError(
+                f"The compiler {_shown(backend)} takes no {name} (given: {value!r}). "
+                f"Leave {name} out, or use backend='inductor'."
+            )
+    return {
+        "backend": backend,
+        "mode": mode,
+        "options": options,
+        "fullgraph": bool(getattr(dynamo, "fullgraph", None)),
+        "dynamic": getattr(dynamo, "dynamic", None),
+    }
+
+
+def _registered(backend: str) -> str:
+    known = {name.lower(): name for name in torch._dynamo.list_backends(exclude_tags=())}
+    if backend.lower() not in known:
+        # Those for debugging are accepted but not advertised.
+        shown = torch._dynamo.list_backends()
+        raise ConfigurationError(
+            f"torch {torch.__version__} has no compiler {backend!r} for dynamo_backend; there is "
+            f"'no', {listing(shown)}.{did_you_mean(backend, known)} A compiler from another "
+            f"package is known after that package has been imported."
+        )
+    return known[backend.lower()]
+
+
+def _knows(backend: Any, argument: str) -> bool:
+    if backend == "inductor":
+        return True
+    function = backend
+    if isinstance(backend, str):
+        from torch._dynamo.backends.registry import lookup_backend
+
+        function = lookup_backend(backend)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _shown(backend: Any) -> str:
+    return repr(backend if isinstance(backend, str) else getattr(backend, "__name__", backend))
+
+
+# --- one module ---------------------------------------------------------------------------------
+
+
+def _is_wrapped(module: object) -> bool:
+    # Not through `torch._dynamo`: that would import the compiler where nobody compiles.
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def _is_in_place(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _forward_module(module: nn.Module) -> str:
+    return str(getattr(module.forward, "__module__", "") or "")
+
+
+def _is_torch_nn(module: nn.Module) -> bool:
+    return _forward_module(module).startswith("torch.nn.modules.")
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """Return the module within torch's own wrappers (which torch's compiler does not enter)."""
+    while _forward_module(module).startswith("torch.") and not _is_torch_nn(module):
+        children = list(module.children())
+        if len(children) != 1 or _is_wrapped(module):
+            break
+        module = children[0]
+    return module
+
+
+def _compile_in_place(module: nn.Module, keywords: dict[str, Any]) -> None:
+    if not _is_torch_nn(module):
+        # Not `module.compile`: a class may have a method of that name with another meaning.
+        nn.Module.compile(module, **keywords)
+        return
+    # The compiler starts no graph in a file of torch, but follows calls into it:
+    # a frame outside is needed to start from.
+    module._compiled_call_impl = torch.compile(_outside_call(module), **keywords)
+
+
+def _outside_call(module: nn.Module) -> Callable[..., Any]:
+    call = module._call_impl
+
+    def compiled_call(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # Graphs are kept per code object, up to a limit: one for each class, so that
+    # classes do not crowd each other out and instances still share.
+    kind = type(module)
+    if kind not in _CALLS:
+        _CALLS[kind] = compiled_call.__code__.replace(co_name=f"{kind.__name__}_call")
+    compiled_call.__code__ = _CALLS[kind]
+    return compiled_call
+
+
+# --- regions ------------------------------------------------------------------------------------
+
+
+def _has_work(module: nn.Module) -> bool:
+    """Whether there is something to fuse: more than one layer of `torch.nn`."""
+    return not _is_torch_nn(module) or any(True for _ in module.children())
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, _CONTAINERS)
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost blocks of which a container holds several of one class."""
+    found: set[int] = set()
+    if _is_container(module):
+        children = [child for child in module.children() if _has_work(child)]
+        kinds = [type(uncompiled(child)) for child in children]
+        for child, kind in zip(children, kinds, strict=True):
+            # Plain containers are alike in class only; what they hold differs.
+            if kinds.count(kind) > 1 and kind not in _CONTAINERS:
+                found.add(id(child))
+                yield child
+    for child in module.children():
+        if id(child) not in found:
+            yield from _repeated_blocks(child)
+
+
+def _regions(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
+    """Yield the blocks, and the largest parts beside them that are worth compiling."""
+    if id(module) in blocks or _is_wrapped(module):
+        yield module
+    elif not any(id(part) in blocks for part in module.modules()) and not _is_bare(module):
+        if _has_work(module):
+            yield module
+    else:
+        for child in module.children():
+            yield from _regions(child, blocks)
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether the module only holds others and is never called itself."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+# --- the view without compilation ---------------------------------------------------------------
+
+
+def _strip(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in done:
+        return done[id(module)]
+    inner = uncompiled(module)
+    if not any(_is_wrapped(part) or _is_in_place(part) for part in inner.modules()):
+        done[id(module)] = inner
+        return inner
+    # Some backends give the class a `__new__` that returns another class.
+    view = object.__new__(inner.__class__)
+    done[id(module)] = done[id(inner)] = view
+    state = {name: value for name, value in vars(inner).items() if name != "_compiled_call_impl"}
+    # The dictionaries of parameters and buffers stay shared: what one rebinds the other sees.
+    state["_modules"] = {
+        name: None if child is None else _strip(child, done)
+        for name, child in inner._modules.items()
+    }
+    view.__dict__.update(_rebound(state.items(), inner, view))
+    return view
+
+
+def _rebound(
+    state: Iterable[tuple[str, Any]], old: nn.Module, new: nn.Module
+) -> Iterator[tuple[str, Any]]:
+    """Point methods that were set on the instance (a patched `forward`) at the view."""
+    for name, value in state:
+        if isinstance(value, types.MethodType) and value.__self__ is old:
+            yield name, types.MethodType(value.__func__, new)
+        else:
+            yield name, value

@@ -1,0 +1,59 @@
+"""What kind of thing was passed to `prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accelerate_core.errors import PrepareError
+
+__all__ = ["KINDS", "Kind", "classify"]
+
+Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
+KINDS: tuple[Kind, ...] = ("model", "optimizer", "scheduler", "loader", "other")
+
+
+def classify(obj: Any, ask_plugins: Callable[[Any], list[str]] | None = None) -> Kind:
+    """Name the kind of an object; plugins are asked first, for their own classes.
+
+    Raises:
+        PrepareError: a plugin gave an unknown kind, or two plugins disagree.
+    """
+    said = set(ask_plugins(obj)) if ask_plugins is not None else set()
+    if len(said) > 1 or not said <= set(KINDS):
+        raise PrepareError(
+            f"Plugins classify {type(obj).__name__} as {sorted(said)}; one of {KINDS} is needed."
+        )
+    for kind in KINDS:
+        if kind in said:
+            return kind
+    if isinstance(obj, torch.nn.Module):
+        return "model"
+    if isinstance(obj, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(obj, LRScheduler):
+        return "scheduler"
+    if isinstance(obj, DataLoader):
+        return "loader"
+    return _by_shape(obj)
+
+
+def _by_shape(obj: Any) -> Kind:
+    """Recognise foreign classes by what they can do."""
+    if isinstance(obj, type | torch.Tensor | str | bytes | dict | list | tuple):
+        return "other"
+
+    def has(*names: str) -> bool:
+        return all(hasattr(obj, name) for name in names)
+
+    if has("param_groups", "step", "zero_grad"):
+        return "optimizer"
+    if has("step", "get_last_lr", "state_dict") or has("step", "optimizer", "state_dict"):
+        return "scheduler"
+    if has("__iter__", "dataset"):
+        return "loader"
+    return "other"

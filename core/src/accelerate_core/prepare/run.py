@@ -1,0 +1,133 @@
+"""How `prepare` goes, from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accelerate_core.compilation import compile_model, uncompiled
+from accelerate_core.errors import PrepareError
+from accelerate_core.prepare.classify import classify
+from accelerate_core.prepare.plan import Entry, PreparePlan
+from accelerate_core.step.forward import wrap_forward
+
+if TYPE_CHECKING:
+    from accelerate_core.accelerator import Accelerator
+
+__all__ = ["prepare"]
+
+
+def prepare(
+    accelerator: Accelerator,
+    objects: Sequence[Any],
+    device_placement: Sequence[bool | None] | None = None,
+    evaluation_mode: bool = False,
+) -> list[Any]:
+    """Prepare objects together and return them in the same order.
+
+    classify → record parameters by name → stages → the backend → rebind → verify → loaders.
+    """
+    plan = _classify(accelerator, objects, device_placement, evaluation_mode)
+    plan.record()
+    for entry in plan.of_kind("model"):
+        entry.value = _stages(accelerator, entry)
+    accelerator.hooks.prepare(accelerator, plan)
+    if "optimizer" not in accelerator.backend.owns:
+        plan.rebind()
+        plan.verify(_unwrapped_models(accelerator, plan))
+    if accelerator.backend.compile_at == "after":
+        plan.each("model", lambda model, _: _compile(accelerator, model))
+    _wrap_steps(accelerator, plan)
+    plan.each(
+        "loader",
+        lambda loader, entry: accelerator.prepare_data_loader(loader, device_placement=entry.place),
+    )
+    _remember(accelerator, plan)
+    return [entry.value for entry in plan.entries]
+
+
+def _classify(
+    accelerator: Accelerator,
+    objects: Sequence[Any],
+    device_placement: Sequence[bool | None] | None,
+    evaluation_mode: bool,
+) -> PreparePlan:
+    if device_placement is None:
+        placements: Sequence[bool | None] = [None] * len(objects)
+    elif len(device_placement) != len(objects):
+        raise PrepareError(
+            f"device_placement has {len(device_placement)} entries for {len(objects)} objects."
+        )
+    else:
+        placements = device_placement
+    default = accelerator.device_placement
+    entries = []
+    for obj, place in zip(objects, placements, strict=True):
+        kind = classify(obj, accelerator.ask_classification)
+        done = accelerator.is_prepared(obj)
+        entry = Entry(kind, obj, obj, default if place is None else place, evaluation_mode, done)
+        entries.append(entry)
+    return PreparePlan(entries, accelerator.inner_model, accelerator.replaced_parameters)
+
+
+def _stages(accelerator: Accelerator, entry: Entry) -> torch.nn.Module:
+    """Pass one model through the stages that come before the backend's own wrapping."""
+    accelerator.verify_placeable(entry.value)
+    model = uncompiled(entry.value)
+    if entry.place and "device_placement" not in accelerator.backend.owns:
+        model = model.to(accelerator.device)
+    for stage in ("convert", "parallelise", "checkpoint"):
+        model = accelerator.plugins.run_stage(stage, accelerator, model)
+    if model is not entry.value and uncompiled(entry.value) is model:
+        # The user compiled it already: keep doing so, in place, with the compiler torch was given.
+        model.compile(**_compile_options(entry.value))
+    if accelerator.backend.compile_at == "before":
+        model = _compile(accelerator, model)
+    if "precision" not in accelerator.backend.owns and accelerator.mixes_precision:
+        context = partial(accelerator.hooks.autocast, accelerator, accelerator.autocast_handler)
+        wrap_forward(model, context, accelerator.upcast_outputs)
+    return model
+
+
+def _compile(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    model = accelerator.plugins.run_stage("compile", accelerator, model)
+    dynamo = accelerator.dynamo_plugin
+    return compile_model(model, dynamo) if dynamo.enabled else model
+
+
+def _compile_options(optimized: Any) -> dict[str, Any]:
+    context = getattr(optimized, "dynamo_ctx", None)
+    callback = getattr(context, "callback", None)
+    backend = getattr(callback, "_torchdynamo_orig_backend", None) or getattr(
+        callback, "_torchdynamo_orig_callable", None
+    )
+    return {"backend": backend} if backend is not None else {}
+
+
+def _wrap_steps(accelerator: Accelerator, plan: PreparePlan) -> None:
+    originals = {id(e.original): e for e in plan.entries if e.kind == "optimizer"}
+    plan.each("optimizer", lambda optimizer, entry: accelerator.wrap_optimizer(optimizer))
+    for entry in plan.of_kind("scheduler"):
+        inner = getattr(entry.original, "optimizer", None)
+        mine = originals.get(id(inner))
+        known = accelerator.wrapper_of(inner)
+        if mine is not None:
+            optimizers = [mine.value]
+        elif known is not None:
+            optimizers = [known]
+        else:
+            optimizers = [e.value for e in originals.values()] or list(accelerator.optimizers)
+        entry.value = accelerator.wrap_scheduler(entry.value, optimizers)
+
+
+def _unwrapped_models(accelerator: Accelerator, plan: PreparePlan) -> list[torch.nn.Module]:
+    return [accelerator.inner_model(model) for model in [*accelerator.models, *plan.models]]
+
+
+def _remember(accelerator: Accelerator, plan: PreparePlan) -> None:
+    for entry in plan.entries:
+        if not entry.done and entry.kind != "other":
+            accelerator.remember(entry.kind, entry.value, evaluation=entry.evaluation_mode)
