@@ -1,0 +1,311 @@
+"""Reading the environment and the machine; the two writers restore what they changed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate_core.errors import ConfigurationError, listing
+
+__all__ = [
+    "CPUInformation",
+    "are_libraries_initialized",
+    "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support",
+    "clear_environment",
+    "convert_dict_to_env_variables",
+    "get_cpu_distributed_information",
+    "get_current_device_type",
+    "get_gpu_info",
+    "get_int_from_env",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "purge_accelerate_environment",
+    "set_numa_affinity",
+    "str_to_bool",
+]
+
+logger = logging.getLogger(__name__)
+
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_FALSE = ("n", "no", "f", "false", "off", "0")
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Read a yes or no: 1 or 0, or with `to_bool` True or False.
+
+    Raises:
+        ConfigurationError: the text is neither.
+    """
+    text = str(value).strip().lower()
+    if text not in _TRUE + _FALSE:
+        raise ConfigurationError(
+            f"{value!r} is neither true nor false; allowed are {listing(_TRUE + _FALSE)}."
+        )
+    truth = text in _TRUE
+    return truth if to_bool else int(truth)
+
+
+def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
+    """Return the first of the variables that holds a number not below zero."""
+    for key in env_keys:
+        text = os.environ.get(key)
+        if text is None:
+            continue
+        try:
+            number = int(text)
+        except ValueError:
+            raise ConfigurationError(
+                f"The environment variable {key}={text!r} must be a whole number."
+            ) from None
+        if number >= 0:
+            return number
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return a variable's yes or no, `default` where it is not set.
+
+    Raises:
+        ConfigurationError: it is set to something else; the text names the variable.
+    """
+    text = os.environ.get(key)
+    if text is None:
+        return default
+    try:
+        return bool(str_to_bool(text))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"The environment variable {key}: {error}") from None
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return a variable's text, or `default`."""
+    return os.environ.get(key, str(default))
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return those of the libraries that this process has imported already."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
+    """Return `NAME=value` lines, leaving out entries that a shell or file could misread."""
+    lines = []
+    for key, value in current_env.items():
+        if all(not set(text) & set(";\n<>") for text in (key, value)) and key:
+            lines.append(f"{key}={value}\n")
+        else:
+            logger.warning("The environment variable %r is skipped: illegal character.", key)
+    return lines
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Empty the environment for the length of the block, then restore it."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def patch_environment(**kwargs: object) -> Iterator[None]:
+    """Set variables (names in capitals) for the length of the block, then restore them.
+
+    Example:
+        >>> with patch_environment(omp_num_threads=1):
+        ...     subprocess.run(command)
+    """
+    values = {key.upper(): str(value) for key, value in kwargs.items()}
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _restore(before: dict[str, str | None]) -> None:
+    for key, value in before.items():
+        if value is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = value
+
+
+@contextmanager
+def _accelerate_variables_kept() -> Iterator[None]:
+    def ours() -> dict[str, str]:
+        return {k: v for k, v in os.environ.items() if k.startswith("ACCELERATE_")}
+
+    before = ours()
+    try:
+        yield
+    finally:
+        _restore({**dict.fromkeys(ours()), **before})
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Decorate a function, or every test method of a class: `ACCELERATE_*` is restored after."""
+    if inspect.isclass(func_or_cls):
+        for name, member in list(vars(func_or_cls).items()):
+            if callable(member) and (name.startswith("test") or name in ("setUp", "setup_method")):
+                setattr(func_or_cls, name, purge_accelerate_environment(member))
+        return func_or_cls
+    function: Callable[..., Any] = func_or_cls
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+            with _accelerate_variables_kept():
+                return await function(*args, **kwargs)
+
+        return asynchronous
+
+    @functools.wraps(function)
+    def synchronous(*args: Any, **kwargs: Any) -> Any:
+        with _accelerate_variables_kept():
+            return function(*args, **kwargs)
+
+    return synchronous
+
+
+@dataclass
+class CPUInformation:
+    """Where this process stands among those started on CPUs, as launchers say it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Read ranks and sizes from the variables of torchrun, MPI and their like."""
+    return CPUInformation(
+        rank=get_int_from_env(
+            ["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0
+        ),
+        world_size=get_int_from_env(
+            ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1
+        ),
+        local_rank=get_int_from_env(
+            [
+                *("LOCAL_RANK", "MPI_LOCALRANKID"),
+                *("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+            ],
+            0,
+        ),
+        local_world_size=get_int_from_env(
+            [
+                *("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS"),
+                *("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+            ],
+            1,
+        ),
+    )
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names and the number of the accelerators torch sees."""
+    import torch
+
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if not count:
+        return [], 0
+    device = torch.accelerator.current_accelerator()
+    kind = device.type if device else "accelerator"
+    name_of = getattr(torch.get_device_module(kind), "get_device_name", None)
+    return [name_of(i) if name_of else kind for i in range(count)], count
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return the device type and the peer's word for many of them: `("cpu", "MULTI_CPU")`."""
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    kind = device.type if device else "cpu"
+    return kind, "MULTI_" + ("GPU" if kind == "cuda" else kind.upper())
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Say whether every pair of CUDA devices can reach the other's memory; True without any."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return all(
+        torch.cuda.can_device_access_peer(a, b)
+        for a in range(count)
+        for b in range(count)
+        if a != b
+    )
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Say whether the current CUDA device has fp8 units (compute capability 8.9 and up)."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the CPUs beside its accelerator, where the system tells which.
+
+    Without an accelerator, or where the kernel does not publish the topology, nothing
+    happens.
+    """
+    cpus = _cpus_beside(local_process_index)
+    if not cpus:
+        logger.debug("No NUMA node is known for local process %d.", local_process_index)
+        return
+    import psutil
+
+    process = psutil.Process()
+    allowed = sorted(set(cpus) & set(process.cpu_affinity() or cpus))
+    if allowed:
+        process.cpu_affinity(allowed)
+        level = logging.INFO if verbose else logging.DEBUG
+        logger.log(level, "Local process %d runs on the CPUs %s.", local_process_index, allowed)
+
+
+def _cpus_beside(index: int) -> list[int]:
+    import torch
+
+    if not torch.accelerator.is_available() or index >= torch.accelerator.device_count():
+        return []
+    describe = getattr(torch.get_device_module(), "get_device_properties", None)
+    properties = describe(index) if describe else None
+    bus, slot = getattr(properties, "pci_bus_id", None), getattr(properties, "pci_device_id", 0)
+    if bus is None:
+        return []
+    domain = getattr(properties, "pci_domain_id", 0)
+    address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        if node < 0:
+            return []
+        return parse_cpu_list(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
+    except (OSError, ValueError):
+        return []
+
+
+def parse_cpu_list(text: str) -> list[int]:
+    """Read the kernel's notation for sets of CPUs: `0-3,8` is 0, 1, 2, 3, 8."""
+    cpus: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus += range(int(first), int(last or first) + 1)
+    return cpus

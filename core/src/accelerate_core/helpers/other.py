@@ -1,0 +1,161 @@
+"""Assorted small tools: names, sizes, ports, and saving one object."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import socket
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+__all__ = [
+    "check_os_kernel",
+    "convert_bytes",
+    "get_free_port",
+    "get_module_children_bottom_up",
+    "get_pretty_name",
+    "is_port_in_use",
+    "load",
+    "merge_dicts",
+    "model_has_dtensor",
+    "recursive_getattr",
+    "save",
+]
+
+logger = logging.getLogger(__name__)
+
+_OLDEST_KERNEL = Version("5.5.0")
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return an attribute of an attribute: `recursive_getattr(model, "encoder.layer.0")`."""
+    for part in attr.split("."):
+        obj = getattr(obj, part)
+    return obj
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Put `source` into `destination`, mapping by mapping, and return `destination`."""
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            inner = destination.get(key)
+            destination[key] = merge_dicts(value, inner if isinstance(inner, dict) else {})
+        else:
+            destination[key] = value
+    return destination
+
+
+def convert_bytes(size: float) -> str:
+    """Write a number of bytes in the largest fitting unit of 1024: `"1.5 MB"`."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if abs(size) < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Say whether something listens on a port of this host; 29500, torch's own, by default."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """Return a port that nothing used a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of a class or function, or that of an object's class."""
+    for owner in (obj, type(obj)):
+        name = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None)
+        if name:
+            return str(name)
+    return str(obj)
+
+
+def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
+    """List all modules, the deepest level first, `model` itself last.
+
+    With `return_fqns` each entry is a pair of full name and module.
+    """
+    found: list[tuple[str, torch.nn.Module]] = []
+    queue = deque([("", model)])
+    while queue:
+        name, module = queue.popleft()
+        found.append((name, module))
+        queue.extend((f"{name}.{n}" if name else n, child) for n, child in module.named_children())
+    found.reverse()
+    return list(found) if return_fqns else [module for _, module in found]
+
+
+def model_has_dtensor(model: torch.nn.Module) -> bool:
+    """Say whether any parameter is sharded or replicated over a device mesh."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def check_os_kernel() -> None:
+    """Warn of a Linux kernel so old that data loading has been seen to hang on it."""
+    system = platform.uname()
+    if system.system != "Linux":
+        return
+    try:
+        kernel = Version(system.release.split("-")[0].rstrip("+"))
+    except InvalidVersion:
+        return
+    if kernel < _OLDEST_KERNEL:
+        logger.warning(
+            "The Linux kernel %s is older than %s; processes may hang on it.",
+            kernel,
+            _OLDEST_KERNEL,
+        )
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Call `torch.load`, refusing anything but tensors and plain containers.
+
+    A file that holds other objects needs `weights_only=False`, which runs code from the
+    file: only for files whose author is trusted.
+    """
+    kwargs.setdefault("weights_only", True)
+    return torch.load(f, map_location=map_location, **kwargs)
+
+
+def save(
+    obj: Any,
+    f: str | Path | Any,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Write an object from the main process, or from the first one of each node.
+
+    Args:
+        obj: anything `torch.save` takes; with `safe_serialization` a dict of tensors.
+        f: a path, or without `safe_serialization` also an open file.
+        save_on_each_node: write once per node, for disks that are not shared.
+        safe_serialization: write safetensors.
+    """
+    from accelerate_core.runtime import current_runtime
+
+    runtime = current_runtime()
+    if (runtime.local_process_index if save_on_each_node else runtime.process_index) != 0:
+        return
+    if not safe_serialization:
+        torch.save(obj, f)
+        return
+    from safetensors.torch import save_file
+
+    from accelerate_core.helpers.modeling import clean_state_dict_for_safetensors
+
+    save_file(clean_state_dict_for_safetensors(obj), f, metadata={"format": "pt"})

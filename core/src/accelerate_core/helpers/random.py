@@ -1,0 +1,34 @@
+"""Seeding every random number generator of the process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+from typing import Any
+
+import torch
+
+__all__ = ["set_seed"]
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, NumPy (where installed) and torch on the CPU and every accelerator.
+
+    Args:
+        seed: the seed.
+        device_specific: add the rank, so that each process draws other numbers.
+        deterministic: also let torch use only algorithms that repeat bit for bit.
+    """
+    if device_specific:
+        # Only this case needs a rank; plain seeding must not start a process group.
+        from accelerate_core.runtime import current_runtime
+
+        seed += current_runtime().process_index
+    random.seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        numpy: Any = importlib.import_module("numpy")
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)

@@ -1,0 +1,45 @@
+"""Comparing versions of installed distributions without importing them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.metadata import version as installed_version
+
+from packaging.version import Version
+
+from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.helpers.constants import STR_OPERATION_TO_FUNC
+
+__all__ = ["compare_versions", "is_torch_version"]
+
+
+def compare_versions(
+    library_or_version: str | Version, operation: str, requirement_version: str
+) -> bool:
+    """Compare a version, or that of an installed distribution, with another.
+
+    Raises:
+        ConfigurationError: `operation` is none of `> >= == != <= <`.
+        importlib.metadata.PackageNotFoundError: there is no such distribution.
+
+    Example:
+        >>> compare_versions(Version("2.9.1"), ">=", "2.8")
+        True
+    """
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ConfigurationError(
+            f"{operation!r} does not compare versions; allowed: {listing(STR_OPERATION_TO_FUNC)}."
+        )
+    if isinstance(library_or_version, str):
+        library_or_version = Version(installed_version(library_or_version))
+    return STR_OPERATION_TO_FUNC[operation](library_or_version, Version(requirement_version))
+
+
+@lru_cache(maxsize=1)
+def _torch_version() -> Version:
+    return Version(Version(installed_version("torch")).base_version)
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare the installed torch (its release number, without `+cpu` and the like)."""
+    return compare_versions(_torch_version(), operation, version)

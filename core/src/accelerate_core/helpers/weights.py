@@ -1,0 +1,183 @@
+"""State dicts as files: reading, removing aliases, cutting into shards."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate_core.errors import CheckpointError
+from accelerate_core.helpers.constants import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+from accelerate_core.helpers.sizes import convert_file_size_to_int
+from accelerate_core.helpers.tensors import as_device, device_of, id_tensor_storage
+
+__all__ = [
+    "checkpoint_files",
+    "clean_state_dict_for_safetensors",
+    "iter_state_dict",
+    "load_state_dict",
+    "shard_state_dict",
+]
+
+
+def iter_state_dict(checkpoint_file: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and CPU tensors of a weight file, holding about one tensor at a time."""
+    path = Path(checkpoint_file)
+    if path.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 - the handle is no mapping
+                yield name, file.get_tensor(name)
+        return
+    state = _torch_load(path)
+    # Some trainers put the weights under one key beside other things.
+    inner = state.get("state_dict")
+    yield from (inner if isinstance(inner, Mapping) else state).items()
+
+
+def _torch_load(path: Path) -> Any:
+    # Only torch's zip files can be mapped, those from before torch 1.6 cannot.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+
+
+def load_state_dict(
+    checkpoint_file: str | Path, device_map: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
+    """Read one weight file, safetensors or `torch.save`'s, without running code from it.
+
+    Args:
+        checkpoint_file: the path; `.safetensors` is read as such, others by `torch.load`.
+        device_map: each tensor goes to the device of the entry that covers its name;
+            what is for `"disk"`, and everything without a map, stays on the CPU.
+    """
+    tensors = iter_state_dict(checkpoint_file)
+    if device_map is None:
+        return dict(tensors)
+    state = {}
+    for name, tensor in tensors:
+        device = device_of(name, device_map)
+        state[name] = tensor if str(device) == "disk" else tensor.to(as_device(device))
+    return state
+
+
+def _extent(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return a state dict whose tensors share no memory, as safetensors demands.
+
+    Of names for the very same tensor the first is kept; views of parts of a storage are
+    copied. What is not a tensor is left out.
+    """
+    clean: dict[str, torch.Tensor] = {}
+    seen: dict[tuple[torch.device, int, int], list[tuple[Any, ...]]] = {}
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        tensor = tensor.detach()
+        if not tensor.numel():
+            clean[name] = tensor.contiguous()
+            continue
+        extents = seen.setdefault(id_tensor_storage(tensor), [])
+        if _extent(tensor) in extents:
+            continue
+        partial = tensor.nbytes != tensor.untyped_storage().nbytes()
+        copied = (
+            tensor.clone(memory_format=torch.contiguous_format) if extents or partial else tensor
+        )
+        clean[name] = copied.contiguous()
+        extents.append(_extent(tensor))
+    return clean
+
+
+def shard_state_dict(
+    state: Mapping[str, torch.Tensor],
+    max_shard_size: int | str = "10GB",
+    pattern: str = SAFE_WEIGHTS_PATTERN_NAME,
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any] | None]:
+    """Cut a state dict into files of limited size, in the order of its names.
+
+    Args:
+        state: tensors by name; clean it of aliases first.
+        max_shard_size: bytes, or text as `"5GB"`; a larger single tensor has its own file.
+        pattern: the file name, with `{suffix}` where `-00001-of-00003` is to stand.
+
+    Returns:
+        The tensors of each file by file name, and the content of the index file
+        (`metadata.total_size` and `weight_map`), or None where one file holds all.
+    """
+    limit = convert_file_size_to_int(max_shard_size)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    filled = 0
+    for name, tensor in state.items():
+        if shards[-1] and filled + tensor.nbytes > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    if len(shards) == 1:
+        return {pattern.format(suffix=""): shards[0]}, None
+    files = {
+        pattern.format(suffix=f"-{number:05d}-of-{len(shards):05d}"): shard
+        for number, shard in enumerate(shards, start=1)
+    }
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in state.values())},
+        "weight_map": {name: file for file, shard in files.items() for name in shard},
+    }
+    return files, index
+
+
+def checkpoint_files(checkpoint: str | Path) -> list[Path]:
+    """Return the weight files of a checkpoint: a file, an index, or a folder with either.
+
+    In a folder safetensors win over `.bin`, one file over an index, the usual names over any
+    other index.
+
+    Raises:
+        CheckpointError: there is none, or several with equal right, or a file is missing.
+    """
+    path = Path(checkpoint)
+    if path.is_file():
+        return _files_of_index(path) if path.name.endswith(".json") else [path]
+    if not path.is_dir():
+        raise CheckpointError(f"There is no checkpoint {path}.")
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        if (path / name).is_file():
+            return checkpoint_files(path / name)
+    found = sorted(path.glob("*.index.json")) or sorted(path.glob("*.safetensors"))
+    if len(found) != 1:
+        held = f"several: {', '.join(f.name for f in found)}" if found else "none"
+        raise CheckpointError(
+            f"The folder {path} must hold one checkpoint ({SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or"
+            f" an index of shards); it holds {held}."
+        )
+    return checkpoint_files(found[0])
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        names = sorted(set(content.get("weight_map", content).values()))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is no index of shards: {error}") from error
+    files = [index.parent / name for name in names]
+    for file in files:
+        # A name from a file must not lead out of the checkpoint's folder.
+        if not file.resolve().is_relative_to(index.parent.resolve()):
+            raise CheckpointError(f"{index} names {file}, which is outside of its folder.")
+        if not file.is_file():
+            raise CheckpointError(f"{index} names {file.name}, which does not exist beside it.")
+    return files
