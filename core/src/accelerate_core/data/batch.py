@@ -1,0 +1,108 @@
+"""Batches as trees of tensors and of lists of samples: their size, cutting and joining them.
+
+A list or tuple that holds no tensor, array or container is a list of samples (what collating
+strings gives) and is cut like a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accelerate_core.collectives import honor_type, is_namedtuple, iterate_leaves
+
+__all__ = ["batch_size_of", "concat_batches", "needs_move", "slice_batch"]
+
+
+def _is_array(data: Any) -> bool:
+    return hasattr(data, "shape") and hasattr(data, "dtype") and hasattr(data, "__getitem__")
+
+
+def _is_sample_list(data: Any) -> bool:
+    if not isinstance(data, (list, tuple)) or is_namedtuple(data):
+        return False
+    return not any(isinstance(item, (list, tuple, Mapping)) or _is_array(item) for item in data)
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Return the number of samples of a batch, None if nothing in it tells."""
+    if _is_array(batch):
+        return int(batch.shape[0]) if len(batch.shape) else None
+    if _is_sample_list(batch):
+        return len(batch)
+    if isinstance(batch, Mapping):
+        children: Any = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        children = batch
+    else:
+        return None
+    sizes = (batch_size_of(child) for child in children)
+    return next((size for size in sizes if size is not None), None)
+
+
+def _rebuild(like: Any, items: dict[Any, Any]) -> Any:
+    if type(like) is dict:
+        return items
+    if isinstance(like, dict):
+        rebuilt = like.copy()
+        rebuilt.update(items)
+        return rebuilt
+    return type(like)(items)
+
+
+def slice_batch(batch: Any, part: slice, size: int | None = None) -> Any:
+    """Return the samples `part` of a batch; what has no dimension of samples is kept whole."""
+    size = batch_size_of(batch) if size is None else size
+    if _is_array(batch):
+        return batch[part] if len(batch.shape) and batch.shape[0] == size else batch
+    if _is_sample_list(batch):
+        return batch[part] if len(batch) == size else batch
+    if isinstance(batch, Mapping):
+        return _rebuild(batch, {key: slice_batch(batch[key], part, size) for key in batch})
+    if isinstance(batch, (list, tuple)):
+        return honor_type(batch, [slice_batch(item, part, size) for item in batch])
+    return batch
+
+
+def concat_batches(batches: Sequence[Any]) -> Any:
+    """Join batches of equal structure along the samples.
+
+    Raises:
+        TypeError, RuntimeError or ValueError: the batches do not fit together.
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return first if first.ndim == 0 else torch.cat(list(batches))
+    if _is_array(first):
+        import numpy
+
+        return numpy.concatenate(list(batches)) if len(first.shape) else first
+    if _is_sample_list(first):
+        return type(first)(sample for batch in batches for sample in batch)
+    if isinstance(first, Mapping):
+        return _rebuild(first, {k: concat_batches([batch[k] for batch in batches]) for k in first})
+    if isinstance(first, (list, tuple)):
+        if any(len(batch) != len(first) for batch in batches):
+            raise ValueError("The batches have different numbers of fields.")
+        return honor_type(
+            first, [concat_batches([batch[i] for batch in batches]) for i in range(len(first))]
+        )
+    if all(batch is first or batch == first for batch in batches):
+        return first
+    raise TypeError(f"Batches of type {type(first).__name__} cannot be joined.")
+
+
+def needs_move(batch: Any, device: torch.device) -> bool:
+    """Say whether something in the batch is, or may be, not yet on a device."""
+    for _, leaf in iterate_leaves(batch):
+        where = getattr(leaf, "device", None)
+        if isinstance(where, torch.device):
+            if where != device:
+                return True
+        elif callable(getattr(leaf, "to", None)):
+            return True
+    return False

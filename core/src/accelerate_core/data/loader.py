@@ -1,0 +1,323 @@
+"""Prepared loaders: the user's loader, with this rank's part of the data and a known end."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate_core.collectives import Communicator, send_to_device
+from accelerate_core.data.batch import needs_move
+from accelerate_core.data.position import OrderState, Position
+from accelerate_core.data.rng import find_generator, synchronize_rng_states
+from accelerate_core.data.samplers import SeedableRandomSampler
+from accelerate_core.data.sources import Item, Source
+from accelerate_core.step.gradient_state import GradientState, Served
+
+__all__ = ["DataLoaderDispatcher", "DataLoaderShard", "Feed", "PreparedLoader"]
+
+Feed = Callable[[Iterator[Any]], Iterator[Any]]
+_END: Any = object()
+
+
+class PreparedLoader(DataLoader[Any]):
+    """A loader as `prepare` returns it; what it does not know itself it asks its `base`.
+
+    Args:
+        base: a copy of the user's loader, reading this rank's part (or all, for dispatching).
+        source: how batches come out of `base`.
+        original: the user's loader.
+        batch_sampler, sampler: what the attributes of these names answer.
+        batch_size: of the user's loader, None if it has none.
+        device: where the batches go, None to leave them.
+        put_on_device: whether they go there at all.
+        feed: iterator of batches -> iterator of batches on the device.
+        rng_types: the generators rank 0 shares at the start of an iteration.
+
+    `base` is not rebuilt, so subclasses, workers, collate functions and custom attributes stay.
+    `end_of_dataloader` is True while the last batch is being worked on; `iteration` counts the
+    epochs that were finished.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        source: Source,
+        *,
+        original: Any,
+        batch_sampler: Any = None,
+        sampler: Any = None,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        batch_size: int | None = None,
+        device: torch.device | None = None,
+        put_on_device: bool = False,
+        non_blocking: bool = False,
+        rng_types: list[str] | None = None,
+        comm: Communicator | None = None,
+        gradient_state: GradientState | None = None,
+        feed: Feed | None = None,
+    ) -> None:
+        own = self.__dict__
+        own["batch_sampler"] = batch_sampler
+        own["sampler"] = sampler
+        own["collate_fn"] = getattr(original, "collate_fn", None)
+        own["device"] = device
+        own["put_on_device"] = put_on_device
+        own["non_blocking"] = non_blocking
+        own["num_processes"] = num_processes
+        own["process_index"] = process_index
+        own["split_batches"] = split_batches
+        own["_batch_size"] = batch_size
+        own["rng_types"] = rng_types or []
+        own["comm"] = comm
+        own["gradient_state"] = gradient_state
+        own["synchronized_generator"] = find_generator(original)
+        own["_original_dataset"] = getattr(original, "dataset", None)
+        own["_source"] = source
+        own["_feed"] = feed
+        own["_skip"] = None
+        own["_position"] = Position()
+        own["_runs"] = []
+        own["_served"] = Served()
+        own["base"] = base
+
+    def __getattr__(self, name: str) -> Any:
+        base = self.__dict__.get("base")
+        if base is None:
+            raise AttributeError(name)
+        return getattr(base, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        owners = (kind for kind in type(self).__mro__ if issubclass(kind, PreparedLoader))
+        if name in self.__dict__ or any(name in vars(kind) for kind in owners):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.base, name, value)
+
+    def __repr__(self) -> str:
+        part = f"rank {self.process_index} of {self.num_processes}"
+        return f"{type(self).__name__}({part}, base={self.base!r})"
+
+    def __len__(self) -> int:
+        return max(int(self._source.length()) - (self._skip or 0), 0)
+
+    # -- what a loop may ask -----------------------------------------------------------------
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch served last is the last one."""
+        runs = self._runs
+        return bool((runs[-1] if runs else self._served).last)
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the last global batch if it is not full, 0 if it is, -1 if unknown."""
+        if self._served.real is not None:
+            return int(self._served.real)
+        if getattr(self.batch_sampler, "drop_last", getattr(self.base, "drop_last", False)):
+            return -1
+        try:
+            return self.total_dataset_length % (self.total_batch_size or 0)
+        except (TypeError, ZeroDivisionError):
+            return -1
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples per global step over all ranks, None if the loader has no batch size."""
+        size: int | None = self._batch_size
+        return size if size is None or self.split_batches else size * self.num_processes
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Number of samples of the whole dataset; `TypeError` if it has no length."""
+        length = getattr(self._original_dataset, "total_length", None)
+        return int(length) if length is not None else len(self._original_dataset)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last global step is filled up."""
+        return bool(self._source.even_batches)
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._source.even_batches = value
+
+    # -- epochs and positions ----------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        """The epoch the next iteration belongs to."""
+        return int(self._position.epoch)
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        self._position.epoch = value
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch for samplers and datasets that shuffle by it."""
+        position = self._position
+        if position.pending and position.epoch != epoch:
+            position.pending, position.batches, position.order = False, 0, None
+        position.epoch = epoch
+        position.epoch_was_set = True
+        self._tell_epoch(epoch)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        told: list[Any] = []
+        batch_sampler = self.batch_sampler
+        owners = [batch_sampler, getattr(batch_sampler, "sampler", None), self.sampler]
+        for owner in (*owners, getattr(self.base, "dataset", None)):
+            tell = getattr(owner, "set_epoch", None)
+            if callable(tell) and not any(owner is other for other in told):
+                told.append(owner)
+                tell(epoch)
+
+    def _seedable(self) -> SeedableRandomSampler | None:
+        for owner in (getattr(self.batch_sampler, "sampler", None), self.sampler):
+            if isinstance(owner, SeedableRandomSampler):
+                return owner
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: the batches handed out so far do not come again after loading.
+
+        The keys `epoch`, `batches_seen` (per rank) and `samples_seen` (of all ranks) are for
+        everyone; the rest restores the order. It fits any number of ranks.
+        """
+        state: dict[str, Any] = self._position.state_dict(self._batch_size, self._source.per_step)
+        generator = self.synchronized_generator
+        if generator is not None and "torch_rng" not in state:
+            state["generator"] = generator.get_state()
+        sampler = self._seedable()
+        if sampler is not None:
+            state["seed"] = sampler.initial_seed
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken, at the next iteration.
+
+        Raises:
+            ConfigurationError: the state is not one of a prepared loader, or does not fit.
+        """
+        self._position.load_state_dict(state_dict, self._batch_size)
+        generator = self.synchronized_generator
+        if generator is not None and "generator" in state_dict and "torch_rng" not in state_dict:
+            generator.set_state(state_dict["generator"])  # saved between epochs
+        sampler = self._seedable()
+        if sampler is not None and "seed" in state_dict:
+            sampler.initial_seed = state_dict["seed"]
+        if self._position.epoch_was_set:
+            self._tell_epoch(self._position.epoch)
+
+    def skipping(self, num_batches: int) -> PreparedLoader:
+        """Return this loader without the first `num_batches` batches of every iteration."""
+        clone = copy.copy(self)
+        clone.__dict__["_skip"] = num_batches
+        clone.__dict__["_runs"] = []
+        clone.__dict__["_served"] = Served()
+        return clone
+
+    # -- iterating ---------------------------------------------------------------------------
+
+    def __iter__(self) -> Any:
+        if self.comm is not None and self.comm.size > 1:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator, self.comm)
+        sampler = self._seedable()
+        if sampler is not None:
+            sampler.set_epoch(self._position.epoch)
+        served = Served()
+        return self._serve(self._start(served), served)
+
+    def _start(self, owner: object) -> Iterator[Item]:
+        """Open the source where this iteration begins, and note the position."""
+        position: Position = self._position
+        source: Source = self._source
+        generator: torch.Generator | None = self.synchronized_generator
+        resumed = position.pending
+        start = position.batches if resumed else 0
+        if self._skip is not None:
+            start = self._skip * source.per_step
+        stateful = getattr(source, "stateful", False)
+        restores = resumed and stateful and self._skip is None and position.loader_state is not None
+        order = position.order if resumed else None
+        position.begin(owner, start, order or OrderState.capture(generator))
+        if restores:
+            self.base.load_state_dict(position.loader_state)
+            return source.start(0, prime=False)
+        if order is None:
+            return source.start(start, prime=False)
+        with order.replayed(generator):
+            return source.start(start, prime=True)
+
+    def _serve(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
+        state, position, per_step = self.gradient_state, self._position, self._source.per_step
+        stateful = getattr(self._source, "stateful", False)
+        exhausted = False
+        self._runs.append(served)
+        if state is not None:
+            state.open(self, served)
+        try:
+            for batch, served.last, served.real in self._on_device(items):
+                self.__dict__["_served"] = served
+                if position.owner is served:
+                    position.batches += per_step
+                    if stateful:
+                        position.loader_state = self._source.state
+                if state is not None:
+                    state.touched(self, served)
+                yield batch
+            exhausted = True
+        finally:
+            self._runs[:] = [run for run in self._runs if run is not served]
+            if exhausted:
+                position.finish(served)
+            if state is not None:
+                state.close(self, exhausted, served)
+
+    def _on_device(self, items: Iterator[Item]) -> Iterator[Item]:
+        if not self.put_on_device or self.device is None:
+            return items
+        if self.device.type == "cpu":
+            # Nothing is to be done where batches are born: one look decides for the iteration.
+            first = next(items, _END)
+            if first is _END:
+                return iter(())
+            items = chain([first], items)
+            if not needs_move(first[0], self.device):
+                return items
+        return self._fed(items)
+
+    def _fed(self, items: Iterator[Item]) -> Iterator[Item]:
+        marks: deque[tuple[bool, int | None, Any]] = deque()
+        source: Any = self._source
+
+        def batches() -> Iterator[Any]:
+            for batch, last, real in items:
+                marks.append((last, real, getattr(source, "state", None)))
+                yield batch
+
+        # A feed may read ahead, so what is known of a batch waits for it to come out.
+        for batch in (self._feed or self._send)(batches()):
+            last, real, state = marks.popleft()
+            if state is not None:
+                source.state = state
+            yield batch, last, real
+
+    def _send(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            yield send_to_device(batch, self.device, non_blocking=self.non_blocking)
+
+
+class DataLoaderShard(PreparedLoader):
+    """A prepared loader that reads its own rank's part."""
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A prepared loader that rank 0 reads for all; each rank receives its part."""

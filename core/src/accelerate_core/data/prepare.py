@@ -1,0 +1,400 @@
+"""Turn a user's loader into a prepared one."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
+
+from accelerate_core.collectives import Communicator, TorchTalk
+from accelerate_core.data.dispatch import ObjectTransport
+from accelerate_core.data.index import IndexStream
+from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, Feed, PreparedLoader
+from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
+from accelerate_core.data.samplers import (
+    SeedableRandomSampler,
+    SharedOrderSampler,
+    draws_from_torch,
+)
+from accelerate_core.data.shard import (
+    BatchSamplerShard,
+    CountingCollate,
+    ItemShard,
+    IterableDatasetShard,
+    check_rank,
+    check_split,
+)
+from accelerate_core.data.sources import (
+    DealtSource,
+    DispatchedSource,
+    IndexedSource,
+    Source,
+    StreamSource,
+)
+from accelerate_core.data.stateful import as_stateful
+from accelerate_core.data.steps import StepReader
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.step.gradient_state import GradientState
+
+__all__ = ["prepare_data_loader"]
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_data_loader(
+    dataloader: Any,
+    device: torch.device | str | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    *,
+    comm: Communicator | None = None,
+    gradient_state: GradientState | None = None,
+    feed: Feed | None = None,
+) -> PreparedLoader:
+    """Return a loader that gives this rank its part of the data, on its device.
+
+    Args:
+        dataloader: a `DataLoader`, or any iterable of batches.
+        device, put_on_device, non_blocking: where the batches go, whether, and how.
+        num_processes, process_index: the rank's place, by default that of the process.
+        split_batches: the loader's batch size is that of all ranks together.
+        rng_types: generators whose state rank 0 shares at the start of every iteration: "torch",
+            "generator" (the sampler's or dataset's own) or a device type; `["generator"]` if None.
+        dispatch_batches: rank 0 reads for all; None means for iterable datasets.
+        even_batches: fill up the last global step from the start of the epoch.
+        slice_fn_for_dispatch: `(data, tensor_slice, process_index=, num_processes=)` -> part.
+        use_seedable_sampler, data_seed: shuffle by a seed and the epoch instead of a generator.
+        use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
+        comm: how the ranks talk; without it, and outside a process group, they do not.
+        gradient_state: is told of iterations and batches.
+        feed: iterator of batches -> iterator of batches on the device, for `put_on_device`.
+
+    With one process the batches, their order and the random numbers drawn are those of the plain
+    loader. A prepared loader is returned as it is. Batches need not be moved are not touched.
+
+    Raises:
+        ConfigurationError: settings that do not fit the loader or each other.
+        MissingPluginError: `use_stateful_dataloader` without torchdata.
+
+        loader = prepare_data_loader(DataLoader(dataset, 8), num_processes=2, process_index=1)
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader
+    if not hasattr(dataloader, "__iter__"):
+        raise ConfigurationError(
+            f"A {type(dataloader).__name__} is no data loader: it cannot be iterated."
+        )
+    count, index = _place(num_processes, process_index)
+    if _is_sharded_already(dataloader, count):
+        count, index = 1, 0
+    if comm is None and count > 1:
+        comm = _default_communicator(count)
+    names = check_rng_types(rng_types)
+    base = _copy(dataloader)
+    if use_stateful_dataloader:
+        base = as_stateful(base)
+    if use_seedable_sampler:
+        _make_seedable(base, data_seed, comm)
+    dispatches = _dispatches(dispatch_batches, base, count, comm)
+    if count > 1 and not dispatches and comm is not None and comm.size > 1:
+        _share_order(base, comm)
+    batch_size = _batch_size(base)
+    if split_batches and count > 1 and (batch_size is not None or _has_batch_sampler(base)):
+        check_split(batch_size, count)
+    original = _copy(base)  # the attributes as they are before this rank's part replaces them
+    if dispatches:
+        assert comm is not None
+        reader = _reader(base, count, split_batches, even_batches, slice_fn_for_dispatch)
+        source: Source = _dispatched_source(base, reader, index, comm)
+        kind: type[PreparedLoader] = DataLoaderDispatcher
+    else:
+        source = _own_source(base, count, index, split_batches, even_batches)
+        kind = DataLoaderShard
+        _seed_workers_by_rank(base, count, index)
+    plan = source.stream.plan if isinstance(source, IndexedSource) else None
+    has_batches = getattr(original, "batch_sampler", None) is not None
+    return kind(
+        base,
+        source,
+        original=original,
+        batch_sampler=plan
+        if plan is not None and has_batches
+        else _attr(original, "batch_sampler"),
+        sampler=plan if plan is not None and not has_batches else _attr(original, "sampler"),
+        num_processes=count,
+        process_index=index,
+        split_batches=split_batches,
+        batch_size=batch_size,
+        device=torch.device(device) if device is not None else None,
+        put_on_device=put_on_device,
+        non_blocking=non_blocking,
+        rng_types=names,
+        comm=comm,
+        gradient_state=gradient_state,
+        feed=feed,
+    )
+
+
+def _attr(loader: Any, name: str) -> Any:
+    return getattr(loader, name, None)
+
+
+def _place(num_processes: int | None, process_index: int | None) -> tuple[int, int]:
+    if num_processes is None or process_index is None:
+        from accelerate_core.runtime import current_runtime
+
+        runtime = current_runtime()
+        num_processes = runtime.num_processes if num_processes is None else num_processes
+        process_index = runtime.process_index if process_index is None else process_index
+    check_rank(num_processes, process_index)
+    return num_processes, process_index
+
+
+def _default_communicator(count: int) -> Communicator | None:
+    """Return one over the default process group if it has as many ranks."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == count):
+        return None
+    from accelerate_core.runtime import current_runtime
+
+    runtime = current_runtime()
+    return Communicator(rank=dist.get_rank(), size=count, device=runtime.device, hooks=TorchTalk())
+
+
+def _copy(loader: Any) -> Any:
+    """Return a shallow copy without a running iterator; what cannot be copied is used itself."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    clone = copy.copy(loader)
+    if clone.__dict__.get("_iterator") is not None:
+        clone.__dict__["_iterator"] = None
+    return clone
+
+
+def _replace(loader: Any, **attributes: Any) -> bool:
+    """Set attributes that `DataLoader` guards; False if the class does not let itself be told."""
+    for name, value in attributes.items():
+        try:
+            object.__setattr__(loader, name, value)
+        except AttributeError:
+            return False
+        if getattr(loader, name, None) is not value:
+            return False
+    return True
+
+
+def _is_iterable(loader: Any) -> bool:
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def _has_batch_sampler(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader.batch_sampler is not None
+
+
+def _iterates_plainly(loader: Any) -> bool:
+    """Whether the loader's batches are exactly those its sampler names, one for one."""
+    if not isinstance(loader, DataLoader):
+        return False
+    return all(
+        "__iter__" not in vars(kind) and "_get_iterator" not in vars(kind)
+        for kind in type(loader).__mro__
+        if kind is not DataLoader
+        and issubclass(kind, DataLoader)
+        and not kind.__module__.startswith("torchdata.")
+    )
+
+
+def _batch_size(loader: Any) -> int | None:
+    sampler = _attr(loader, "sampler")
+    batch_sampler = sampler if isinstance(sampler, BatchSampler) else _attr(loader, "batch_sampler")
+    for owner in (batch_sampler, loader):
+        size = getattr(owner, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def _is_sharded_already(loader: Any, count: int) -> bool:
+    sampler = _order_sampler(loader)
+    if count == 1 or not isinstance(sampler, DistributedSampler) or sampler.num_replicas != count:
+        return False
+    logger.warning(
+        "The loader has a DistributedSampler over %d ranks, so it is used as it is. Without one "
+        "the data is dealt in the order of a single process and exact metrics are possible.",
+        count,
+    )
+    return True
+
+
+def _dispatches(asked: bool | None, loader: Any, count: int, comm: Communicator | None) -> bool:
+    if count == 1:
+        return False
+    can = comm is not None and comm.size > 1
+    if asked and not can:
+        raise ConfigurationError(
+            f"dispatch_batches=True with num_processes={count} needs a process group, and this "
+            "process is in none: start the script with a launcher, or leave dispatch_batches out."
+        )
+    return can and (_is_iterable(loader) if asked is None else asked)
+
+
+def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None) -> None:
+    sampler = _order_sampler(loader)
+    kinds: tuple[type, ...] = (RandomSampler,)
+    is_random = isinstance(sampler, kinds) or type(sampler).__name__ == "RandomSampler"
+    if not is_random or isinstance(sampler, SeedableRandomSampler):
+        return
+    if data_seed is None:
+        # Not a draw: preparing must not move the stream that the weights come from.
+        seed = (sampler.generator or torch.default_generator).initial_seed() & (2**62 - 1)
+        if comm is not None and comm.size > 1:
+            seed = int(share_from_main(comm)(torch.tensor([seed])).item())
+        data_seed = seed
+    seedable = SeedableRandomSampler(
+        sampler.data_source, sampler.replacement, sampler._num_samples, data_seed=data_seed
+    )
+    _set_order_sampler(loader, seedable)
+
+
+def _share_order(loader: Any, comm: Communicator) -> None:
+    sampler = _order_sampler(loader)
+    if draws_from_torch(sampler):
+        _set_order_sampler(loader, SharedOrderSampler(sampler, share_from_main(comm)))
+
+
+def _order_sampler(loader: Any) -> Any:
+    """Return the sampler of single indices, wherever the loader keeps it."""
+    holder = _attr(loader, "batch_sampler")
+    if holder is None:
+        holder = _attr(loader, "sampler")
+    return getattr(holder, "sampler", holder)
+
+
+def _set_order_sampler(loader: Any, sampler: Any) -> None:
+    for name in ("batch_sampler", "sampler"):
+        holder = _attr(loader, name)
+        if holder is not None and hasattr(holder, "sampler"):
+            holder = copy.copy(holder)
+            holder.sampler = sampler
+            _replace(loader, **{name: holder})
+        elif name == "sampler":
+            _replace(loader, sampler=sampler)
+
+
+def _reader(
+    loader: Any,
+    count: int,
+    split_batches: bool,
+    even_batches: bool,
+    slice_fn: Callable[..., Any] | None = None,
+    wanted: Sequence[int] | None = None,
+) -> StepReader:
+    batch_sampler = _attr(loader, "batch_sampler")
+    drop_last = bool(getattr(batch_sampler, "drop_last", getattr(loader, "drop_last", False)))
+    size = _batch_size(loader)
+    return StepReader(count, split_batches, even_batches, drop_last, slice_fn, wanted, size)
+
+
+def _indexed(loader: Any, plan: Any) -> IndexStream | None:
+    """Let a map-style loader read its indices from a plan; None if it cannot be told to."""
+    stream = IndexStream(plan)
+    name = "batch_sampler" if _has_batch_sampler(loader) else "sampler"
+    return stream if _replace(loader, **{name: stream}) else None
+
+
+def _dispatched_source(
+    base: Any, reader: StepReader, index: int, comm: Communicator
+) -> DispatchedSource:
+    stream = None
+    if isinstance(base, DataLoader) and not _is_iterable(base) and _iterates_plainly(base):
+        stream = _indexed(base, base.batch_sampler if _has_batch_sampler(base) else base.sampler)
+    shards = list(range(comm.size))
+    if comm.size != reader.num_processes or index != comm.rank:
+        shards = comm.gather_object(index)
+    return DispatchedSource(base, stream, reader, index, comm, ObjectTransport(comm), shards)
+
+
+def _own_source(
+    base: Any, count: int, index: int, split_batches: bool, even_batches: bool
+) -> Source:
+    """Make `base` read this rank's part, in the way that loads least."""
+    if isinstance(base, DataLoader) and _iterates_plainly(base):
+        if not _is_iterable(base):
+            source = _map_source(base, count, index, split_batches, even_batches)
+            if source is not None:
+                return source
+        elif count > 1 and _shard_stream(base, count, index, split_batches, even_batches):
+            per_step = 1 if split_batches else count
+            return StreamSource(base, per_step, hasattr(base, "state_dict"))
+    if count == 1:
+        return StreamSource(base, 1, _is_iterable(base) and hasattr(base, "state_dict"))
+    return DealtSource(
+        base, _reader(base, count, split_batches, even_batches, None, [index]), index
+    )
+
+
+def _map_source(
+    base: DataLoader[Any], count: int, index: int, split_batches: bool, even_batches: bool
+) -> Source | None:
+    has_batches = _has_batch_sampler(base)
+    plan: Any = base.batch_sampler if has_batches else base.sampler
+    if count > 1:
+        if has_batches or isinstance(plan, BatchSampler):
+            plan = BatchSamplerShard(plan, count, index, split_batches, even_batches)
+        elif split_batches:
+            return None
+        else:
+            plan = ItemShard(plan, count, index, even_batches)
+    stream = _indexed(base, plan)
+    if stream is None:
+        return None
+    return IndexedSource(base, stream, 1 if split_batches else count)
+
+
+def _shard_stream(
+    base: Any, count: int, index: int, split_batches: bool, even_batches: bool
+) -> bool:
+    """Put the rank's share of the stream in the place of the dataset."""
+    size = base.batch_size
+    if size is None and split_batches:
+        return False
+    shard = IterableDatasetShard(
+        base.dataset, size or 1, bool(base.drop_last), count, index, split_batches, even_batches
+    )
+    replaced = _replace(
+        base, dataset=shard, collate_fn=CountingCollate(shard, base.collate_fn, size is None)
+    )
+    if replaced and split_batches:
+        width = size // count
+        sampler = copy.copy(base.batch_sampler)
+        sampler.batch_size = width
+        replaced = _replace(base, batch_size=width, batch_sampler=sampler)
+    return replaced
+
+
+def _seed_workers_by_rank(base: Any, count: int, index: int) -> None:
+    workers = getattr(base, "num_workers", 0)
+    if count > 1 and index > 0 and workers and isinstance(base, DataLoader):
+        init = RankedWorkerInit(index, workers, base.worker_init_fn)
+        _replace(base, worker_init_fn=init)

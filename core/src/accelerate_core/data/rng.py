@@ -1,0 +1,130 @@
+"""Random number generators that ranks share, and what workers are seeded with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from accelerate_core.collectives import Communicator
+from accelerate_core.data.samplers import SeedableRandomSampler
+from accelerate_core.errors import ConfigurationError, did_you_mean
+
+__all__ = [
+    "DEFAULT_RNG_TYPES",
+    "RankedWorkerInit",
+    "check_rng_types",
+    "find_generator",
+    "share_from_main",
+    "synchronize_rng_states",
+]
+
+DEFAULT_RNG_TYPES = ("generator",)
+
+
+def share_from_main(comm: Communicator) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that takes a 1-d CPU tensor and returns rank 0's, on the CPU."""
+
+    def share(tensor: torch.Tensor) -> torch.Tensor:
+        return comm.broadcast(tensor.clone().to(comm.device)).cpu()
+
+    return share
+
+
+def check_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
+    """Return the names of the generators to synchronise, `["generator"]` for None.
+
+    Raises:
+        ConfigurationError: a name is neither "torch", "generator" nor a device type.
+    """
+    if isinstance(rng_types, str):
+        rng_types = [rng_types]
+    names = [str(getattr(kind, "value", kind)) for kind in (rng_types or ())]
+    if rng_types is None:
+        names = list(DEFAULT_RNG_TYPES)
+    for name in names:
+        if name not in ("torch", "generator") and not hasattr(
+            _device_module(name), "set_rng_state"
+        ):
+            known = ["torch", "generator", "cuda", "xpu", "mps"]
+            raise ConfigurationError(
+                f"rng_types: {name!r} is no random number generator. Allowed are 'torch', "
+                f"'generator' and the type of a device.{did_you_mean(name, known)}"
+            )
+    return names
+
+
+def _device_module(name: str) -> Any:
+    return getattr(torch, name, None)
+
+
+def find_generator(loader: Any) -> torch.Generator | None:
+    """Return the generator that decides a loader's order, if the user gave one."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    dataset = getattr(loader, "dataset", None)
+    sampler = getattr(batch_sampler, "sampler", None)
+    if sampler is None:
+        sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, SeedableRandomSampler):
+        return None
+    owners = [sampler, batch_sampler]
+    if isinstance(dataset, IterableDataset):
+        owners = [dataset]
+    for owner in owners:
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator
+    return None
+
+
+def synchronize_rng_states(
+    rng_types: Iterable[Any], generator: torch.Generator | None, comm: Communicator
+) -> None:
+    """Give every rank the states of rank 0's generators; a device that is absent is left out."""
+    if comm.size == 1:
+        return
+    share = share_from_main(comm)
+    for name in check_rng_types(rng_types):
+        if name == "torch":
+            torch.set_rng_state(share(torch.get_rng_state()))
+        elif name == "generator":
+            if generator is not None:
+                generator.set_state(share(generator.get_state().cpu()))
+        else:
+            module = _device_module(name)
+            if module.is_available():
+                module.set_rng_state(share(module.get_rng_state().cpu()))
+
+
+class RankedWorkerInit:
+    """Seed a loader's workers differently on every rank, then do what the user asked.
+
+    Ranks that share a generator would otherwise seed their workers alike and augment alike.
+    Rank 0 keeps the seeds PyTorch gives.
+    """
+
+    def __init__(self, process_index: int, num_workers: int, init: Callable[[int], Any] | None):
+        self.offset = process_index * num_workers
+        self.init = init
+
+    def __call__(self, worker_id: int) -> None:
+        info = torch.utils.data.get_worker_info()
+        if info is not None:
+            seed = info.seed + self.offset
+            object.__setattr__(info, "seed", seed)  # torch forbids it the ordinary way
+            torch.manual_seed(seed)
+            random.seed(seed)
+            _seed_numpy(seed)
+        if self.init is not None:
+            self.init(worker_id)
+
+
+def _seed_numpy(seed: int) -> None:
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(numpy.random.SeedSequence(seed).generate_state(4))

@@ -1,0 +1,358 @@
+"""Which part of the data a rank loads, decided on indices or on a stream of samples.
+
+In every global step the ranks' batches, joined in rank order, are the next batches of the
+single-process loader. With `even_batches` what is missing at the end is taken from the start of
+the epoch, so that every rank gets the same number of full batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, cycle, islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset
+
+from accelerate_core.errors import ConfigurationError
+
+__all__ = ["BatchSamplerShard", "CountingCollate", "IterableDatasetShard", "ItemShard", "Tagged"]
+
+
+def check_split(batch_size: int | None, num_processes: int) -> None:
+    """Raise `ConfigurationError` unless a batch can be split equally between the processes."""
+    if batch_size is None:
+        raise ConfigurationError(
+            "split_batches=True needs a batch sampler with a `batch_size`, and this one has none. "
+            "Use split_batches=False, or give it the attribute."
+        )
+    if batch_size % num_processes:
+        nearest = max(round(batch_size / num_processes), 1) * num_processes
+        raise ConfigurationError(
+            f"split_batches=True needs a batch size that is a multiple of the number of processes: "
+            f"{batch_size} is none of {num_processes}. The nearest that is: {nearest}."
+        )
+
+
+def check_rank(num_processes: int, process_index: int) -> None:
+    """Raise `ConfigurationError` for a rank outside the world."""
+    if not 0 <= process_index < num_processes:
+        raise ConfigurationError(
+            f"process_index={process_index} is outside of num_processes={num_processes}."
+        )
+
+
+class BatchSamplerShard(BatchSampler):
+    """The batches of one rank, out of the batch sampler of the single-process loader.
+
+    Args:
+        batch_sampler: yields lists of indices. One without a `batch_size` may yield lists of any
+            length; short ones are then left short, and missing ones replaced by whole batches.
+        num_processes, process_index: of how many ranks this is which.
+        split_batches: a rank gets its part of every batch, else every `num_processes`-th batch.
+        even_batches: fill up the last global step from the start of the epoch.
+
+    After an iteration `tail` is the number of real samples in the last global step if it was
+    filled up, else None.
+
+    Raises:
+        ConfigurationError: `split_batches` with a batch size that cannot be split equally.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        check_rank(num_processes, process_index)
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.tail: int | None = None
+        if split_batches:
+            check_split(self.batch_size, num_processes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the single-process loader."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        total = len(self.batch_sampler)
+        if self.split_batches:
+            return total - 1 if self._misses_last_part() else total
+        whole, rest = divmod(total, self.num_processes)
+        if self.drop_last or not rest:
+            return whole
+        return whole + (1 if self.even_batches else int(self.process_index < rest))
+
+    def _misses_last_part(self) -> bool:
+        if self.even_batches or self.drop_last:
+            return False
+        try:
+            rest = len(self.batch_sampler.sampler) % self.batch_size
+        except (AttributeError, TypeError):
+            return False
+        return 0 < rest <= self.process_index * (self.batch_size // self.num_processes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.iterate()
+
+    def iterate(self, start: int = 0) -> Iterator[list[int]]:
+        """Yield this rank's batches of the epoch from the single-process batch `start` on."""
+        self.tail = None
+        return self._split(start) if self.split_batches else self._deal(start)
+
+    def _split(self, start: int) -> Iterator[list[int]]:
+        size, count = self.batch_size, self.num_processes
+        first: list[int] = []
+        for position, batch in enumerate(self.batch_sampler):
+            batch = list(batch)
+            first = first or batch
+            if position < start:
+                continue
+            target = size if len(batch) <= size else -(-len(batch) // count) * count
+            self.tail = None
+            if len(batch) < target and self.drop_last:
+                continue
+            if len(batch) < target and self.even_batches:
+                self.tail = len(batch)
+                batch = batch + list(islice(cycle(first), target - len(batch)))
+            width = target // count
+            part = batch[self.process_index * width : (self.process_index + 1) * width]
+            if part:
+                yield part
+
+    def _deal(self, start: int) -> Iterator[list[int]]:
+        first: list[list[int]] = []
+        group: list[list[int]] = []
+        for position, batch in enumerate(self.batch_sampler):
+            if len(first) < self.num_processes and not self.drop_last:
+                first.append(list(batch))
+            if position < start:
+                continue
+            # A group goes out when the next one begins: only the last one may have to be filled.
+            if len(group) == self.num_processes:
+                yield group[self.process_index]
+                group = []
+            group.append(batch)
+        if group:
+            yield from self._last_step(group, first)
+
+    def _last_step(self, group: list[list[int]], first: list[list[int]]) -> Iterator[list[int]]:
+        count, rank, size = self.num_processes, self.process_index, self.batch_size
+        whole = len(group) == count and (size is None or len(group[-1]) >= size)
+        if whole:
+            yield group[rank]
+        elif self.drop_last:
+            return
+        elif not self.even_batches:
+            if rank < len(group):
+                yield group[rank]
+        else:
+            self.tail = sum(len(batch) for batch in group)
+            if size is None:
+                yield group[rank] if rank < len(group) else first[(rank - len(group)) % len(first)]
+            elif rank < len(group) - 1:
+                yield group[rank]
+            else:
+                own = list(group[rank]) if rank < len(group) else []
+                places = (len(group) - 1) * size + len(group[-1])
+                begin = max(rank * size - places, 0)
+                filler = cycle(chain.from_iterable(first))
+                yield own + list(islice(filler, begin, begin + size - len(own)))
+
+
+class ItemShard:
+    """The items of one rank, dealt in turn, for a loader whose dataset gives whole batches.
+
+    After an iteration `tail` is the number of real batches in the last global step if it was
+    filled up with the first items of the epoch, else None.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        even_batches: bool = True,
+    ) -> None:
+        check_rank(num_processes, process_index)
+        self.sampler = sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.even_batches = even_batches
+        self.tail: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "sampler":
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.sampler), self.num_processes)
+        return whole + (bool(rest) if self.even_batches else int(self.process_index < rest))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterate()
+
+    def iterate(self, start: int = 0) -> Iterator[Any]:
+        """Yield this rank's items of the epoch from the single-process item `start` on."""
+        self.tail = None
+        first: list[Any] = []
+        group: list[Any] = []
+        for position, item in enumerate(self.sampler):
+            if len(first) < self.num_processes:
+                first.append(item)
+            if position >= start:
+                group.append(item)
+            if len(group) == self.num_processes:
+                yield group[self.process_index]
+                group = []
+        if group and self.process_index < len(group):
+            self.tail = len(group) if self.even_batches else None
+            yield group[self.process_index]
+        elif group and self.even_batches:
+            self.tail = len(group)
+            yield first[(self.process_index - len(group)) % len(first)]
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples of one rank out of a stream that every rank reads.
+
+    Args:
+        dataset: the stream; it has to give the same samples on every rank.
+        batch_size: samples per batch, of one rank, or of all with `split_batches`.
+        drop_last: leave out what does not fill a global step, else fill it up from the start.
+        num_processes, process_index: of how many ranks this is which.
+        split_batches: `batch_size` is that of all ranks together.
+        even_batches: whether to fill up at all.
+
+    While a filled up step is handed out, `real` is the number of its real samples, else None.
+
+    Raises:
+        ConfigurationError: `split_batches` with a batch size that cannot be split equally.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        check_rank(num_processes, process_index)
+        if split_batches:
+            check_split(batch_size, num_processes)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.real: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # The stream's own state runs ahead of what a rank has seen of it, so it is not ours.
+        if name.startswith("__") or name in ("dataset", "state_dict", "load_state_dict"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    @property
+    def _width(self) -> int:
+        """Samples of one rank in one global step."""
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the stream, if it takes one."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        total, step = len(self.dataset), self._width * self.num_processes
+        whole, rest = divmod(total, step)
+        if self.drop_last or not rest:
+            return whole * self._width
+        if self.even_batches:
+            return (whole + 1) * self._width
+        own = min(max(rest - self.process_index * self._width, 0), self._width)
+        return whole * self._width + own
+
+    def __iter__(self) -> Iterator[Any]:
+        width, step = self._width, self._width * self.num_processes
+        low, high = self.process_index * width, (self.process_index + 1) * width
+        fills = self.even_batches and not self.drop_last
+        first: list[Any] = []
+        own: list[Any] = []
+        place = 0
+        in_first = True
+        self.real = None
+        for sample in self.dataset:
+            if in_first and fills:
+                first.append(sample)
+            if low <= place < high:
+                own.append(sample)
+            place += 1
+            if place == step:
+                yield from own
+                own, place, in_first = [], 0, False
+        if not place or self.drop_last:
+            return
+        if fills:
+            self.real = place
+            missing = width - len(own)
+            begin = max(low - place, 0)
+            own += islice(cycle(first), begin, begin + missing)
+        yield from own
+
+
+class Tagged:
+    """A batch of a global step that was filled up, on its way from a worker.
+
+    `real` counts samples, or batches where `in_batches`.
+    """
+
+    __slots__ = ("batch", "in_batches", "real")
+
+    def __init__(self, batch: Any, real: int, in_batches: bool) -> None:
+        self.batch = batch
+        self.real = real
+        self.in_batches = in_batches
+
+    def pin_memory(self, device: Any = None) -> Tagged:
+        """Pin the batch; called by the loader's pinning thread."""
+        pin: Any = torch.utils.data._utils.pin_memory.pin_memory
+        return Tagged(pin(self.batch, device), self.real, self.in_batches)
+
+
+class CountingCollate:
+    """Collate samples, and tag the batch if the stream says that its step was filled up.
+
+    It lives where the stream is read, in a worker or not, so the two always agree.
+    """
+
+    def __init__(self, shard: IterableDatasetShard, collate: Any, in_batches: bool) -> None:
+        self.shard = shard
+        self.collate = collate
+        self.in_batches = in_batches
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate(samples)
+        real = self.shard.real
+        return batch if real is None else Tagged(batch, real, self.in_batches)

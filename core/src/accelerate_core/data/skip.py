@@ -1,0 +1,70 @@
+"""Skipping the start of an epoch, and filling up or not for a while."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate_core.data.loader import PreparedLoader
+from accelerate_core.data.prepare import prepare_data_loader
+from accelerate_core.data.samplers import SkipBatchSampler
+from accelerate_core.errors import ConfigurationError
+
+__all__ = ["override_even_batches", "skip_first_batches"]
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a loader without the first `num_batches` batches (per rank) of every iteration.
+
+    Map-style data that is skipped is not loaded. The result of a prepared loader shares its epoch
+    and position: `num_batches` counts from the start of the epoch, also after a position was
+    loaded, and the next epoch of the original is the one after.
+
+        for batch in skip_first_batches(loader, 100): ...
+    """
+    if num_batches < 0:
+        raise ConfigurationError(f"num_batches={num_batches}: it must be 0 or more.")
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    plain = isinstance(dataloader, DataLoader) and not isinstance(
+        dataloader.dataset, IterableDataset
+    )
+    if plain and dataloader.batch_sampler is not None:
+        clone = copy.copy(dataloader)
+        clone.__dict__["_iterator"] = None
+        skipping = SkipBatchSampler(dataloader.batch_sampler, num_batches)
+        clone.__dict__["batch_sampler"] = skipping
+        return clone
+    return prepare_data_loader(dataloader, num_processes=1, process_index=0).skipping(num_batches)
+
+
+@contextmanager
+def override_even_batches(loaders: Iterable[Any], value: bool | None) -> Iterator[None]:
+    """Let prepared loaders fill up their last step or not, for the iterations begun inside.
+
+    None changes nothing. A stream that is read by workers which are running keeps its setting.
+    """
+    changed: list[tuple[PreparedLoader, bool]] = []
+    try:
+        for loader in loaders if value is not None else ():
+            if not isinstance(loader, PreparedLoader):
+                continue
+            if getattr(loader, "persistent_workers", False) and isinstance(
+                getattr(loader, "dataset", None), IterableDataset
+            ):
+                warnings.warn(
+                    "even_batches cannot be overridden for an iterable dataset with persistent "
+                    "workers once they run.",
+                    stacklevel=3,
+                )
+            changed.append((loader, loader.even_batches))
+            loader.even_batches = bool(value)
+        yield
+    finally:
+        for loader, before in changed:
+            loader.even_batches = before

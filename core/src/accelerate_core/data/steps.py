@@ -1,0 +1,194 @@
+"""Global steps out of a stream of whole batches: for dispatching, and for foreign loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+from accelerate_core.data.batch import batch_size_of, concat_batches, slice_batch
+from accelerate_core.data.shard import check_split
+
+__all__ = ["NOTHING", "SliceFn", "Step", "StepReader"]
+
+SliceFn = Callable[..., Any]
+NOTHING: Any = object()
+_CANNOT_JOIN = (TypeError, ValueError, RuntimeError, KeyError, IndexError)
+
+
+@dataclass(slots=True)
+class Step:
+    """One global step: a part per rank (`NOTHING` where there is none), and how it continues.
+
+    `last[r]`: rank r gets nothing after this. `more`: some rank still gets something.
+    `real`: number of real samples if the step was filled up, else None.
+    """
+
+    parts: list[Any]
+    last: list[bool]
+    more: bool
+    real: int | None
+
+
+class StepReader:
+    """Read batches and arrange them in global steps, one step ahead.
+
+    Args:
+        num_processes: parts per step.
+        split_batches: a step is one batch, cut; else it is `num_processes` batches.
+        even_batches: fill up the last step from the start of the epoch.
+        drop_last: leave a last step out that is not full.
+        slice_fn: the user's `(data, tensor_slice, process_index=, num_processes=) -> part`.
+        wanted: the ranks whose parts are needed, all by default.
+        batch_size: samples of a full batch, by default those of the first one.
+
+    An exception while reading ahead is raised when its step is asked for, not before.
+    """
+
+    def __init__(
+        self,
+        num_processes: int,
+        split_batches: bool,
+        even_batches: bool,
+        drop_last: bool,
+        slice_fn: SliceFn | None = None,
+        wanted: Sequence[int] | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        self.num_processes = num_processes
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.drop_last = drop_last
+        self.slice_fn = slice_fn
+        self.wanted = list(range(num_processes)) if wanted is None else list(wanted)
+        self.batch_size = batch_size
+        self._first: list[Any] = []
+        self._size: int | None = None
+
+    @property
+    def fills(self) -> bool:
+        """Whether the start of the epoch is needed to fill up its end."""
+        return self.even_batches and not self.drop_last
+
+    def steps(self, batches: Iterator[Any], skip: int = 0) -> Iterator[Step]:
+        """Yield the steps of an epoch, without the first `skip`."""
+        self._first, self._size = [], self.batch_size
+        for _ in range(skip):
+            self._read(batches)
+        group = self._read(batches)
+        while group:
+            failure: Exception | None = None
+            following: list[Any] = []
+            try:
+                following = self._read(batches)
+            except Exception as error:
+                failure = error
+            more = failure is not None or bool(following)
+            step = self._arrange(group, is_last=not more)
+            step.more = more
+            step.last = [
+                not more or (failure is None and not self._has_part(following, rank))
+                for rank in range(self.num_processes)
+            ]
+            yield step
+            if failure is not None:
+                raise failure
+            group = following
+
+    def _read(self, batches: Iterator[Any]) -> list[Any]:
+        wanted = 1 if self.split_batches else self.num_processes
+        group = list(islice(batches, wanted))
+        if group and self._size is None:
+            self._size = batch_size_of(group[0])
+            if self.split_batches:
+                check_split(self._size, self.num_processes)
+        if not self._first and self.fills:
+            self._first = group
+        if self.drop_last and len(group) < wanted:
+            return []
+        return group
+
+    def _has_part(self, group: list[Any], rank: int) -> bool:
+        if self.even_batches or not self.split_batches:
+            return self.even_batches or rank < len(group)
+        size = batch_size_of(group[0]) or 0
+        return rank * self._width(size) < size
+
+    def _width(self, size: int) -> int:
+        """Samples per rank of a step that is one batch of `size` samples."""
+        full = self._size or size
+        return max(full, -(-size // self.num_processes) * self.num_processes) // self.num_processes
+
+    def _arrange(self, group: list[Any], is_last: bool) -> Step:
+        if self.split_batches:
+            parts, real = self._arrange_split(group[0])
+        else:
+            parts, real = self._arrange_dealt(group, is_last)
+        return Step(parts, [], True, real)
+
+    def _arrange_split(self, batch: Any) -> tuple[list[Any], int | None]:
+        size = batch_size_of(batch) or 0
+        width = self._width(size)
+        target = width * self.num_processes
+        real = None
+        if size < target and self.even_batches:
+            if self.drop_last:
+                width = size // self.num_processes
+            else:
+                batch, real = self._filled([batch], target), size
+        total = batch_size_of(batch) or 0
+        return self._cut(batch, width, total), real
+
+    def _arrange_dealt(self, group: list[Any], is_last: bool) -> tuple[list[Any], int | None]:
+        count = self.num_processes
+        sizes = [batch_size_of(batch) for batch in group]
+        known = None not in sizes
+        short = is_last and known and sizes[-1] < (self._size or 0)  # type: ignore[operator]
+        full = len(group) == count and not short
+        if not full and self.fills:
+            real = sum(size or 0 for size in sizes) if known else None
+            return self._fill_dealt(group, short), real
+        if self.slice_fn is not None and full and len(set(sizes)) == 1 and sizes[0]:
+            try:
+                return self._cut(concat_batches(group), sizes[0], sizes[0] * count), None
+            except TypeError:
+                pass
+        return group + [NOTHING] * (count - len(group)), None
+
+    def _fill_dealt(self, group: list[Any], short: bool) -> list[Any]:
+        size, count = self._size, self.num_processes
+        if size and (short or self.slice_fn is not None):
+            try:
+                return self._cut(self._filled(group, size * count), size, size * count)
+            except _CANNOT_JOIN:
+                pass  # e.g. padded to different lengths: whole batches have to do
+        return group + list(islice(cycle(self._first), count - len(group)))
+
+    def _filled(self, group: list[Any], target: int) -> Any:
+        """Join the batches, and as much of the start of the epoch as makes `target` samples."""
+        pieces = list(group)
+        have = sum(batch_size_of(batch) or 0 for batch in group)
+        for batch in cycle(self._first):
+            if have >= target:
+                break
+            size = batch_size_of(batch) or 0
+            if size == 0:
+                raise ValueError("An empty batch cannot fill up a step.")
+            pieces.append(batch)
+            have += size
+        return slice_batch(concat_batches(pieces), slice(0, target), have)
+
+    def _cut(self, batch: Any, width: int, total: int) -> list[Any]:
+        parts: list[Any] = [NOTHING] * self.num_processes
+        for rank in self.wanted:
+            part = slice(rank * width, min((rank + 1) * width, total))
+            if part.start >= total:
+                continue
+            if self.slice_fn is None:
+                parts[rank] = slice_batch(batch, part, total)
+            else:
+                parts[rank] = self.slice_fn(
+                    batch, part, process_index=rank, num_processes=self.num_processes
+                )
+        return parts
