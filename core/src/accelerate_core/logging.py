@@ -1,0 +1,100 @@
+"""Loggers that know their rank: one line per event, not one per process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+
+__all__ = ["LOG_LEVEL_VARIABLE", "MultiProcessAdapter", "get_logger"]
+
+LOG_LEVEL_VARIABLE = "ACCELERATE_LOG_LEVEL"
+
+
+class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose calls take two more keywords.
+
+    `main_process_only=True` (the default) logs on the main process alone;
+    `main_process_only=False, in_order=True` logs on every process, one after
+    the other, and is then a collective: every process must make the call.
+
+    Neither starts a process group. Before an Accelerator exists the rank is that
+    of the launcher's environment variables, and `in_order` has no effect.
+    """
+
+    def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
+        super().__init__(logger, dict(extra or {}))
+        self._said: set[str] = set()
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log on the processes that `main_process_only` and `in_order` name."""
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        from accelerate_core.runtime import running
+
+        if main_process_only or not in_order or running() is None:
+            if self.isEnabledFor(level) and (not main_process_only or _rank() == 0):
+                self._emit(level, msg, args, kwargs)
+            return
+        from accelerate_core.state import PartialState
+
+        # Every rank takes part whatever its level: the ranks may log at different ones.
+        state = PartialState()
+        for turn in range(state.num_processes):
+            if turn == state.process_index and self.isEnabledFor(level):
+                self._emit(level, msg, args, kwargs)
+            state.wait_for_everyone()
+
+    def _emit(
+        self, level: int, msg: object, args: tuple[Any, ...], kwargs: MutableMapping[str, Any]
+    ) -> None:
+        msg, kwargs = self.process(msg, kwargs)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # this method and `log`
+        self.logger.log(level, msg, *args, **kwargs)
+
+    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Warn the first time only; a message with other arguments is another message."""
+        key = repr((msg, args, sorted(kwargs.items())))
+        if key not in self._said:
+            self._said.add(key)
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            self.warning(msg, *args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """Return the logger `name` as one that knows its rank.
+
+    Args:
+        log_level: `"DEBUG"`, `"INFO"`, ...; default: environment variable
+            ACCELERATE_LOG_LEVEL, else the logger's level is left alone.
+
+    Raises:
+        ConfigurationError: there is no such level.
+
+    Example:
+        >>> logger = get_logger(__name__)
+        >>> logger.info("once per run")
+        >>> logger.info("once per process", main_process_only=False)
+    """
+    logger = logging.getLogger(name)
+    wanted = log_level if log_level is not None else os.environ.get(LOG_LEVEL_VARIABLE)
+    if wanted:
+        levels = logging.getLevelNamesMapping()
+        if wanted.upper() not in levels:
+            origin = "log_level" if log_level is not None else f"variable {LOG_LEVEL_VARIABLE}"
+            raise ConfigurationError(
+                f"{wanted!r} (from {origin}) is not a log level; allowed are {listing(levels)}."
+                f"{did_you_mean(wanted, levels)}"
+            )
+        logger.setLevel(wanted.upper())
+    return MultiProcessAdapter(logger)
+
+
+def _rank() -> int:
+    from accelerate_core.runtime import read_topology, running
+
+    runtime = running()
+    return runtime.process_index if runtime else read_topology(os.environ).process_index

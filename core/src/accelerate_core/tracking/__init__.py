@@ -1,0 +1,24 @@
+"""Experiment tracking: the base class of trackers, the normalisation of values, the fan-out."""
+
+from __future__ import annotations
+
+from accelerate_core.tracking.fanout import TrackerHub, normalise_log_with
+from accelerate_core.tracking.normalise import Reporter, normalise_config, normalise_values
+from accelerate_core.tracking.tracker import (
+    BlankTracker,
+    GeneralTracker,
+    IncompleteTrackerError,
+    on_main_process,
+)
+
+__all__ = [
+    "BlankTracker",
+    "GeneralTracker",
+    "IncompleteTrackerError",
+    "Reporter",
+    "TrackerHub",
+    "normalise_config",
+    "normalise_log_with",
+    "normalise_values",
+    "on_main_process",
+]

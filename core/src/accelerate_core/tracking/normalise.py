@@ -1,0 +1,278 @@
+"""One normalisation before the fan-out: what every tracker gets is plain Python.
+
+NumPy and torch are recognised only if the script has imported them; nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import enum
+import numbers
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+__all__ = ["Reporter", "is_foreign", "normalise_config", "normalise_values", "scalar"]
+
+#: Tensors and arrays in a config are written out up to this many elements.
+CONFIG_ELEMENTS = 1024
+
+_MISSING: Any = object()
+
+
+class Reporter:
+    """Says once per key what was not logged, and why."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def report(self, key: str, problem: str) -> None:
+        """Warn about `key` unless that has been done before."""
+        if key not in self._said:
+            self._said.add(key)
+            warnings.warn(f"Not logged: {key!r} {problem}.", UserWarning, stacklevel=3)
+
+
+def normalise_values(
+    values: Mapping[Any, Any], reporter: Reporter
+) -> tuple[dict[str, Any], dict[str, object]]:
+    """Make the values of one `log` call plain.
+
+    Nested mappings are joined by `/`; numbers of any library and dtype, and
+    tensors and arrays of one element, become Python numbers (reading a device
+    tensor waits for it). Strings stay; paths and enums become strings.
+
+    Args:
+        values: what the caller logs.
+        reporter: told which keys clash or hold None.
+
+    Returns:
+        The plain values, and those that are none: tensors and arrays of several
+        elements, containers, objects of other packages. A tracker may take them.
+    """
+    plain: dict[str, Any] = {}
+    other: dict[str, object] = {}
+    for key, value in _flatten(values, "", reporter, ()):
+        if key in plain or key in other:
+            reporter.report(key, "because two entries have this name after joining with '/'")
+            continue
+        number = scalar(value)
+        if number is not _MISSING:
+            plain[key] = number
+        elif value is None:
+            reporter.report(key, "is None, which no tracker can plot; leave the key out")
+        else:
+            other[key] = value
+    return plain, other
+
+
+def normalise_config(config: object, reporter: Reporter) -> dict[str, Any]:
+    """Make a run's configuration plain.
+
+    Args:
+        config: a mapping, a dataclass instance, an `argparse.Namespace`, or an
+            object with `model_dump` or `to_dict`. Nested ones are joined by `/`;
+            sequences, sets and small tensors become lists; paths, dtypes,
+            devices and dates strings; enums their values; functions and classes
+            their qualified names; None stays.
+        reporter: told which keys cannot be written down.
+
+    Raises:
+        TypeError: `config` is none of those.
+    """
+    fields = _fields(config)
+    if fields is None:
+        raise TypeError(
+            f"A tracking config must be a dict, a dataclass or a namespace, "
+            f"not {type(config).__name__}."
+        )
+    plain: dict[str, Any] = {}
+    for key, value in _flatten(fields, "", reporter, (), config=True):
+        if key in plain:
+            reporter.report(key, "because two entries have this name after joining with '/'")
+            continue
+        written = _written(value, ())
+        if written is _MISSING:
+            reporter.report(key, f"cannot be written down ({_describe(value)})")
+        else:
+            plain[key] = written
+    return plain
+
+
+def scalar(value: object) -> Any:
+    """Return `value` as a Python bool, int, float or str; a private marker if it is none."""
+    kind = type(value)
+    if kind is float or kind is int or kind is bool or kind is str:
+        return value
+    if isinstance(value, enum.Enum):
+        return scalar(value.value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(os.fspath(value))
+    if _is_array(value):
+        return _element(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real) or _is_decimal(value):
+        return float(value)  # type: ignore[arg-type]
+    return _MISSING
+
+
+def is_foreign(value: object) -> bool:
+    """Whether `value` is, or holds, an object that neither Python, NumPy nor torch made.
+
+    Such an object is meant for a tracker that knows it: an image, a table.
+    """
+    if isinstance(value, Mapping):
+        return any(is_foreign(item) for item in value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(is_foreign(item) for item in value)
+    if value is None or _is_array(value):
+        return False
+    return type(value).__module__.partition(".")[0] not in {"builtins", "numpy", "torch"}
+
+
+def _flatten(
+    values: Mapping[Any, Any],
+    prefix: str,
+    reporter: Reporter,
+    parents: tuple[int, ...],
+    config: bool = False,
+) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        key = f"{prefix}{name.value if isinstance(name, enum.Enum) else name}"
+        nested = _fields(value) if config else value if isinstance(value, Mapping) else None
+        if nested is None:
+            yield key, value
+        elif id(value) in parents:
+            reporter.report(key, "because it contains itself")
+        elif nested or not config:
+            yield from _flatten(nested, f"{key}/", reporter, (*parents, id(value)), config)
+        else:
+            yield key, {}
+
+
+def _fields(value: object) -> Mapping[Any, Any] | None:
+    """Return the named fields of a mapping, dataclass, namespace or model, else None."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, type):
+        return None
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, argparse.Namespace):
+        return vars(value)
+    for method in ("model_dump", "to_dict"):
+        if callable(getattr(value, method, None)):
+            try:
+                dumped = getattr(value, method)()
+            except Exception:
+                # A method of that name with another meaning; its text may still do.
+                return None
+            return dumped if isinstance(dumped, Mapping) else None
+    return None
+
+
+def _written(value: object, parents: tuple[int, ...]) -> Any:
+    if value is None:
+        return None
+    number = scalar(value)
+    if number is not _MISSING:
+        return number
+    if id(value) in parents:
+        return _MISSING
+    inside = (*parents, id(value))
+    if _is_array(value):
+        return _written_array(value)
+    fields = _fields(value)
+    if fields is not None:
+        pairs = {str(key): _written(item, inside) for key, item in fields.items()}
+        return _MISSING if _lacks_one(pairs.values()) else pairs
+    if isinstance(value, (Sequence, Set)) and not isinstance(value, (bytes, bytearray)):
+        return _written_items(value, inside)
+    return _text(value)
+
+
+def _written_items(value: Iterable[object], inside: tuple[int, ...]) -> Any:
+    items = [_written(item, inside) for item in value]
+    if _lacks_one(items):
+        return _MISSING
+    # A set has no order of its own; ranks and runs should agree on one.
+    return sorted(items, key=repr) if isinstance(value, Set) else items
+
+
+def _lacks_one(items: Iterable[object]) -> bool:
+    # By identity: `in` would call the `==` of whatever is inside.
+    return any(item is _MISSING for item in items)
+
+
+def _written_array(value: Any) -> Any:
+    if _count(value) > CONFIG_ELEMENTS:
+        return _MISSING
+    try:
+        return _written(value.tolist(), ())
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return _MISSING
+
+
+def _text(value: object) -> Any:
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    name = getattr(value, "__qualname__", None)
+    if callable(value) and isinstance(name, str):
+        return f"{getattr(value, '__module__', '?')}.{name}"
+    kind = type(value)
+    # The default repr is an address: it differs between runs and says nothing.
+    if kind.__repr__ is object.__repr__ and kind.__str__ is object.__str__:
+        return _MISSING
+    if callable(getattr(value, "__next__", None)):
+        return _MISSING
+    return str(value)
+
+
+def _is_array(value: object) -> bool:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    # A module still being imported has no classes yet.
+    tensor = getattr(torch, "Tensor", None)
+    if tensor is not None and isinstance(value, tensor):
+        return True
+    array, generic = getattr(numpy, "ndarray", None), getattr(numpy, "generic", None)
+    return array is not None and generic is not None and isinstance(value, (array, generic))
+
+
+def _element(value: Any) -> Any:
+    if _count(value) != 1:
+        return _MISSING
+    try:
+        item = value.item()
+        if isinstance(item, bool | int | float | str):
+            return item
+        # The widest NumPy floats come out of `.item()` as themselves.
+        return float(item) if isinstance(item, numbers.Real) or _is_array(item) else _MISSING
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        # A meta tensor, for one, has a shape but no value.
+        return _MISSING
+
+
+def _count(value: Any) -> int:
+    torch = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(value, torch.Tensor)
+    return int(value.numel() if is_tensor else value.size)
+
+
+def _is_decimal(value: object) -> bool:
+    decimal = sys.modules.get("decimal")
+    return decimal is not None and isinstance(value, decimal.Decimal)
+
+
+def _describe(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    kind = type(value).__name__
+    return kind if shape is None else f"{kind} of shape {tuple(shape)}"

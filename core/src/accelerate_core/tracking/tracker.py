@@ -1,0 +1,263 @@
+"""`GeneralTracker`, the base class of every tracker, and its stand-in for other ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from accelerate_core.errors import TrackerError
+from accelerate_core.runtime import read_topology, running
+
+__all__ = ["BlankTracker", "GeneralTracker", "IncompleteTrackerError", "on_main_process"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Self_ = TypeVar("Self_")
+
+#: What a subclass must have, and what to write to have it.
+_REQUIRED = {
+    "name": "name = 'my_tracker'",
+    "requires_logging_directory": "requires_logging_directory = False",
+    "tracker": "a property `tracker` that returns the library's own run object",
+}
+
+
+class IncompleteTrackerError(TrackerError, NotImplementedError):
+    """A tracker class lacks something every tracker must have."""
+
+
+def on_main_process(
+    function: Callable[Concatenate[Self_, P], R],
+) -> Callable[Concatenate[Self_, P], R | None]:
+    """Let a tracker's method run on the main process only, and return None elsewhere.
+
+    A tracker whose `main_process_only` is False runs the method on every rank.
+    No process group is started to find the rank out, so that the method may be
+    called, and `__init__` decorated, before there is an Accelerator.
+    """
+
+    @functools.wraps(function)
+    def guarded(self: Self_, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        if getattr(self, "main_process_only", True) and not _on_main(self):
+            return None
+        return function(self, *args, **kwargs)
+
+    return guarded
+
+
+def _on_main(tracker: object) -> bool:
+    told: bool | None = getattr(tracker, "_is_main_process", None)
+    if told is not None:
+        return told
+    runtime = running()
+    rank = runtime.process_index if runtime else read_topology(os.environ).process_index
+    return rank == 0
+
+
+class GeneralTracker:
+    """Base of the trackers: subclass it to send metrics wherever you like.
+
+    A subclass has the class attributes `name` (a string, its name in
+    `init_kwargs`, `log_kwargs` and `get_tracker`), `requires_logging_directory`
+    (a bool) and a property `tracker` (the library's own run object), and
+    implements `store_init_configuration` and `log`; `start` and `finish` where
+    there is something to do. With `main_process_only = False` every rank has
+    one that works.
+
+    One named in `log_with` by class is built by `init_trackers` as
+    `cls(project_name, **init_kwargs)`, or `cls(project_name, logging_dir,
+    **init_kwargs)` if it requires a directory.
+
+    Raises:
+        IncompleteTrackerError: the subclass lacks one of the three.
+
+    Example:
+        class MemoryTracker(GeneralTracker):
+            name = "memory"
+            requires_logging_directory = False
+
+            def __init__(self, project_name: str = "", **kwargs):
+                super().__init__()
+                self.rows = []
+
+            @property
+            def tracker(self):
+                return self.rows
+
+            def store_init_configuration(self, values):
+                self.config = values
+
+            def log(self, values, step=None, **kwargs):
+                self.rows.append((step, values))
+    """
+
+    main_process_only: bool = True
+
+    if TYPE_CHECKING:
+        # Only announced: a value here would hide that a subclass forgot its own.
+        name: Any
+        requires_logging_directory: Any
+
+        @property
+        def tracker(self) -> Any: ...
+
+    # Told by the hub; before that `on_main_process` reads the rank itself.
+    _is_main_process: bool | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_declared(cls)
+
+    def __init__(self, _blank: bool = False) -> None:
+        if not _blank:
+            self.validate()
+
+    def validate(self) -> None:
+        """Raise `IncompleteTrackerError` unless the instance has all a tracker must have."""
+        missing = [what for what in _REQUIRED if not _has(self, what)]
+        if missing:
+            _raise_missing(type(self), missing)
+
+    def start(self) -> None:
+        """Open the run; called once, after the process group stands. Default: nothing."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Keep the run's configuration.
+
+        Args:
+            values: one level deep, nested keys joined by `/`; the values are
+                Python numbers, bools, strings, None, and lists (of those, of
+                lists, of dicts).
+        """
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record one set of values.
+
+        Args:
+            values: one level deep, nested keys joined by `/`; Python numbers,
+                bools and strings, and objects for which `accepts` said yes.
+            step: the step they belong to, or None.
+            kwargs: this tracker's entry in the caller's `log_kwargs`.
+        """
+
+    def accepts(self, value: object) -> bool:
+        """Whether `log` takes this value, which is neither a number nor a string.
+
+        Asked for media objects of other packages, tensors and arrays of several
+        elements, and containers. Default: anything but tensors, arrays, None and
+        containers without a foreign object.
+        """
+        from accelerate_core.tracking.normalise import is_foreign
+
+        return is_foreign(value)
+
+    def finish(self) -> None:
+        """Write out what is left and close the run. Default: nothing."""
+
+    def finish_failed(self) -> None:
+        """Close the run of a script that raised. Default: `finish`."""
+        self.finish()
+
+
+def _check_declared(cls: type[GeneralTracker]) -> None:
+    name = cls.__dict__.get("name", "")
+    if inspect.isfunction(name) or not (isinstance(name, str) or hasattr(name, "__get__")):
+        raise IncompleteTrackerError(
+            f"{cls.__qualname__}.name must be a string, not {type(name).__name__}."
+        )
+    for flag in ("requires_logging_directory", "main_process_only"):
+        value = cls.__dict__.get(flag, False)
+        if inspect.isfunction(value) or not (isinstance(value, bool) or hasattr(value, "__get__")):
+            raise IncompleteTrackerError(
+                f"{cls.__qualname__}.{flag} must be True or False, not {value!r}."
+            )
+
+
+def _has(tracker: object, attribute: str) -> bool:
+    # Looked up without evaluating: a property may only work once the run is open.
+    if attribute in getattr(tracker, "__dict__", {}):
+        return True
+    return any(attribute in base.__dict__ for base in type(tracker).__mro__)
+
+
+def _raise_missing(cls: type, missing: list[str]) -> None:
+    raise IncompleteTrackerError(
+        f"The tracker class {cls.__qualname__} ({cls.__module__}) lacks "
+        + " and ".join(f"`{what}`" for what in missing)
+        + ". Add "
+        + "; ".join(_REQUIRED[what] for what in missing)
+        + "."
+    )
+
+
+class _Nothing:
+    """Swallows whatever is done with the run object of a rank that has none."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __getattr__(self, name: str) -> _Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __getitem__(self, key: object) -> _Nothing:
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+    def __setattr__(self, name: str, value: object) -> None:
+        pass
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __repr__(self) -> str:
+        return "<nothing: this tracker does not run here>"
+
+
+_NOTHING = _Nothing()
+
+
+class BlankTracker(GeneralTracker):
+    """Does nothing, whatever it is asked: for ranks that do not track.
+
+    Any method of the real tracker or of its library's run object can be called
+    on it, so that a script needs no `if is_main_process`.
+    """
+
+    requires_logging_directory = False
+
+    def __init__(self, name: str = "blank") -> None:
+        super().__init__(_blank=True)
+        self.name = name
+
+    @property
+    def tracker(self) -> Any:
+        """An object that swallows every call."""
+        return _NOTHING
+
+    def accepts(self, value: object) -> bool:
+        """Nothing is taken."""
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _NOTHING
+
+    def __repr__(self) -> str:
+        return f"<blank tracker {self.name!r}>"

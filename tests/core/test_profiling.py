@@ -1,0 +1,103 @@
+"""Profiling: the trace of each rank lands where it was asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.profiling import build_profiler, profile
+
+
+def settings(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**fields)
+
+
+def work() -> None:
+    torch.ones(8, 8) @ torch.ones(8, 8)
+
+
+def names(path: Path) -> set[str]:
+    return {event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]}
+
+
+def test_without_settings_it_profiles() -> None:
+    with profile() as profiler:
+        work()
+    assert "aten::mm" in {event.key for event in profiler.key_averages()}
+
+
+def test_the_trace_of_a_rank_is_written(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "traces"
+    asked = settings(
+        output_trace_dir=str(target), activities=["CPU"], record_shapes=True, with_flops=True
+    )
+    with profile(asked, process_index=3):
+        work()
+    assert [path.name for path in target.iterdir()] == ["profile_3.json"]
+    assert "aten::mm" in names(target / "profile_3.json")
+
+
+def test_every_cycle_of_a_schedule_is_written(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    asked = settings(
+        output_trace_dir=tmp_path,
+        schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 2},
+        on_trace_ready=seen.append,
+    )
+    with profile(asked) as profiler:
+        for _ in range(7):
+            work()
+            profiler.step()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "profile_0.json",
+        "profile_0_cycle1.json",
+    ]
+    assert len(seen) == 2
+    assert "aten::mm" in names(tmp_path / "profile_0_cycle1.json")
+
+
+def test_the_trace_survives_an_exception_of_the_block(tmp_path: Path) -> None:
+    def fail() -> None:
+        with profile(settings(output_trace_dir=tmp_path)):
+            work()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    assert "aten::mm" in names(tmp_path / "profile_0.json")
+
+
+def test_a_schedule_that_never_records_says_so(tmp_path: Path) -> None:
+    asked = settings(output_trace_dir=tmp_path, schedule_option={"wait": 5, "active": 1})
+    with pytest.warns(UserWarning, match="reached no active step"), profile(asked):
+        work()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_handler_that_exports_itself_is_told_of(tmp_path: Path) -> None:
+    own = tmp_path / "own.json"
+    asked = settings(
+        output_trace_dir=tmp_path, on_trace_ready=lambda p: p.export_chrome_trace(str(own))
+    )
+    with pytest.warns(UserWarning, match="already exported"), profile(asked):
+        work()
+    assert "aten::mm" in names(own)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"activities": ["cdua"]}, "'cdua' is not an activity.*Did you mean 'cuda'"),
+        ({"schedule_option": {"active": 1, "warmpu": 1}}, "'warmpu'.*Did you mean 'warmup'"),
+        ({"schedule_option": {"wait": 1}}, "needs 'active'"),
+    ],
+)
+def test_wrong_settings_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        build_profiler(settings(**fields))
