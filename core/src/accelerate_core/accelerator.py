@@ -1,0 +1,301 @@
+"""The facade: short methods, each handing over to the one place that does the work."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate_core import runtime as runtimes
+from accelerate_core.assemble import CORE_ARGUMENTS, assemble
+from accelerate_core.backend import Backend
+from accelerate_core.collectives import Communicator, TalkHooks
+from accelerate_core.configuration import (
+    AutocastKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+from accelerate_core.facade.keeping import Keeping
+from accelerate_core.facade.preparing import Preparing
+from accelerate_core.facade.stepping import Stepping
+from accelerate_core.facade.talking import Talking
+from accelerate_core.helpers.memory import release_memory
+from accelerate_core.plugins import ActivePlugins, find, installed
+from accelerate_core.plugins.digest import agree
+from accelerate_core.state import absent_attribute
+from accelerate_core.step import GradientState
+from accelerate_core.tracking import TrackerHub, normalise_log_with
+
+__all__ = ["Accelerator"]
+
+
+class _ShowsPluginArguments(type):
+    """`inspect.signature(Accelerator)` lists what the installed plugins take, too."""
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        extra = {n for n in installed().triggers if n.isidentifier() and n.islower()}
+        extra -= {"always", "multi_process", *CORE_ARGUMENTS}
+        older = ("fp16", "even_batches", "dispatch_batches")
+        names = [n for n in CORE_ARGUMENTS if n not in older] + sorted(extra)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Signature(
+            [inspect.Parameter(n, kind, default=CORE_ARGUMENTS.get(n)) for n in names]
+        )
+
+
+class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginArguments):
+    """Runs a plain PyTorch training loop on whatever setup the process was started in.
+
+    Args:
+        device_placement: move models and batches to the device.
+        split_batches: older place of `DataLoaderConfiguration.split_batches`.
+        mixed_precision: `no`, `fp16`, `bf16`, `downcast_bf16`, or one a plugin adds.
+        gradient_accumulation_steps: micro-batches per optimizer step; see `accumulate`.
+        cpu: run on the CPU whatever devices are there; still distributed when launched so.
+        dataloader_config: how data is shared out.
+        rng_types: generators synchronised at the start of each iteration over a loader.
+        log_with: trackers: names, classes, instances, or `"all"`.
+        project_dir: root of logs and checkpoints.
+        project_config: the same, with naming and retention of checkpoints.
+        gradient_accumulation_plugin: accumulation in more detail.
+        step_scheduler_with_optimizer: False if schedulers are stepped at other times.
+        kwargs_handlers: settings objects of the core and of plugins.
+        dynamo_backend: compiler for `torch.compile`.
+        dynamo_plugin: compilation in more detail.
+        backend: name of a backend plugin, a `Backend` class or instance; default: detected.
+        process_group_timeout: seconds a collective may wait.
+        upcast_outputs: convert half precision outputs of models to fp32 (default True).
+        plugin_arguments: arguments of installed plugins.
+
+    Raises:
+        UnknownArgumentError: an argument that nobody takes.
+        ConfigurationError: a wrong value, with where it came from and what is allowed.
+        MissingPluginError: something asked for is not installed, with the pip command.
+
+    Example:
+        accelerator = Accelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for x, y in loader:
+            optimizer.zero_grad()
+            accelerator.backward(loss_function(model(x), y))
+            optimizer.step()
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        **plugin_arguments: Any,
+    ) -> None:
+        arguments = {
+            "device_placement": device_placement,
+            "split_batches": split_batches,
+            "mixed_precision": mixed_precision,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "cpu": cpu,
+            "dataloader_config": dataloader_config,
+            **plugin_arguments,
+        }
+        running = runtimes.running()
+        topology = running.topology if running else runtimes.read_topology(os.environ)
+        built = assemble(arguments, topology)
+        self._built = built
+        self.because = built.because
+        self.backend = built.backend
+        self.precision = built.precision
+        self.plugins = ActivePlugins()
+        self.plugins.add(built.backend, built.selection.record, built.selection.because)
+        self.plugins.add(
+            built.precision, built.precision_record, built.because["mixed_precision"].origin
+        )
+        for record, extension, why in built.extensions:
+            self.plugins.add(extension, record, why)
+        self.hooks = self.plugins.bind_owner(built.backend, built.selection.record, Backend)
+        self.backend.check(self)
+        log_with = normalise_log_with(arguments.get("log_with"))
+        self._start_runtime()
+        self._set_up(arguments, log_with)
+        self.plugins.call_each("on_start", accelerator=self)
+
+    def _start_runtime(self) -> None:
+        built, values = self._built, self.because
+        group = built.handler(InitProcessGroupKwargs)
+        self._process = runtimes.acquire(
+            self,
+            cpu=values["cpu"].value,
+            debug=values["debug"].value,
+            device=values["torch_device"].value,
+            timeout=built.timeout,
+            comm_backend=group.backend if group else None,
+            init_method=group.init_method if group else None,
+            needs_group=self.backend.needs_group,
+            choose_device=partial(self.hooks.device, self),
+            init_group=partial(self.hooks.init_process_group, self),
+        )
+        try:
+            self.precision.check(self.device)
+            agree(self._process, built.facts())
+        except BaseException:
+            runtimes.release(self)
+            raise
+
+    def _set_up(self, arguments: Mapping[str, Any], log_with: Any) -> None:
+        built = self._built
+        self.closed = False
+        self.device_placement = arguments["device_placement"]
+        self.rng_types = list(arguments.get("rng_types") or ["generator"])
+        self.step_scheduler_with_optimizer = arguments.get("step_scheduler_with_optimizer", True)
+        self.dataloader_config = built.dataloader
+        self.project_configuration = built.project
+        self.dynamo_plugin = built.dynamo
+        self.upcast_outputs = bool(self.because["upcast_outputs"].value)
+        self.autocast_handler = built.handler(AutocastKwargs)
+        if self.autocast_handler is not None and self.autocast_handler.upcast_outputs is not None:
+            self.upcast_outputs = self.autocast_handler.upcast_outputs
+        self.profile_handler = built.handler(ProfileKwargs)
+        scaling = built.handler(GradScalerKwargs)
+        self._scaler = self.precision.scaler(self.device, scaling.to_kwargs() if scaling else {})
+        self._unscaled: set[int] = set()
+        self._scaled_steps: set[int] = set()
+        self.gradient_state = GradientState(**_fields(built.accumulation))
+        self.step = 0
+        self._divides_loss = "accumulation" not in self.backend.owns
+        self._communicator = self._make_communicator("world")
+        self._data_communicator = self._make_communicator("data")
+        self.models = []
+        self.optimizers = []
+        self.schedulers = []
+        self.loaders = []
+        self.registered_objects = []
+        self.replaced_parameters = WeakIdKeyDictionary()
+        self.save_state_pre_hooks = OrderedDict()
+        self.load_state_pre_hooks = OrderedDict()
+        self.flag_tensor = None
+        self._noted: set[str] = set()
+        self._step_listeners = self.plugins.implementations("on_step_end")
+        self._hub = TrackerHub(
+            log_with,
+            self.logging_dir,
+            self.is_main_process,
+            resolve=_tracker_class,
+            available=lambda: [record.name for record in installed().of_kind("tracker")],
+        )
+
+    def _make_communicator(self, scope: Any) -> Communicator:
+        talk = cast(TalkHooks, _Talk(self))
+        rank, size = self.process_index, self.num_processes
+        if scope == "data":
+            rank, size = self.hooks.data_shard(self)
+        return Communicator(
+            rank=rank,
+            size=size,
+            device=self.device,
+            hooks=talk,
+            scope=scope,
+            debug=self._process.debug,
+        )
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def __enter__(self) -> Accelerator:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.end_training()
+            return
+        self.plugins.call_each("on_error", accelerator=self, error=error)
+        self._hub.finish(failed=True)
+        self.closed = True
+        # The other ranks may be waiting for this one: leave without meeting them.
+
+    def end_training(self) -> None:
+        """Finish trackers and plugins; the last Accelerator ends the process group."""
+        if self.closed:
+            return
+        self._hub.finish()
+        self.plugins.call_each("on_end", accelerator=self)
+        self.closed = True
+        runtimes.release(self)
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Release everything prepared, reset `step`, and return None for each object given."""
+        for held in (self.models, self.optimizers, self.schedulers, self.loaders):
+            cast("list[Any]", held).clear()
+        self._unscaled.clear()
+        self._scaled_steps.clear()
+        self.replaced_parameters = WeakIdKeyDictionary()
+        self.gradient_state.forget()
+        self.step = 0
+        return cast("list[Any]", release_memory(*objects))
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """Do what `free_memory` does."""
+        return self.free_memory(*objects)
+
+    def explain(self) -> str:
+        """Tell every value in force and where it came from, one per line."""
+        lines = [
+            f"{name} = {value.value!r}  ({value.origin})" for name, value in self.because.items()
+        ]
+        lines += [
+            f"{self.backend.name}.{name} = {value.value!r}  ({value.origin})"
+            for name, value in self._built.backend_because.items()
+        ]
+        lines += [
+            f"plugin {record.kind} {record.label}: {why}" for record, _, why in self.plugins.plugins
+        ]
+        return "\n".join(lines)
+
+    def note_once(self, text: str) -> None:
+        """Warn, once per text."""
+        if text not in self._noted:
+            self._noted.add(text)
+            warnings.warn(text, stacklevel=3)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "plugins" not in self.__dict__:
+            raise AttributeError(name)
+        return self.plugin_attribute(name, "Accelerator")
+
+    def plugin_attribute(self, name: str, owner: str) -> Any:
+        """Return an attribute that an active plugin serves, or what stands for its absence."""
+        served: dict[str, Any] = {}
+        for attributes in self.plugins.call_each("state_attributes", accelerator=self):
+            served.update(attributes)
+        if name in served:
+            return served[name]
+        return absent_attribute(name, owner, [*dir(type(self)), *served])
+
+
+class _Talk:
+    """The backend's talk hooks with the Accelerator filled in."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        for name in (
+            "gather", "reduce", "broadcast", "scatter", "all_to_all", "barrier",
+            "gather_object", "broadcast_object", "scatter_object",
+        ):  # fmt: skip
+            setattr(self, name, partial(getattr(accelerator.hooks, name), accelerator))
+
+
+def _tracker_class(name: str) -> Any:
+    record = find("tracker", name, because="log_with")
+    return record.load()
+
+
+def _fields(settings: Any) -> dict[str, Any]:
+    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}

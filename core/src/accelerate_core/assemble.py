@@ -1,0 +1,349 @@
+"""What `Accelerator(...)` does before it exists: arguments, settings, plugins, and their reasons."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from accelerate_core.configuration import (
+    AutocastKwargs,
+    Because,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    Sources,
+    TorchDynamoPlugin,
+    resolve_core,
+    resolve_settings,
+)
+from accelerate_core.configuration.core import CORE_SETTINGS
+from accelerate_core.configuration.resolve import warn_near_misses
+from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
+from accelerate_core.plugins import catalog
+from accelerate_core.plugins.discovery import PluginRecord, check_api_version, find, installed
+from accelerate_core.plugins.selection import (
+    Request,
+    Selection,
+    check_arguments,
+    select_backend,
+    select_extensions,
+)
+from accelerate_core.precision import Precision
+from accelerate_core.runtime import Topology
+
+__all__ = ["CORE_ARGUMENTS", "Assembly", "assemble"]
+
+#: Arguments of `Accelerator` the core takes itself, with the defaults the signature shows.
+CORE_ARGUMENTS: dict[str, Any] = {
+    "device_placement": True,
+    "split_batches": None,
+    "mixed_precision": None,
+    "gradient_accumulation_steps": None,
+    "cpu": False,
+    "dataloader_config": None,
+    "rng_types": None,
+    "log_with": None,
+    "project_dir": None,
+    "project_config": None,
+    "gradient_accumulation_plugin": None,
+    "step_scheduler_with_optimizer": True,
+    "kwargs_handlers": None,
+    "dynamo_backend": None,
+    "dynamo_plugin": None,
+    "backend": None,
+    "process_group_timeout": None,
+    "upcast_outputs": None,
+    # Older names, mapped with one warning.
+    "fp16": None,
+    "even_batches": None,
+    "dispatch_batches": None,
+}
+
+_CORE_HANDLERS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+
+
+@dataclass
+class Assembly:
+    """All that is known before the process group starts."""
+
+    because: dict[str, Because]
+    selection: Selection
+    backend: Any
+    precision: Any
+    precision_record: PluginRecord
+    extensions: list[tuple[PluginRecord, Any, str]]
+    backend_because: dict[str, Because]
+    dataloader: DataLoaderConfiguration
+    accumulation: GradientAccumulationPlugin
+    project: ProjectConfiguration
+    dynamo: TorchDynamoPlugin
+    handlers: dict[type, Any] = field(default_factory=dict)
+    timeout: timedelta | None = None
+
+    def handler(self, cls: type) -> Any | None:
+        """Return the handler of that class, None if none was given."""
+        return self.handlers.get(cls)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be alike on every rank."""
+        facts: dict[str, Any] = {
+            "backend": self.selection.record.label,
+            "precision": self.precision_record.label,
+            "extensions": [record.label for record, _, _ in self.extensions],
+            "gradient_accumulation_steps": self.accumulation.num_steps,
+            "compiler": self.dynamo.backend if self.dynamo.enabled else "no",
+        }
+        for name, value in self.backend_because.items():
+            if isinstance(value.value, str | int | float | bool | None):
+                facts[f"{self.selection.record.name}.{name}"] = value.value
+        return facts
+
+
+def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
+    """Resolve every argument of `Accelerator`.
+
+    Raises:
+        UnknownArgumentError: an argument nobody takes.
+        ConfigurationError: a wrong value, or two that contradict each other.
+        MissingPluginError: something asked for is not installed; the text has the pip command.
+    """
+    check_arguments(arguments, CORE_ARGUMENTS)
+    given = {**CORE_ARGUMENTS, **arguments}
+    _map_older_names(given)
+    environ = dict(os.environ)
+    sources = Sources.of(environ)
+    known = [name for setting in CORE_SETTINGS for name in setting.env]
+    warn_near_misses(environ, [*known, *installed().triggers, *catalog.VARIABLES])
+    passed = {k: v for k, v in given.items() if k in {s.name for s in CORE_SETTINGS}}
+    if passed["cpu"] is False:
+        passed["cpu"] = None  # the default of the signature is no wish
+    values = resolve_core({**passed, "backend": None}, sources, {})
+    request = Request(given, environ, topology, sources.config, bool(values["cpu"].value))
+    wanted = given["backend"] if given["backend"] is not None else values["backend"].value
+    origin = (
+        "constructor argument backend" if given["backend"] is not None else values["backend"].origin
+    )
+    selection = select_backend(wanted, origin, request)
+    handlers = _sort_handlers(given["kwargs_handlers"])
+    backend, backend_because = _make_backend(selection, given, sources, handlers)
+    detected = {
+        name: Because(value, f"backend {selection.record.name}")
+        for name, value in backend.core_defaults().items()
+    }
+    values = resolve_core({**passed, "backend": None}, sources, detected)
+    values["backend"] = Because(selection.record.name, selection.because)
+    precision, precision_record = _make_precision(values["mixed_precision"])
+    extensions = [
+        (r, p() if isinstance(p, type) else p, why) for r, p, why in select_extensions(request)
+    ]
+    _refuse_unclaimed(handlers, [backend, precision, *(p for _, p, _ in extensions)])
+    accumulation = _accumulation(given, values)
+    assembly = Assembly(
+        because=values,
+        selection=selection,
+        backend=backend,
+        precision=precision,
+        precision_record=precision_record,
+        extensions=extensions,
+        backend_because=backend_because,
+        dataloader=_dataloader(given),
+        accumulation=accumulation,
+        project=_project(given),
+        dynamo=_dynamo(given, sources),
+        handlers=handlers,
+        timeout=_timeout(
+            values["process_group_timeout"].value, handlers.get(InitProcessGroupKwargs)
+        ),
+    )
+    _check_supported(assembly)
+    return assembly
+
+
+def _map_older_names(given: dict[str, Any]) -> None:
+    if given["fp16"] is not None:
+        _warn_older("fp16", f"mixed_precision={'fp16' if given['fp16'] else 'no'!r}")
+        given["mixed_precision"] = given["mixed_precision"] or ("fp16" if given["fp16"] else "no")
+    for name in ("split_batches", "even_batches", "dispatch_batches"):
+        if given[name] is not None:
+            _warn_older(name, f"dataloader_config=DataLoaderConfiguration({name}={given[name]!r})")
+
+
+def _warn_older(name: str, now: str) -> None:
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"Accelerator({name}=...) is an older name; use {now}.", FutureWarning, stacklevel=6
+        )
+
+
+_warned: set[str] = set()
+
+
+def _sort_handlers(handlers: Sequence[Any] | None) -> dict[type, Any]:
+    sorted_: dict[type, Any] = {}
+    for handler in handlers or ():
+        if isinstance(handler, type) or not (
+            isinstance(handler, KwargsHandler) or hasattr(type(handler), "__dataclass_fields__")
+        ):
+            raise ConfigurationError(
+                f"kwargs_handlers takes instances of KwargsHandler, not {handler!r}."
+            )
+        if type(handler) in sorted_:
+            raise ConfigurationError(f"kwargs_handlers has two {type(handler).__name__}; pass one.")
+        sorted_[type(handler)] = handler
+    return sorted_
+
+
+def _refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> None:
+    """A handler belongs to the core, to an active plugin, or to one that is installed but not active."""
+    classes: tuple[type, ...] = _CORE_HANDLERS
+    for plugin in active:
+        classes += tuple(getattr(plugin, "handlers", ()))
+    scanned = installed()
+    packages = {record.target.split(":")[0].split(".")[0] for record in scanned.plugins}
+    packages |= {target.split(":")[0].split(".")[0] for target, _ in scanned.exports.values()}
+    for cls in handlers:
+        if isinstance(handlers[cls], classes) or cls.__module__.split(".")[0] in packages:
+            continue
+        names = [c.__name__ for c in classes]
+        raise ConfigurationError(
+            f"No active plugin takes the handler {cls.__name__} in kwargs_handlers; "
+            f"active ones take {listing(names)}.{did_you_mean(cls.__name__, names)}"
+        )
+
+
+def _make_backend(
+    selection: Selection, given: Mapping[str, Any], sources: Sources, handlers: Mapping[type, Any]
+) -> tuple[Any, dict[str, Because]]:
+    name = selection.record.name
+    if not isinstance(selection.plugin, type):
+        return selection.plugin, {}
+    plugin: Any = selection.plugin
+    mine = [h for h in handlers.values() if isinstance(h, tuple(plugin.handlers))]
+    if plugin.Settings is None:
+        return plugin(None, mine), {}
+    _, _, argument = getattr(plugin.Settings, "__settings_names__", ("", "", ""))
+    passed = given.get(argument or f"{name}_plugin")
+    passed = passed if passed is not None else handlers.get(plugin.Settings)
+    if passed is not None and not isinstance(passed, plugin.Settings):
+        raise ConfigurationError(
+            f"Accelerator({argument or name + '_plugin'}=...) takes a {plugin.Settings.__name__}, "
+            f"not {type(passed).__name__}."
+        )
+    settings, because = resolve_settings(plugin.Settings, passed, sources, owner=name)
+    return plugin(settings, mine), because
+
+
+def _make_precision(wanted: Because) -> tuple[Any, PluginRecord]:
+    record = _find_precision(wanted)
+    plugin = record.load()
+    check_api_version(record, plugin)
+    made = plugin() if isinstance(plugin, type) else plugin
+    if not isinstance(made, Precision):
+        raise PluginError(f"The precision plugin {record.label} is no accelerate_core.Precision.")
+    return made, record
+
+
+def _find_precision(wanted: Because) -> PluginRecord:
+    name = str(wanted.value)
+    names = [record.name for record in installed().of_kind("precision")]
+    if name not in names and catalog.extra_for("precision", name) is None:
+        raise ConfigurationError(
+            f"mixed_precision={name!r} (from {wanted.origin}) is not one of {listing(names)}."
+            f"{did_you_mean(name, [*names, *catalog.known_names('precision')])}"
+        )
+    return find("precision", name, because=wanted.origin)
+
+
+def _accumulation(
+    given: Mapping[str, Any], values: dict[str, Because]
+) -> GradientAccumulationPlugin:
+    plugin: GradientAccumulationPlugin | None = given["gradient_accumulation_plugin"]
+    steps = values["gradient_accumulation_steps"]
+    if plugin is None:
+        return GradientAccumulationPlugin(num_steps=steps.value)
+    if given["gradient_accumulation_steps"] not in (None, 1):
+        raise ConfigurationError(
+            "Pass gradient_accumulation_steps or gradient_accumulation_plugin, not both."
+        )
+    if plugin.num_steps is None:
+        plugin = GradientAccumulationPlugin(
+            steps.value,
+            plugin.adjust_scheduler,
+            plugin.sync_with_dataloader,
+            plugin.sync_each_batch,
+        )
+    else:
+        values["gradient_accumulation_steps"] = Because(
+            plugin.num_steps, "constructor argument gradient_accumulation_plugin"
+        )
+    return plugin
+
+
+def _dataloader(given: Mapping[str, Any]) -> DataLoaderConfiguration:
+    config = given["dataloader_config"]
+    older = {
+        name: given[name]
+        for name in ("split_batches", "even_batches", "dispatch_batches")
+        if given[name] is not None
+    }
+    if config is None:
+        return DataLoaderConfiguration(**older)
+    if not isinstance(config, DataLoaderConfiguration):
+        raise ConfigurationError(
+            f"dataloader_config takes a DataLoaderConfiguration, not {type(config).__name__}."
+        )
+    if older:
+        raise ConfigurationError(
+            f"Pass {listing(older)} in dataloader_config, not to Accelerator beside it."
+        )
+    return config
+
+
+def _project(given: Mapping[str, Any]) -> ProjectConfiguration:
+    config: ProjectConfiguration = given["project_config"] or ProjectConfiguration()
+    if given["project_dir"] is not None and config.project_dir is None:
+        config.set_directories(given["project_dir"])
+    return config
+
+
+def _dynamo(given: Mapping[str, Any], sources: Sources) -> TorchDynamoPlugin:
+    plugin, backend = given["dynamo_plugin"], given["dynamo_backend"]
+    if plugin is not None and backend is not None:
+        raise ConfigurationError("Pass dynamo_backend or dynamo_plugin, not both.")
+    if backend is not None:
+        plugin = TorchDynamoPlugin(backend=str(getattr(backend, "value", backend)))
+    resolved, _ = resolve_settings(TorchDynamoPlugin, plugin, sources)
+    if resolved.backend is None and plugin is not None:
+        resolved.backend = "inductor"  # a plugin without a backend asks for torch's own choice
+    made: TorchDynamoPlugin = resolved
+    return made
+
+
+def _timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> timedelta | None:
+    if handler is not None and handler.timeout is not None:
+        return handler.timeout
+    return timedelta(seconds=seconds) if seconds is not None else None
+
+
+def _check_supported(assembly: Assembly) -> None:
+    """Refuse combinations the backend declares it cannot do, before anything is started."""
+    backend, name = assembly.backend, assembly.selection.record.name
+    precisions = backend.supports.get("precisions")
+    if precisions is not None and assembly.precision_record.name not in precisions:
+        raise ConfigurationError(
+            f"Backend {name!r} does not support mixed_precision={assembly.precision_record.name!r} "
+            f"(from {assembly.because['mixed_precision'].origin}); it supports {listing(precisions)}."
+        )
+    if assembly.dynamo.enabled and not backend.supports.get("compile", True):
+        raise ConfigurationError(
+            f"Backend {name!r} does not support compiled models; leave dynamo_backend out."
+        )

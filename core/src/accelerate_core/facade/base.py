@@ -1,0 +1,102 @@
+"""What every part of the facade may use of the others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate_core.assemble import Assembly
+from accelerate_core.backend import Backend
+from accelerate_core.collectives import Communicator
+from accelerate_core.configuration import (
+    AutocastKwargs,
+    Because,
+    DataLoaderConfiguration,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accelerate_core.plugins import ActivePlugins, Hooks
+from accelerate_core.precision import Precision
+from accelerate_core.runtime import Runtime
+from accelerate_core.state import ProcessVerbs
+from accelerate_core.step import AcceleratedOptimizer, AcceleratedScheduler, GradientState
+from accelerate_core.tracking import TrackerHub
+
+if TYPE_CHECKING:
+    from accelerate_core.accelerator import Accelerator
+
+__all__ = ["FacadeBase"]
+
+
+class FacadeBase(ProcessVerbs):
+    """The state of an Accelerator; `Accelerator.__init__` fills it."""
+
+    backend: Backend
+    precision: Precision
+    plugins: ActivePlugins
+    #: The backend's owner hooks, bound once: `hooks.backward(accelerator, loss, {})`.
+    hooks: Hooks
+    #: Every core setting with where its value came from.
+    because: dict[str, Because]
+
+    device_placement: bool
+    rng_types: list[str]
+    step_scheduler_with_optimizer: bool
+    upcast_outputs: bool
+    dataloader_config: DataLoaderConfiguration
+    project_configuration: ProjectConfiguration
+    dynamo_plugin: TorchDynamoPlugin
+    autocast_handler: AutocastKwargs | None
+    profile_handler: ProfileKwargs | None
+
+    gradient_state: GradientState
+    #: Micro-batches seen in the current accumulation cycle.
+    step: int
+    models: list[torch.nn.Module]
+    optimizers: list[AcceleratedOptimizer]
+    schedulers: list[AcceleratedScheduler]
+    loaders: list[Any]
+    registered_objects: list[Any]
+    replaced_parameters: WeakIdKeyDictionary
+    save_state_pre_hooks: OrderedDict[int, Callable[..., None]]
+    load_state_pre_hooks: OrderedDict[int, Callable[..., None]]
+    flag_tensor: torch.Tensor | None
+
+    _built: Assembly
+    _process: Runtime
+    _communicator: Communicator
+    _data_communicator: Communicator
+    _hub: TrackerHub
+    _scaler: Any | None
+    _unscaled: set[int]
+    _scaled_steps: set[int]
+    _step_listeners: list[Any]
+    _divides_loss: bool
+
+    @property
+    def _whole(self) -> Accelerator:
+        return cast("Accelerator", self)
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self._process
+
+    @property
+    def communicator(self) -> Communicator:
+        """The world, on flat tensors."""
+        return self._communicator
+
+    @property
+    def main_index(self) -> int:
+        """Rank of the process that logs and saves."""
+        return int(self.hooks.main_process_index(self))
+
+    @property
+    def mixes_precision(self) -> bool:
+        """Whether forward runs under autocast."""
+        return self.precision.mixes

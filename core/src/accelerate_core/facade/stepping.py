@@ -1,0 +1,251 @@
+"""The step: accumulation, backward, clipping, mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+
+from accelerate_core import data, profiling
+from accelerate_core.configuration import AutocastKwargs, ProfileKwargs
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.facade.place import Place
+from accelerate_core.step import AcceleratedOptimizer
+
+__all__ = ["Stepping"]
+
+
+class Stepping(Place):
+    """The step: accumulation, backward, clipping, mixed precision."""
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether gradients are synchronised, and optimizers stepped, now."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        if value < 1:
+            raise ConfigurationError(
+                f"gradient_accumulation_steps must be at least 1, not {value}."
+            )
+        self.gradient_state.num_steps = value
+
+    def _advance(self) -> None:
+        """Count one micro-batch and decide whether it ends the cycle."""
+        state = self.gradient_state
+        if state.sync_with_dataloader and state.end_of_dataloader:
+            self.step = 0
+            state.sync_gradients = True
+        else:
+            self.step += 1
+            state.sync_gradients = self.step % state.num_steps == 0
+
+    @contextmanager
+    def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
+        """Make the block one micro-batch of an accumulation cycle.
+
+        Gradients are synchronised, and prepared optimizers and schedulers move,
+        only in the cycle's last block and in that of a loader's last batch.
+
+        Args:
+            models: the models trained in the block; all prepared ones if none is given.
+        """
+        self._advance()
+        if self.gradient_state.sync_gradients or self.gradient_state.sync_each_batch:
+            yield
+        else:
+            with self._no_sync(models or self.models):
+                yield
+
+    def no_sync(self, model: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which backward does not synchronise gradients.
+
+        Args:
+            model: the model it holds for; all prepared ones if none is given.
+        """
+        return self._no_sync([model] if model is not None else self.models)
+
+    def _no_sync(self, models: Sequence[torch.nn.Module]) -> AbstractContextManager[Any]:
+        if not self.use_distributed:
+            return nullcontext()
+        stack = ExitStack()
+        for model in models:
+            stack.enter_context(self.hooks.no_sync(self, model))
+        return stack
+
+    def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context whose backward synchronises, though forward ran under `no_sync`."""
+        if not self.use_distributed:
+            return nullcontext()
+        return cast("AbstractContextManager[Any]", self.hooks.trigger_sync_in_backward(self, model))
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which ranks may run out of batches at different steps.
+
+        No effect on one process or where the backend cannot.
+
+        Args:
+            joinables: prepared models.
+            even_batches: overrides the loaders' setting inside the block.
+        """
+        stack = ExitStack()
+        if self.use_distributed and self.backend.supports.get("join", False):
+            if even_batches is not None:
+                stack.enter_context(data.override_even_batches(self.loaders, even_batches))
+            stack.enter_context(self.hooks.join_uneven_inputs(self, joinables))
+        return stack
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward on a loss: divided by the accumulation steps, scaled, synchronised.
+
+        Args:
+            loss: scalar tensor.
+            kwargs: passed on to `Tensor.backward`; `learning_rate` goes to `lomo_backward`.
+        """
+        learning_rate = kwargs.pop("learning_rate", None)
+        if self._divides_loss and self.gradient_state.num_steps > 1:
+            loss = loss / self.gradient_state.num_steps
+        if learning_rate is not None and self._fused_optimizers():
+            self.lomo_backward(loss, learning_rate)
+            return
+        if self._scaler is not None:
+            if self._scaled_steps:
+                self._update_scaler()
+            loss = self.hooks.scale_loss(self, loss)
+        self.hooks.backward(self, loss, kwargs)
+
+    def _fused_optimizers(self) -> list[Any]:
+        return [o.optimizer for o in self.optimizers if hasattr(o.optimizer, "fused_backward")]
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Run backward of optimizers that step inside it (LOMO's `fused_backward`).
+
+        Raises:
+            ConfigurationError: no prepared optimizer is one.
+        """
+        fused = self._fused_optimizers()
+        if not fused:
+            raise ConfigurationError(
+                "No prepared optimizer has a fused_backward, such as Lomo or AdaLomo."
+            )
+        for optimizer in fused:
+            optimizer.fused_backward(loss, learning_rate)
+
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return the context of mixed precision; no effect where precision is not mixed.
+
+        Args:
+            autocast_handler: used instead of the Accelerator's own.
+        """
+        handler = autocast_handler or self.autocast_handler
+        return cast("AbstractContextManager[Any]", self.hooks.autocast(self, handler))
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Undo gradient scaling, once per step; no effect without a scaler.
+
+        Args:
+            optimizer: one optimizer or a list; all prepared ones if None.
+        """
+        if self._scaler is None:
+            return
+        chosen = self.optimizers if optimizer is None else optimizer
+        for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
+            inner = one.optimizer if isinstance(one, AcceleratedOptimizer) else one
+            if id(inner) not in self._unscaled and _has_gradients(inner):
+                self.hooks.unscale_gradients(self, inner)
+                self._unscaled.add(id(inner))
+
+    def scaler_stepped(self, optimizer: Any) -> None:
+        """Note that the scaler stepped an optimizer; the scale is updated once all have.
+
+        With several optimizers the update waits for the next backward: updating
+        between two steps would forget that the second is unscaled already.
+        """
+        self._unscaled.discard(id(optimizer))
+        self._scaled_steps.add(id(optimizer))
+        if len(self._scaled_steps) >= len(self.optimizers):
+            self._update_scaler()
+
+    def _update_scaler(self) -> None:
+        if self._scaler is not None:
+            self._scaler.update()
+        self._scaled_steps.clear()
+        self._unscaled.clear()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the norm of all gradients taken together.
+
+        Returns:
+            The norm before clipping, a 0-d tensor.
+        """
+        tensors = _as_list(parameters)
+        self._unscale_owners(tensors)
+        return self.hooks.clip_grad_norm(self, tensors, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip every gradient element to [-clip_value, clip_value]."""
+        tensors = _as_list(parameters)
+        self._unscale_owners(tensors)
+        self.hooks.clip_grad_value(self, tensors, clip_value)
+
+    def _unscale_owners(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Unscale the optimizers of these parameters only: another may be mid-cycle."""
+        if self._scaler is None or not self.sync_gradients:
+            return
+        wanted = {id(tensor) for tensor in tensors}
+        for optimizer in self.optimizers:
+            if any(id(p) in wanted for g in optimizer.param_groups for p in g["params"]):
+                self.unscale_gradients(optimizer)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether a prepared optimizer's last step was left out because of an overflow."""
+        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
+
+    def train_step(self, batch: Any) -> Any:
+        """Run forward and backward of one batch on a backend that owns both; return the loss."""
+        return self.hooks.run_schedule(self, batch)
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which buffers are sharded along the sequence; else no effect.
+
+        Args:
+            buffers: tensors changed in place inside the block.
+            buffer_seq_dims: the sequence dimension of each.
+            no_restore_buffers: those that need not be restored.
+        """
+        context = self.hooks.context_parallel(self, buffers, buffer_seq_dims, no_restore_buffers)
+        return cast("AbstractContextManager[Any]", context)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return a context that profiles with `torch.profiler` and yields its profiler."""
+        return profiling.profile(profile_handler or self.profile_handler, self.process_index)
+
+
+def _as_list(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
