@@ -1,0 +1,7 @@
+"""DistributedDataParallel for accelerate-core."""
+
+from accelerate_ddp.backend import DDPBackend
+from accelerate_ddp.settings import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+__all__ = ["DDPBackend", "DDPCommunicationHookType", "DistributedDataParallelKwargs"]
+__version__ = "0.1.0"

@@ -1,0 +1,78 @@
+"""Communication hooks: what gradients go through between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate_ddp.settings import DDPCommunicationHookType as Hook
+from accelerate_ddp.settings import DistributedDataParallelKwargs
+
+__all__ = ["bf16_compress", "register"]
+
+
+def register(model: DistributedDataParallel, settings: DistributedDataParallelKwargs) -> None:
+    """Register the hook the settings name; none for `no` without a wrapper.
+
+    Raises:
+        ValueError: a wrapper that is no compression.
+    """
+    if settings.comm_hook is Hook.NO and settings.comm_wrapper is Hook.NO:
+        return
+    if settings.comm_wrapper not in (Hook.NO, Hook.FP16, Hook.BF16):
+        raise ValueError(
+            f"comm_wrapper={settings.comm_wrapper} wraps nothing; allowed are no, fp16 and bf16."
+        )
+    state: Any = None
+    if settings.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
+        state = powerSGD_hook.PowerSGDState(None, **settings.comm_state_option)
+    hook: Any = {
+        Hook.NO: default_hooks.allreduce_hook,
+        Hook.FP16: default_hooks.fp16_compress_hook,
+        Hook.BF16: bf16_compress,
+        Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
+        Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    }[settings.comm_hook]
+    if settings.comm_wrapper is Hook.FP16:
+        hook = default_hooks.fp16_compress_wrapper(hook)
+    elif settings.comm_wrapper is Hook.BF16:
+        hook = _bf16_wrapper(hook)
+    model.register_comm_hook(state, hook)
+
+
+def bf16_compress(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce gradients in bfloat16 and average them.
+
+    torch's own hook is refused by name on groups without CUDA, although the
+    reduction itself works there.
+    """
+    buffer = bucket.buffer()
+    half = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(half, async_op=True)
+    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+
+    def back(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        return torch.Tensor.copy_(buffer, done.value()[0])
+
+    return future.then(back)
+
+
+def _bf16_wrapper(hook: Any) -> Any:
+    def wrapped(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        whole = bucket.buffer()
+        bucket.set_buffer(whole.to(torch.bfloat16))
+        future = hook(state, bucket)
+
+        def back(done: torch.futures.Future[Any]) -> torch.Tensor:
+            value = done.value()
+            return torch.Tensor.copy_(whole, value[0] if isinstance(value, list) else value)
+
+        result: torch.futures.Future[torch.Tensor] = future.then(back)
+        return result
+
+    return wrapped

@@ -1,0 +1,55 @@
+"""What users may say about `DistributedDataParallel`."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from accelerate_core import KwargsHandler, option, settings
+
+__all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
+
+
+class DDPCommunicationHookType(enum.StrEnum):
+    """A communication hook torch ships: what gradients go through on their way."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+@settings(env_prefix="ACCELERATE_DDP_", section="ddp_config")
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`, and its communication hook.
+
+    `comm_wrapper` compresses what `comm_hook` sends, to fp16 or bf16;
+    `comm_state_option` are the arguments of PowerSGD's state.
+    """
+
+    dim: int = option(default=0, help="dimension along which inputs are scattered")
+    broadcast_buffers: bool = option(default=True, help="send rank 0's buffers before each forward")
+    bucket_cap_mb: int = option(default=25, help="size of a gradient bucket in MiB", ge=1)
+    find_unused_parameters: bool = option(
+        default=False, help="look for parameters a forward did not use"
+    )
+    check_reduction: bool = option(
+        default=False, help="accepted as older code passes it; torch ignores it"
+    )
+    gradient_as_bucket_view: bool = option(default=False, help="let gradients live in the buckets")
+    static_graph: bool = option(default=False, help="the graph is the same in every step")
+    comm_hook: DDPCommunicationHookType = option(
+        default=DDPCommunicationHookType.NO, help="no, fp16, bf16, power_sgd or batched_power_sgd"
+    )
+    comm_wrapper: DDPCommunicationHookType = option(
+        default=DDPCommunicationHookType.NO, help="no, fp16 or bf16, around comm_hook"
+    )
+    comm_state_option: dict[str, Any] = option(
+        default_factory=dict, help="arguments of the hook's state"
+    )
+
+    def constructor_arguments(self) -> dict[str, Any]:
+        """Return what differs from torch's own defaults, for its constructor."""
+        ours = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option")
+        return {name: value for name, value in self.to_kwargs().items() if name not in ours}
