@@ -1,0 +1,447 @@
+"""Running a model whose parts live on several devices, in host memory and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate_core.big_model.attach import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
+from accelerate_core.big_model.device_map import infer_auto_device_map
+from accelerate_core.big_model.hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+)
+from accelerate_core.big_model.loading import load_checkpoint_in_model
+from accelerate_core.big_model.offload import (
+    INDEX_NAME,
+    OffloadedWeightsLoader,
+    extract_submodules_state_dict,
+    load_offload_index,
+)
+from accelerate_core.big_model.offload import (
+    offload_state_dict as write_state_dict,
+)
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.helpers.sizes import get_balanced_memory
+from accelerate_core.helpers.tensors import (
+    Device,
+    TiedMap,
+    as_device,
+    check_device_map,
+    check_tied_parameters_on_same_device,
+    default_device,
+    device_of,
+    find_tied_parameters,
+    named_module_tensors,
+    offload_hook,
+    retie_parameters,
+    set_module_tensor_to_device,
+)
+
+__all__ = [
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "get_state_dict_offloaded_model",
+    "load_checkpoint_and_dispatch",
+]
+
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keep all weights in host memory and bring each module's to a device while it runs.
+
+    Args:
+        model: the model.
+        execution_device: by default the device of its first parameter.
+        offload_buffers: offload buffers too.
+        state_dict: the weights, if they are in memory already.
+        preload_module_classes: names of classes that use their submodules' weights without
+            calling them.
+    """
+    if state_dict is None:
+        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
+    return _offload_all(
+        model, execution_device, offload_buffers, state_dict, preload_module_classes
+    )
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | Path,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keep all weights in files and bring each module's to a device while it runs.
+
+    Weights that are on the meta device are taken from the folder, which must hold them;
+    others are written there. For the arguments see `cpu_offload`.
+    """
+    _write_missing(model, model.state_dict(), Path(offload_dir))
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    return _offload_all(model, execution_device, offload_buffers, weights, preload_module_classes)
+
+
+def _offload_all(
+    model: nn.Module,
+    execution_device: Device | None,
+    offload_buffers: bool,
+    weights: Mapping[str, torch.Tensor],
+    preload_module_classes: Sequence[str] | None,
+) -> nn.Module:
+    if execution_device is None:
+        first = next(model.parameters(), None)
+        on_meta = first is None or first.device.type == "meta"
+        execution_device = default_device() if on_meta else first.device  # type: ignore[union-attr]
+    outer = _EntryHook(execution_device, io_same_device=True)
+    add_hook_to_module(model, outer, append=True)
+    attach_align_device_hook(
+        model,
+        execution_device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+    )
+    return model
+
+
+def _write_missing(model: nn.Module, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write what has data; what is on meta must be in the folder already."""
+    real = {name: tensor for name, tensor in state.items() if tensor.device.type != "meta"}
+    known = load_offload_index(folder) if (folder / INDEX_NAME).is_file() else {}
+    absent = sorted(state.keys() - real.keys() - known.keys())
+    if absent:
+        raise ConfigurationError(
+            f"{len(absent)} weights of {type(model).__name__} ({absent[0]!r} is one) are on the"
+            f" meta device, and {folder} does not hold them. Load a checkpoint first."
+        )
+    write_state_dict(folder, real)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a whole model on the CPU until it is called; it then stays on the device.
+
+    For pipelines of several models, each called many times in turn: calling one sends the
+    one before it back.
+
+    Returns:
+        The model and a handle with `offload()` and `remove()`.
+
+    Example:
+        >>> first, hook = cpu_offload_with_hook(first)
+        >>> second, hook = cpu_offload_with_hook(second, prev_module_hook=hook)
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | Path | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Place the parts of a model by a device map and have calls go from one to the next.
+
+    Parts mapped to `"cpu"` beside an accelerator, and to `"disk"`, are offloaded: they run on
+    the main device, and their weights are there only meanwhile.
+
+    Args:
+        model: the model.
+        device_map: device by module name, covering every tensor; index of an accelerator,
+            device, `"cpu"`, `"disk"` or `"meta"`.
+        main_device: where offloaded parts run; the first accelerator of the map by default.
+        state_dict: the offloaded weights, if they are in memory already.
+        offload_dir: folder of the weights on disk.
+        offload_index: what is on disk, see `OffloadedWeightsLoader`.
+        offload_buffers: offload buffers too.
+        skip_keys: names of arguments that are not moved.
+        preload_module_classes: names of classes that use their submodules' weights without
+            calling them.
+        force_hooks: attach hooks also where everything is on one device.
+
+    Returns:
+        The same model, with the map as its attribute `hf_device_map`.
+
+    Raises:
+        ConfigurationError: the map does not fit the model, or a folder is needed.
+    """
+    check_device_map(model, device_map)
+    places = {name: _place(device) for name, device in device_map.items()}
+    only = next(iter(set(places.values()))) if len(set(places.values())) == 1 else None
+    if only is not None and only != "disk" and not force_hooks:
+        # With weights on meta this raises by name, where `to` would speak of storages.
+        _move_all(model, as_device(only))
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        return model
+    main = _main_device(places) if main_device is None else as_device(main_device)
+    away = {"disk"} if main.type == "cpu" else {"disk", "cpu"}
+    offload = {name: device in away for name, device in places.items()}
+    tied = find_tied_parameters(model)
+    check_tied_parameters_on_same_device(tied, places)
+    weights, tied_map = _offloaded_weights(
+        model, places, offload, tied, state_dict, offload_dir, offload_index
+    )
+    devices: dict[str, Any] = {
+        name: main if offload[name] else as_device(device) for name, device in places.items()
+    }
+    _place_lone_tensors(model, devices, weights)
+    outer = _EntryHook(main, io_same_device=True, skip_keys=skip_keys)
+    add_hook_to_module(model, outer, append=True)
+    attach_align_device_hook_on_blocks(
+        model,
+        devices,
+        offload,
+        weights,
+        offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=tied_map,
+    )
+    _forget_moved(tied_map, weights)
+    retie_parameters(model, [group for group in tied if _on_one_device(group, places, offload)])
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def _place(device: Any) -> Any:
+    """Normalise an entry: `"disk"` and `"cpu"` as such, everything else as a device."""
+    if str(device) in ("disk", "cpu"):
+        return str(device)
+    return as_device(device)
+
+
+def _main_device(places: Mapping[str, Any]) -> torch.device:
+    devices = [d for d in places.values() if isinstance(d, torch.device) and d.type != "meta"]
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _move_all(model: nn.Module, device: torch.device) -> None:
+    for name, tensor in named_module_tensors(model, recurse=True):
+        if tensor.device.type == "meta" and device.type != "meta":
+            set_module_tensor_to_device(model, name, device)
+    model.to(device)
+
+
+def _on_one_device(
+    group: Sequence[str], places: Mapping[str, Any], offload: Mapping[str, bool]
+) -> bool:
+    return len({device_of(name, places) for name in group}) == 1 and not any(
+        device_of(name, offload) for name in group
+    )
+
+
+def _offloaded_weights(
+    model: nn.Module,
+    places: Mapping[str, Any],
+    offload: Mapping[str, bool],
+    tied: Sequence[Sequence[str]],
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: str | Path | None,
+    offload_index: Mapping[str, Any] | None,
+) -> tuple[OffloadedWeightsLoader | None, TiedMap]:
+    """Collect the weights of offloaded parts, writing to disk what is to be there."""
+    on_disk = [name for name, device in places.items() if device == "disk"]
+    in_memory = [name for name, away in offload.items() if away and places[name] != "disk"]
+    own = model.state_dict()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied_map: TiedMap = {
+        parameters[name].data_ptr(): {}
+        for group in tied
+        for name in group
+        if parameters[name].device.type != "meta"
+    }
+    if not on_disk and not in_memory:
+        return None, tied_map
+    if on_disk and offload_dir is None and offload_index is None and state_dict is None:
+        raise ConfigurationError(
+            f"The device map puts {', '.join(on_disk)} on 'disk': name a folder with offload_dir."
+        )
+    if on_disk and offload_dir is not None and offload_index is None:
+        _write_missing(model, extract_submodules_state_dict(own, on_disk), Path(offload_dir))
+    kept = dict(state_dict or {})
+    if in_memory and state_dict is None:
+        kept = {
+            name: tensor.to("cpu")
+            for name, tensor in extract_submodules_state_dict(own, in_memory).items()
+        }
+    folder = offload_dir if on_disk else None
+    return OffloadedWeightsLoader(kept, folder, offload_index), tied_map
+
+
+def _forget_moved(tied_map: TiedMap, weights: OffloadedWeightsLoader | None) -> None:
+    """Keep only addresses of tensors that live on: others may be given to new tensors."""
+    living = {tensor.data_ptr() for tensor in weights.state_dict.values()} if weights else set()
+    for address in list(tied_map):
+        if address not in living:
+            del tied_map[address]
+
+
+def _place_lone_tensors(
+    model: nn.Module, devices: dict[str, Any], weights: OffloadedWeightsLoader | None
+) -> None:
+    """Place tensors that the map names directly, and have their modules run beside them.
+
+    They are small as a rule, and stay on the main device rather than being offloaded.
+    """
+    tensors = dict(named_module_tensors(model, recurse=True, remove_duplicate=False))
+    for name in [name for name in devices if name in tensors]:
+        device = devices.pop(name)
+        value = weights[name] if weights is not None and name in weights else None
+        set_module_tensor_to_device(model, name, device, value)
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if owner is not model and not hasattr(owner, "_hf_hook"):
+            add_hook_to_module(owner, _EntryHook(device))
+
+
+class _EntryHook(AlignDevicesHook):
+    """Moves inputs only; the tensors of the module are placed one by one."""
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    offload_folder: str | Path | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load a checkpoint into an empty model and spread it over what memory there is.
+
+    Args:
+        model: usually built under `init_empty_weights`.
+        checkpoint: see `load_checkpoint_in_model`.
+        device_map: a map for `dispatch_model`; or a strategy to make one, of `"auto"` and
+            `"balanced"` (even shares), `"balanced_low_0"` (accelerator 0 spared) and
+            `"sequential"` (one full after the other); or one device for all; or None to
+            load without dispatching.
+        max_memory, no_split_module_classes: see `infer_auto_device_map`.
+        offload_folder, dtype, offload_state_dict, strict, full_state_dict,
+            broadcast_from_rank0: see `load_checkpoint_in_model`.
+        offload_buffers, skip_keys, preload_module_classes, force_hooks: see
+            `dispatch_model`.
+
+    Raises:
+        ConfigurationError, CheckpointError: as these functions do.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     model = Model(config)
+        >>> model = load_checkpoint_and_dispatch(model, "weights", device_map="auto")
+    """
+    chosen = _resolve_map(
+        model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
+    )
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map=chosen,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_state_dict=bool(offload_state_dict),
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if chosen is None:
+        return model
+    return dispatch_model(
+        model,
+        chosen,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _resolve_map(
+    model: nn.Module,
+    device_map: Any,
+    max_memory: Mapping[int | str, int | str] | None,
+    no_split: Sequence[str] | str | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> Mapping[str, Any] | None:
+    if device_map is None or isinstance(device_map, Mapping):
+        return device_map
+    if device_map not in _STRATEGIES:
+        try:
+            return {"": device_map if device_map == "disk" else as_device(device_map)}
+        except RuntimeError:
+            raise ConfigurationError(
+                f"device_map={device_map!r} is neither a device nor a strategy; strategies are"
+                f" {listing(_STRATEGIES)}.{did_you_mean(device_map, _STRATEGIES)}"
+            ) from None
+    if device_map != "sequential":
+        max_memory = get_balanced_memory(
+            model, max_memory, no_split, dtype, low_zero=device_map == "balanced_low_0"
+        )
+    return infer_auto_device_map(
+        model, max_memory, no_split, dtype, offload_buffers=offload_buffers
+    )
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of a model with offloaded parts, every tensor with its data.
+
+    Raises:
+        ConfigurationError: a weight is on the meta device, and no hook knows where it is kept.
+    """
+    state = dict(model.state_dict())
+    for prefix, module in model.named_modules():
+        hook = offload_hook(module)
+        if hook is None:
+            continue
+        for name in hook.weights_map:
+            full = f"{prefix}.{name}" if prefix else name
+            if full in state and state[full].device.type == "meta":
+                state[full] = hook.weights_map[name]
+    empty = [name for name, tensor in state.items() if tensor.device.type == "meta"]
+    if empty:
+        raise ConfigurationError(f"No data is known for {', '.join(empty[:10])}, on meta.")
+    return state

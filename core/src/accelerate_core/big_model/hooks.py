@@ -1,0 +1,381 @@
+"""What happens around a module's forward: loading, moving and casting its weights.
+
+A module carries one hook, in its attribute `_hf_hook`; several are put in sequence. They run
+through torch's own forward hooks, so the module keeps its class and its `forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate_core.collectives import find_device, send_to_device
+from accelerate_core.helpers.memory import clear_device_cache
+from accelerate_core.helpers.tensors import (
+    Device,
+    TiedMap,
+    as_device,
+    default_device,
+    named_module_tensors,
+    set_module_tensor_to_device,
+)
+
+__all__ = [
+    "AlignDevicesHook",
+    "CpuOffload",
+    "LayerwiseCastingHook",
+    "ModelHook",
+    "SequentialHook",
+    "UserCpuOffloadHook",
+    "add_hook_to_module",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+]
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class ModelHook:
+    """Code around a module's forward; subclasses override what they need.
+
+    `no_grad = True` runs the forward without gradients.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare the module when the hook is attached; return it."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Call:
+        """Run before forward; return the arguments it is to get."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Run after forward; return what the caller is to get.
+
+        If forward raised, `output` is None and the return value is dropped.
+        """
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Undo `init_hook` when the hook is removed; return the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one, in order both before and after forward."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Call:
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+class _Bridge:
+    """Joins a `ModelHook` to torch's forward hooks."""
+
+    def __init__(self, hook: ModelHook) -> None:
+        self.hook = hook
+        self.grad_modes: list[bool] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        if self.hook.no_grad:
+            self.grad_modes.append(torch.is_grad_enabled())
+            torch.set_grad_enabled(False)
+        return self.hook.pre_forward(module, *args, **kwargs)
+
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        if self.grad_modes:
+            torch.set_grad_enabled(self.grad_modes.pop())
+        return self.hook.post_forward(module, output)
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Attach a hook to a module, in place of the one it has, or with `append` after it.
+
+    Returns:
+        The module, as the hook's `init_hook` returned it.
+    """
+    present = getattr(module, "_hf_hook", None)
+    if present is not None:
+        if append:
+            _unregister(module)
+        else:
+            remove_hook_from_module(module)
+    module = hook.init_hook(module)
+    whole: Any = SequentialHook(present, hook) if append and present is not None else hook
+    bridge = _Bridge(whole)
+    # First before forward and last after it: users' own hooks see the weights loaded.
+    handles = (
+        module.register_forward_pre_hook(bridge.before, prepend=True, with_kwargs=True),
+        module.register_forward_hook(bridge.after, with_kwargs=True, always_call=True),
+    )
+    module._hf_hook = whole
+    module._hf_hook_handles = handles  # type: ignore[assignment]
+    return module
+
+
+def _unregister(module: nn.Module) -> None:
+    handles: Any = module._hf_hook_handles
+    for handle in handles:
+        handle.remove()
+    del module._hf_hook_handles, module._hf_hook
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Remove the hook of a module, with `recurse` those of its submodules too."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        _unregister(module)
+        module = hook.detach_hook(module)
+    if recurse:
+        remove_hook_from_submodules(module)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Remove the hooks of all submodules."""
+    for child in module.children():
+        remove_hook_from_module(child, recurse=True)
+
+
+class AlignDevicesHook(ModelHook):
+    """Have weights and inputs on one device for the length of a forward.
+
+    Args:
+        execution_device: where forward runs; None leaves inputs where they are.
+        offload: keep the weights elsewhere and load them for each call.
+        io_same_device: bring the output to the device of the input.
+        weights_map: where to load from, by tensor name; by default the module's own
+            weights, moved to the CPU.
+        offload_buffers: offload buffers too.
+        place_submodules: handle the tensors of submodules as well as the module's own.
+        skip_keys: names of arguments that are not moved.
+        tied_params_map: copies of shared weights, see `set_module_tensor_to_device`.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, torch.Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: TiedMap | None = None,
+    ) -> None:
+        self.execution_device = None if execution_device is None else as_device(execution_device)
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.original_devices: dict[str, torch.device] = {}
+        self._moved: dict[str, torch.device] = {}
+        self.input_device: torch.device | None = None
+        self._loaded_copies: list[tuple[int, torch.device]] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload},"
+            f" io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers},"
+            f" place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
+        )
+
+    def _names(self, module: nn.Module) -> list[str]:
+        tensors = named_module_tensors(
+            module,
+            include_buffers=self.offload_buffers,
+            recurse=self.place_submodules,
+            # A buffer that no state dict holds cannot be loaded back.
+            remove_non_persistent=True,
+            remove_duplicate=False,
+        )
+        return [name for name, _ in tensors]
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        if not self.offload:
+            if self.execution_device is not None:
+                self._place(module)
+            return module
+        tensors = dict(
+            named_module_tensors(module, recurse=self.place_submodules, remove_duplicate=False)
+        )
+        offloaded = self._names(module)
+        self.original_devices = {name: tensors[name].device for name in offloaded}
+        if self.weights_map is None:
+            self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
+        for name in tensors:
+            if name in self.original_devices:
+                set_module_tensor_to_device(module, name, "meta")
+            elif self.execution_device is not None:
+                self._moved[name] = tensors[name].device
+                set_module_tensor_to_device(module, name, self.execution_device)
+        return module
+
+    def _place(self, module: nn.Module) -> None:
+        assert self.execution_device is not None
+        for name, _ in named_module_tensors(
+            module, recurse=self.place_submodules, remove_duplicate=False
+        ):
+            set_module_tensor_to_device(
+                module, name, self.execution_device, tied_params_map=self.tied_params_map
+            )
+
+    def load(self, module: nn.Module) -> None:
+        """Bring the offloaded weights to the execution device."""
+        assert self.weights_map is not None
+        device = self.execution_device or default_device()
+        for name in self._names(module):
+            value = self.weights_map[name]
+            key = value.data_ptr()
+            copies = self.tied_params_map.get(key) if self.tied_params_map else None
+            if copies is not None and device not in copies:
+                self._loaded_copies.append((key, device))
+            set_module_tensor_to_device(
+                module, name, device, value=value, tied_params_map=self.tied_params_map
+            )
+
+    def unload(self, module: nn.Module) -> None:
+        """Drop the loaded weights; what they are stays in `weights_map`."""
+        for name in self._names(module):
+            set_module_tensor_to_device(module, name, "meta", clear_cache=False)
+        for key, device in self._loaded_copies:
+            if self.tied_params_map is not None:
+                self.tied_params_map[key].pop(device, None)
+        self._loaded_copies.clear()
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Call:
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.offload:
+            self.load(module)
+        if self.execution_device is None:
+            return args, kwargs
+        return (
+            send_to_device(args, self.execution_device),
+            send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
+        )
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if self.offload:
+            self.unload(module)
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        if self.offload and self.weights_map is not None:
+            for name, device in self.original_devices.items():
+                # What was on meta before comes back where the weights are kept.
+                home = torch.device("cpu") if device.type == "meta" else device
+                set_module_tensor_to_device(module, name, home, value=self.weights_map[name])
+        if self.execution_device is not None and self.execution_device.type != "meta":
+            for name, device in self._moved.items():
+                set_module_tensor_to_device(module, name, device)
+        return module
+
+
+class CpuOffload(ModelHook):
+    """Keep a whole module on the CPU and move it to a device when it is called.
+
+    It stays there until another module's hook, or the user, sends it back.
+
+    Args:
+        execution_device: where forward runs; by default the accelerator, if there is one.
+        prev_module_hook: the hook of the module to send back first, to make room.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
+    ) -> None:
+        self.execution_device = (
+            default_device() if execution_device is None else as_device(execution_device)
+        )
+        self.prev_module_hook = prev_module_hook
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Call:
+        here = find_device(list(module.parameters()))
+        if here is not None and here != self.execution_device:
+            if self.prev_module_hook is not None:
+                self.prev_module_hook.offload()
+            module.to(self.execution_device)
+        return (
+            send_to_device(args, self.execution_device),
+            send_to_device(kwargs, self.execution_device),
+        )
+
+
+class UserCpuOffloadHook:
+    """The handle that `cpu_offload_with_hook` returns: send the model back, or free it."""
+
+    def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Move the model to the CPU."""
+        self.hook.init_hook(self.model)
+        clear_device_cache()
+
+    def remove(self) -> None:
+        """Detach the hook; the model stays where it is."""
+        remove_hook_from_module(self.model)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Store a module's weights in a small dtype, and cast them up for each forward.
+
+    For inference: between forwards the weights are only as exact as the storage dtype.
+    """
+
+    def __init__(
+        self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool
+    ) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Call:
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output

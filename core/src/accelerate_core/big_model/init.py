@@ -1,0 +1,65 @@
+"""Building models whose weights take no memory, or appear on a device at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from accelerate_core.helpers.environment import parse_flag_from_env
+from accelerate_core.helpers.tensors import Device, as_device
+
+__all__ = ["init_empty_weights", "init_on_device"]
+
+_INCLUDE_BUFFERS = "ACCELERATE_INIT_INCLUDE_BUFFERS"
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Build models on the meta device: shapes and dtypes, no data.
+
+    Args:
+        include_buffers: buffers too. By default `ACCELERATE_INIT_INCLUDE_BUFFERS` says, else
+            they keep their data, for few checkpoints hold what a buffer was computed from.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     model = nn.Linear(100_000, 100_000)
+    """
+    with init_on_device("meta", include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: Device, include_buffers: bool | None = None) -> Iterator[None]:
+    """Build models with their parameters on a device, each moved when it is registered.
+
+    Args:
+        device: where to.
+        include_buffers: create every tensor there; see `init_empty_weights`.
+    """
+    target = as_device(device)
+    if include_buffers is None:
+        include_buffers = parse_flag_from_env(_INCLUDE_BUFFERS)
+    if include_buffers:
+        with target:
+            yield
+        return
+
+    def moved(module: nn.Module, name: str, parameter: Any) -> Any:
+        # One that is there already is kept as it is, and so stays tied.
+        if not isinstance(parameter, nn.Parameter) or parameter.device == target:
+            return None
+        rebuild: Any = type(parameter)
+        new = rebuild(parameter.detach().to(target), requires_grad=parameter.requires_grad)
+        new.__dict__.update(parameter.__dict__)
+        return new
+
+    handle = register_module_parameter_registration_hook(moved)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,227 @@
+"""Weights on disk: one plain file of bytes per tensor, and an index of dtypes and shapes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
+from accelerate_core.helpers.tensors import (
+    Device,
+    as_device,
+    set_module_tensor_to_device,
+    torch_dtype,
+)
+
+__all__ = [
+    "OffloadedWeightsLoader",
+    "PrefixedDataset",
+    "extract_submodules_state_dict",
+    "load_offload_index",
+    "load_offloaded_weight",
+    "load_offloaded_weights",
+    "offload_state_dict",
+    "offload_weight",
+    "save_offload_index",
+]
+
+INDEX_NAME = "index.json"
+Index = dict[str, dict[str, Any]]
+
+
+def offload_weight(
+    weight: torch.Tensor,
+    weight_name: str,
+    offload_folder: str | Path,
+    index: Index | None = None,
+) -> Index:
+    """Write one tensor to `<weight_name>.dat` in a folder and note it in the index.
+
+    Args:
+        weight: any dense tensor.
+        weight_name: its name in the model.
+        offload_folder: created where missing.
+        index: what is known so far; changed and returned.
+    """
+    index = {} if index is None else index
+    folder = Path(offload_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{weight_name}.dat"
+    path.unlink(missing_ok=True)
+    if weight.numel():
+        mapped = torch.from_file(str(path), shared=True, size=weight.numel(), dtype=weight.dtype)
+        mapped.copy_(weight.detach().reshape(-1))
+    else:
+        path.touch()
+    dtype = str(weight.dtype).removeprefix("torch.")
+    index[weight_name] = {"dtype": dtype, "shape": list(weight.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """Return one tensor, mapped from its file: bytes are read when they are used.
+
+    Writing to it does not change the file.
+
+    Args:
+        weight_file: the `.dat` file.
+        weight_info: `dtype` and `shape`, as in the index.
+
+    Raises:
+        CheckpointError: the file is missing or shorter than dtype and shape demand.
+    """
+    shape, dtype = list(weight_info["shape"]), torch_dtype(weight_info["dtype"])
+    count, path = math.prod(shape), Path(weight_file)
+    size = path.stat().st_size if path.is_file() else -1
+    if size < count * dtype.itemsize:
+        found = f"has {size} bytes" if size >= 0 else "does not exist"
+        raise CheckpointError(
+            f"The offloaded weight {path} {found}; {dtype} of shape {shape} needs"
+            f" {count * dtype.itemsize}."
+        )
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_file(str(path), shared=False, size=count, dtype=dtype).reshape(shape)
+
+
+def save_offload_index(index: Index, offload_folder: str | Path) -> None:
+    """Write the index to `index.json`, over what the folder's index holds already."""
+    folder = Path(offload_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / INDEX_NAME
+    merged = {**(load_offload_index(folder) if path.is_file() else {}), **index}
+    path.write_text(json.dumps(merged, indent=2), encoding="utf-8")
+
+
+def load_offload_index(offload_folder: str | Path) -> Index:
+    """Read the index of a folder.
+
+    Raises:
+        CheckpointError: it is missing or not JSON.
+    """
+    path = Path(offload_folder) / INDEX_NAME
+    try:
+        index: Index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"Cannot read the index of offloaded weights {path}: {error}"
+        ) from error
+    return index
+
+
+def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write a state dict to a folder, tensor by tensor, with its index."""
+    index: Index = {}
+    for name, weight in state_dict.items():
+        offload_weight(weight, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def load_offloaded_weights(
+    model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | Path
+) -> None:
+    """Put offloaded weights back into a model, on the CPU."""
+    for name, info in index.items():
+        weight = load_offloaded_weight(_file_of(name, info, Path(offload_folder)), info)
+        set_module_tensor_to_device(model, name, "cpu", value=weight)
+
+
+def _file_of(name: str, info: Mapping[str, Any], folder: Path) -> Path:
+    # A tied weight's entry points to the file of the name it was stored under.
+    return folder / str(info.get("file", f"{name}.dat"))
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """A mapping seen from inside a module: every key is looked up with the module's prefix."""
+
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        for key in self.dataset:
+            if key.startswith(self.prefix):
+                yield key.removeprefix(self.prefix)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights by name, some in memory and the rest mapped from disk when asked for.
+
+    Args:
+        state_dict: those in memory.
+        save_folder: the folder of those on disk.
+        index: what is on disk, by default the folder's `index.json`. An entry is either
+            `dtype` and `shape`, or `safetensors_file`, `weight_name` and optionally `dtype`.
+        device: where tensors from safetensors files are put; the CPU by default.
+
+    Raises:
+        ConfigurationError: neither of the first three is given, or an index has no folder.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | Path | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: Device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigurationError("Give a state_dict, a save_folder or an index.")
+        self.state_dict = dict(state_dict or {})
+        self.save_folder = None if save_folder is None else Path(save_folder)
+        if index is None:
+            index = load_offload_index(self.save_folder) if self.save_folder else {}
+        self.index = index
+        self.device = torch.device("cpu") if device is None else as_device(device)
+        self.all_keys = [*self.state_dict, *(key for key in index if key not in self.state_dict)]
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        if key not in self.index:
+            raise KeyError(f"No offloaded weight {key!r}.{did_you_mean(key, self.all_keys)}")
+        info = self.index[key]
+        if info.get("safetensors_file") is not None:
+            return self._from_safetensors(key, info)
+        if self.save_folder is None:
+            raise ConfigurationError(f"The offloaded weight {key!r} needs a save_folder.")
+        return load_offloaded_weight(_file_of(key, info, self.save_folder), info)
+
+    def _from_safetensors(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
+        from safetensors import safe_open
+
+        name = info.get("weight_name", key)
+        with safe_open(info["safetensors_file"], framework="pt", device="cpu") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        dtype = torch_dtype(info["dtype"]) if "dtype" in info else None
+        return tensor.to(self.device, dtype=dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Return the entries that belong to the named modules; `""` names the whole model."""
+    names = list(submodule_names)
+    return {
+        key: value
+        for key, value in state_dict.items()
+        if any(name == "" or key == name or key.startswith(f"{name}.") for name in names)
+    }
