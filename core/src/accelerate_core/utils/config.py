@@ -1,0 +1,49 @@
+"""Writing a config file for this machine without asking."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import yaml
+
+from accelerate_core.configuration import default_config_path
+from accelerate_core.helpers.environment import get_current_device_type
+from accelerate_core.plugins import find
+
+__all__ = ["write_basic_config"]
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | Path | None = None
+) -> Path | bool:
+    """Write a config file that uses all accelerators of this machine, or else one CPU process.
+
+    Args:
+        mixed_precision: name of an installed precision.
+        save_location: the file; by default where `launch` looks for it.
+
+    Returns:
+        The path, or False where a file was there already, which is kept.
+
+    Raises:
+        ConfigurationError: no such precision.
+    """
+    path = Path(save_location) if save_location is not None else default_config_path(os.environ)
+    if path.exists():
+        return False
+    precision = find("precision", mixed_precision.lower(), because="write_basic_config").name
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": get_current_device_type()[1] if count > 1 else "NO",
+        "mixed_precision": precision,
+        "num_machines": 1,
+        "num_processes": max(count, 1),
+        "use_cpu": count == 0,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path

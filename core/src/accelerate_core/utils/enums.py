@@ -1,0 +1,23 @@
+"""Enumerations that only user code and config files speak of."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from accelerate_core.configuration import OpenEnum
+
+__all__ = ["DynamoBackend", "SageMakerDistributedType"]
+
+
+class DynamoBackend(OpenEnum):
+    """A compiler of `torch.compile`; any name it knows may be used, `NO` is none."""
+
+    _known: ClassVar[list[str]] = ["NO", "EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS", "TVM"]
+    _upper: ClassVar[bool] = True
+
+
+class SageMakerDistributedType(OpenEnum):
+    """How a SageMaker job is spread, as written in config files."""
+
+    _known: ClassVar[list[str]] = ["NO", "DATA_PARALLEL", "MODEL_PARALLEL"]
+    _upper: ClassVar[bool] = True

@@ -1,0 +1,112 @@
+"""What user code asks of models and precision outside of an Accelerator."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate_core.collectives import convert_to_fp32
+from accelerate_core.compilation import strip_compiled
+from accelerate_core.helpers.tensors import default_device
+from accelerate_core.runtime import current_user
+from accelerate_core.step.forward import unwrap_forward
+
+__all__ = [
+    "convert_outputs_to_fp32",
+    "extract_model_from_parallel",
+    "get_grad_scaler",
+    "get_mixed_precision_context_manager",
+    "has_4bit_bnb_layers",
+    "is_peft_model",
+]
+
+_PARALLEL = "torch.nn.parallel."
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Return what torch's own parallel containers hold."""
+    while str(type(model).forward.__module__).startswith(_PARALLEL):
+        model = next(model.children())
+    return model
+
+
+def extract_model_from_parallel(
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> nn.Module:
+    """Return the model a user made, out of what it was wrapped in for parallel running.
+
+    The active backend unwraps its own containers; torch's are known here.
+
+    Args:
+        model: wrapped or not.
+        keep_fp32_wrapper: False removes the mixed precision around its forward.
+        keep_torch_compile: False removes its compilation.
+        recursive: look into submodules too; those wrapped are replaced in place.
+    """
+    user = current_user()
+    inner = _inside(model)
+    if user is not None:
+        inner = _inside(user.unwrap_model(inner))
+    if recursive:
+        for name, child in inner.named_children():
+            found = extract_model_from_parallel(child, recursive=True)
+            if found is not child:
+                setattr(inner, name, found)
+    if not keep_fp32_wrapper:
+        unwrap_forward(inner)
+    return inner if keep_torch_compile else strip_compiled(inner)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a forward so that 16 bit floating point tensors of its output become float32."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Make a gradient scaler for the current device; `distributed_type` is not needed."""
+    return torch.amp.GradScaler(default_device().type, **kwargs)
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: Any = None
+) -> AbstractContextManager[Any]:
+    """Return the autocast of the latest Accelerator, or torch's own if there is none.
+
+    Without `native_amp` nothing is cast.
+    """
+    if not native_amp:
+        return nullcontext()
+    user = current_user()
+    if user is not None:
+        entered: AbstractContextManager[Any] = user.autocast(autocast_handler=autocast_kwargs)
+        return entered
+    options = autocast_kwargs.to_kwargs() if autocast_kwargs is not None else {}
+    return torch.autocast(default_device().type, **options)
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Say whether a model, unwrapped, is one of peft's; nothing is imported for it."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Say whether a model holds 4 bit linear layers of bitsandbytes."""
+    return any(
+        type(module).__module__.startswith("bitsandbytes") and "4bit" in type(module).__name__
+        for module in model.modules()
+    )

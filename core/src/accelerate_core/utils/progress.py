@@ -1,0 +1,45 @@
+"""Progress bars that only one process of a machine draws."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from accelerate_core import runtime
+from accelerate_core.errors import MissingPluginError
+
+__all__ = ["tqdm"]
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Make a `tqdm.auto.tqdm`, by default disabled except on the first process of a machine.
+
+    Args:
+        args: those of tqdm; the first is what to iterate over.
+        main_process_only: False draws one bar per process.
+        kwargs: those of tqdm.
+
+    Raises:
+        MissingPluginError: tqdm is not installed.
+    """
+    if args and isinstance(args[0], bool):
+        raise TypeError("tqdm() takes main_process_only as a keyword: tqdm(iterable, ...).")
+    try:
+        library: Any = importlib.import_module("tqdm.auto")
+    except ImportError as error:
+        raise MissingPluginError(
+            "Progress bars need tqdm. Install it with: pip install accelerate-core[tqdm]",
+            name="tqdm",
+        ) from error
+    if main_process_only and _local_index() != 0:
+        kwargs["disable"] = True
+    return library.tqdm(*args, **kwargs)
+
+
+def _local_index() -> int:
+    # A progress bar is no reason to start a process group.
+    running = runtime.running()
+    if running is not None:
+        return running.local_process_index
+    return runtime.read_topology(os.environ).local_process_index

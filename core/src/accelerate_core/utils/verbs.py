@@ -1,0 +1,91 @@
+"""The collectives as free functions: they use the communicator of the latest Accelerator.
+
+Without an Accelerator they use this process's own, started by whoever needs it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from accelerate_core import collectives
+from accelerate_core.data import rng
+from accelerate_core.state import current_communicator
+
+__all__ = [
+    "broadcast",
+    "broadcast_object_list",
+    "copy_tensor_to_devices",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+    "wait_for_everyone",
+]
+
+
+def gather(tensor: Any) -> Any:
+    """Join the tensors of all processes on their first dimension; see `Accelerator.gather`."""
+    return collectives.gather(tensor, current_communicator())
+
+
+def gather_object(object: Any) -> Any:
+    """Join the lists of picklable objects of all processes, in rank order."""
+    return collectives.gather_object(object, current_communicator())
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Combine the tensors of all processes: `"mean"`, `"sum"`, `"max"`, `"min"`, `"none"`."""
+    return collectives.reduce(tensor, reduction, scale, comm=current_communicator())
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Give every process the tensors of one."""
+    return collectives.broadcast(tensor, from_process, comm=current_communicator())
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Give every process the picklable objects of one; the list is filled and returned."""
+    return collectives.broadcast_object_list(object_list, from_process, comm=current_communicator())
+
+
+def pad_across_processes(
+    tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+) -> Any:
+    """Pad the tensors of all processes to the longest along a dimension."""
+    return collectives.pad_across_processes(
+        tensor, dim, pad_index, pad_first, comm=current_communicator()
+    )
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Give every process the tensor that one of them passes."""
+    copied: torch.Tensor = collectives.copy_tensor_to_devices(tensor, comm=current_communicator())
+    return copied
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process is here."""
+    current_communicator().barrier()
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+    """Give every process the state of rank 0's generator of one type, or of `generator`."""
+    kind = rng_type if rng_type is not None else "generator" if generator is not None else "torch"
+    synchronize_rng_states([kind], generator)
+
+
+def synchronize_rng_states(
+    rng_types: Iterable[Any], generator: torch.Generator | None = None
+) -> None:
+    """Give every process the states of rank 0's generators.
+
+    Args:
+        rng_types: `"torch"`, `"generator"`, or a type of device such as `"cuda"`.
+        generator: the one that `"generator"` means.
+    """
+    rng.synchronize_rng_states(rng_types, generator, current_communicator())
