@@ -1,0 +1,22 @@
+"""Where tables are printed."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["console"]
+
+#: Columns where there is no terminal: a log should not break lines as a narrow window does.
+_WIDTH = 160
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console on the present stdout or stderr."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else _WIDTH)

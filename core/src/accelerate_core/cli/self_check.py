@@ -1,0 +1,200 @@
+"""What `accelerate-core test` runs on every rank: each check compares with the plain answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate_core.accelerator import Accelerator
+from accelerate_core.collectives.ops import broadcast
+from accelerate_core.configuration import DataLoaderConfiguration
+
+__all__ = ["main"]
+
+SAMPLES = 37  # no multiple of a batch, so that the last one is short on some rank
+STEPS = 4
+BATCH = 8
+
+
+def check_ranks(accelerator: Accelerator) -> str:
+    """Every rank is there once, and exactly one is the main process."""
+    mine = torch.tensor([accelerator.process_index], device=accelerator.device)
+    ranks = accelerator.gather(mine).tolist()
+    _equal(ranks, list(range(accelerator.num_processes)), "ranks")
+    mains = accelerator.communicator.gather_object(accelerator.is_main_process)
+    _equal(sum(mains), 1, "number of main processes")
+    return f"{accelerator.num_processes} process(es) on {accelerator.device.type}"
+
+
+def check_collectives(accelerator: Accelerator) -> str:
+    """Gather, reduce, broadcast and pad nested data."""
+    rank, size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    tree = {
+        "a": torch.full((2, 3), float(rank), device=device),
+        "b": [torch.tensor([rank], device=device), (torch.tensor([rank % 2 == 0], device=device),)],
+    }
+    gathered = accelerator.gather(tree)
+    _equal(
+        gathered["a"][:, 0].tolist(), [float(r) for r in range(size) for _ in range(2)], "gather"
+    )
+    _equal(gathered["b"][1][0].tolist(), [r % 2 == 0 for r in range(size)], "gather of bool")
+    total = accelerator.reduce({"x": torch.tensor([rank + 1.0], device=device)}, "sum")
+    _equal(total["x"].item(), size * (size + 1) / 2, "reduce")
+    sent = broadcast(
+        {"x": torch.tensor([float(rank)], device=device)}, size - 1, comm=accelerator.communicator
+    )
+    _equal(sent["x"].item(), float(size - 1), "broadcast")
+    padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=device))
+    _equal(padded.shape[0], size, "length after padding")
+    return "gather, reduce, broadcast, pad"
+
+
+def check_sharded_loader(accelerator: Accelerator) -> str:
+    """Every sample is seen once when the ranks share a loader out."""
+    return _every_sample_once(accelerator)
+
+
+def check_dispatching_loader(accelerator: Accelerator) -> str:
+    """Every sample is seen once when the main process reads and sends."""
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    return _every_sample_once(Accelerator(dataloader_config=config))
+
+
+def _every_sample_once(accelerator: Accelerator) -> str:
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=4, shuffle=True)
+    loader = accelerator.prepare(data)
+    for _ in range(2):
+        seen = [accelerator.gather_for_metrics(batch[0]) for batch in loader]
+        _equal(sorted(torch.cat(seen).tolist()), list(range(SAMPLES)), "samples")
+    return f"{SAMPLES} samples, 2 epochs"
+
+
+def check_training(accelerator: Accelerator) -> str:
+    """Training over the ranks follows plain PyTorch on the whole batch."""
+    size = accelerator.num_processes
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(STEPS * BATCH * size, 6, generator=generator)
+    targets = inputs.sum(dim=1, keepdim=True)
+    expected = _train_plainly(inputs, targets, BATCH * size)
+
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = DataLoader(TensorDataset(inputs, targets), batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data)
+    for batch, target in loader:
+        loss = nn.functional.mse_loss(model(batch), target)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    full = accelerator.mixed_precision == "no"
+    # Other precisions round, and a gradient scaler may skip its first steps.
+    tolerance = 1e-4 if full else 0.5
+    error = max(float((state[k].cpu().float() - v).abs().max()) for k, v in expected.items())
+    if not error <= tolerance:
+        raise AssertionError(f"weights differ from plain PyTorch by {error:.2g} (> {tolerance:g})")
+    return f"{STEPS} steps, precision {accelerator.mixed_precision}, off by {error:.1g}"
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _train_plainly(
+    inputs: torch.Tensor, targets: torch.Tensor, batch: int
+) -> dict[str, torch.Tensor]:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for start in range(0, len(inputs), batch):
+        chunk = slice(start, start + batch)
+        torch.autograd.backward(nn.functional.mse_loss(model(inputs[chunk]), targets[chunk]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def check_saving(accelerator: Accelerator) -> str:
+    """What `save_state` writes is what `load_state` brings back."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(2, 6, device=accelerator.device)).sum())
+    optimizer.step()
+    saved = [p.detach().clone() for p in model.parameters()]
+    made = tempfile.mkdtemp() if accelerator.is_main_process else ""
+    folder = accelerator.communicator.broadcast_object(made)
+    path = accelerator.save_state(str(Path(folder) / "state"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    accelerator.load_state(path or str(Path(folder) / "state"))
+    for before, now in zip(saved, model.parameters(), strict=True):
+        if not torch.equal(before, now.detach()):
+            raise AssertionError("weights differ after save_state and load_state")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        _remove(folder)
+    return "save_state, load_state"
+
+
+def _remove(folder: str) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _equal(got: object, expected: object, what: str) -> None:
+    if got != expected:
+        raise AssertionError(f"{what}: {got!r} instead of {expected!r}")
+
+
+CHECKS: tuple[tuple[str, Callable[[Accelerator], str]], ...] = (
+    ("ranks", check_ranks),
+    ("collectives", check_collectives),
+    ("sharded loader", check_sharded_loader),
+    ("dispatching loader", check_dispatching_loader),
+    ("training", check_training),
+    ("saving", check_saving),
+)
+
+
+def main(output: str) -> int:
+    """Run all checks; the main process appends one JSON line per check to `output`."""
+    # One step per batch, whatever is configured: the training check counts them.
+    accelerator = Accelerator(gradient_accumulation_steps=1)
+    failed = 0
+    for name, check in CHECKS:
+        start = time.perf_counter()
+        detail, problem = "", ""
+        try:
+            detail = check(accelerator)
+        except AssertionError as error:
+            problem = f"rank {accelerator.process_index}: {error}"
+        problems = [said for said in accelerator.communicator.gather_object(problem) if said]
+        failed += bool(problems)
+        result: dict[str, Any] = {
+            "name": name,
+            "detail": detail,
+            "error": "; ".join(problems),
+            "seconds": time.perf_counter() - start,
+        }
+        if accelerator.is_main_process:
+            with Path(output).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+        accelerator.free_memory()
+    accelerator.end_training()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

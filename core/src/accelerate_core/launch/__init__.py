@@ -1,0 +1,52 @@
+"""How processes are started: from the command line, from a notebook, from a test.
+
+`make_plan` decides what is to run and why, a launcher turns the plan into a
+command and `start` runs it; `notebook_launcher` and `debug_launcher` start a
+function instead. Nothing here imports torch before a function is launched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerate_core.launch.notebook import (
+        PrepareForLaunch,
+        debug_launcher,
+        notebook_launcher,
+    )
+    from accelerate_core.launch.plan import LaunchPlan, Target
+    from accelerate_core.launch.resolve import make_plan
+    from accelerate_core.launch.start import child_environment, choose_launcher, start
+
+__all__ = [
+    "LaunchPlan",
+    "PrepareForLaunch",
+    "Target",
+    "child_environment",
+    "choose_launcher",
+    "debug_launcher",
+    "make_plan",
+    "notebook_launcher",
+    "start",
+]
+
+_HOME = {
+    "LaunchPlan": "plan",
+    "Target": "plan",
+    "make_plan": "resolve",
+    "child_environment": "start",
+    "choose_launcher": "start",
+    "start": "start",
+    "PrepareForLaunch": "notebook",
+    "debug_launcher": "notebook",
+    "notebook_launcher": "notebook",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

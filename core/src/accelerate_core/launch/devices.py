@@ -1,0 +1,83 @@
+"""What this machine has, found out without importing torch into the launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata, util
+from pathlib import Path
+
+from accelerate_core.errors import ConfigurationError
+
+__all__ = ["count_accelerators", "threads_for", "torch_build", "visible_devices_variable"]
+
+_BUILD = re.compile(r"^(cuda|hip|rocm|xpu)\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+_COUNT = "import torch; a = torch.accelerator; print(a.device_count() if a.is_available() else 0)"
+
+#: The variable that hides devices, by what torch was built for. ROCm reads CUDA's.
+_VISIBLE = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "hip": "CUDA_VISIBLE_DEVICES",
+    "rocm": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+}
+
+
+def torch_build() -> dict[str, str]:
+    """Return what torch was built for, such as `{"cuda": "12.8"}`; empty for a CPU build."""
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    return dict(_BUILD.findall(text))
+
+
+def count_accelerators(environ: Mapping[str, str]) -> int:
+    """Return how many accelerators torch sees, 0 on a CPU machine.
+
+    A CPU build without device extensions is answered at once; else torch itself
+    is asked in a process of its own, so that no device is touched by this one.
+    """
+    if not torch_build() and not metadata.entry_points(group="torch.backends"):
+        return 0
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _COUNT],
+            env=dict(environ),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        return int(done.stdout.split()[-1])
+    except (subprocess.SubprocessError, ValueError, IndexError):
+        return 0
+
+
+def visible_devices_variable() -> str:
+    """Return the environment variable that selects devices for this build of torch.
+
+    Raises:
+        ConfigurationError: the build has no such variable that we know of.
+    """
+    for name in torch_build():
+        return _VISIBLE[name]
+    raise ConfigurationError(
+        "gpu_ids was given, but the installed torch is a CPU build. Leave gpu_ids out, or select "
+        "the devices with your vendor's own environment variable."
+    )
+
+
+def threads_for(processes: int) -> int:
+    """Return how many CPU threads each of `processes` on this machine should use."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // max(1, processes))

@@ -1,0 +1,68 @@
+"""Turn a plan into a running program; the launcher's process becomes that program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import NoReturn, Protocol
+
+from accelerate_core.launch.plan import LaunchPlan
+from accelerate_core.launch.simple import SimpleLauncher
+from accelerate_core.launch.torchrun import TorchrunLauncher
+
+__all__ = ["LAUNCHERS", "Launcher", "child_environment", "choose_launcher", "start"]
+
+
+class Launcher(Protocol):
+    """Turns plans into commands; a plugin of kind `launcher` is a class of this form.
+
+    It may also have `launch_environment(plan)`, a mapping of variables for the children.
+    """
+
+    name: str
+
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether this launcher can start the plan."""
+        ...
+
+    def launch_command(self, plan: LaunchPlan) -> list[str]:
+        """Return the command that starts the plan on this machine."""
+        ...
+
+
+#: Asked in this order, unless the plan names one.
+LAUNCHERS: dict[str, Launcher] = {
+    launcher.name: launcher for launcher in (SimpleLauncher(), TorchrunLauncher())
+}
+
+
+def choose_launcher(plan: LaunchPlan) -> Launcher:
+    """Return the launcher that starts `plan`: the one it names, else the first that accepts it."""
+    if plan.launcher is None:
+        return next(launcher for launcher in LAUNCHERS.values() if launcher.accepts(plan))
+    if plan.launcher in LAUNCHERS:
+        return LAUNCHERS[plan.launcher]
+    from accelerate_core.plugins import find
+
+    origin = plan.because["launcher"].origin if "launcher" in plan.because else "the launch plan"
+    launcher: Launcher = find("launcher", plan.launcher, because=origin).load()()
+    return launcher
+
+
+def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the whole environment of the children; `environ` is left as it is."""
+    contribute = getattr(choose_launcher(plan), "launch_environment", None)
+    return {**environ, **plan.environment, **(contribute(plan) if contribute else {})}
+
+
+def start(plan: LaunchPlan, environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by the plan's command, so that signals reach it directly."""
+    command = choose_launcher(plan).launch_command(plan)
+    environment = child_environment(plan, environ)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name == "nt":  # exec on Windows detaches from the console
+        sys.exit(subprocess.call(command, env=environment))
+    os.execvpe(command[0], command, environment)

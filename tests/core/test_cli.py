@@ -1,0 +1,171 @@
+"""The command line: light to start, clear in its answers."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from launched import clean_environment, run_cli
+
+from accelerate_core.cli import cli
+from accelerate_core.cli.env import environment_report
+
+COMMANDS = ("launch", "env", "plugins", "test")
+HELP = [[], *([name] for name in COMMANDS)]
+
+
+@pytest.mark.parametrize("command", HELP, ids=lambda c: c[0] if c else "top")
+def test_help_never_imports_torch_and_is_quick(command: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from accelerate_core.cli import cli\n"
+        f"cli.main({[*command, '--help']!r}, standalone_mode=False)\n"
+        "heavy = {'torch', 'numpy', 'pydantic'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if 'torch' in heavy else 0)\n"
+    )
+    times = []
+    for _ in range(3):
+        start = _seconds_of_children()
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        times.append(_seconds_of_children() - start)
+        assert done.returncode == 0, done.stderr
+        assert "Usage:" in done.stdout
+    assert min(times) < 0.5
+
+
+def _seconds_of_children() -> float:
+    """Return the processor time of ended children: unlike the clock, no matter what else runs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_all_commands_have_a_line_in_the_help() -> None:
+    output = CliRunner().invoke(cli, ["--help"]).output
+    assert all(name in output for name in COMMANDS)
+
+
+@pytest.mark.parametrize("module", ["accelerate_core", "accelerate_core.cli"])
+def test_version(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.startswith("accelerate-core 0.")
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    result = CliRunner().invoke(cli, ["lunch"])
+    assert result.exit_code == 2
+    assert "Did you mean 'launch'?" in result.output
+
+
+def test_options_are_spelt_with_dashes_or_underscores(tmp_path: Path) -> None:
+    script = tmp_path / "s.py"
+    script.write_text("")
+    for option in ("--gradient_accumulation_steps", "--gradient-accumulation-steps"):
+        arguments = ["launch", "--cpu", option, "4", "--dry_run", str(script)]
+        result = CliRunner().invoke(cli, arguments)
+        assert result.exit_code == 0, result.output
+        assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in result.output
+
+
+def test_plugins_lists_what_is_installed_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from accelerate_core.cli import cli\n"
+        "cli.main(['plugins', '--json'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=clean_environment(ACCELERATE_MIXED_PRECISION="bf16"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {(row["kind"], row["name"]): row for row in json.loads(done.stdout)}
+    assert rows["precision", "bf16"]["state"] == "active"
+    assert "ACCELERATE_MIXED_PRECISION" in rows["precision", "bf16"]["because"]
+    assert rows["precision", "fp16"]["state"] == "available"
+
+
+def test_plugins_as_a_table() -> None:
+    result = CliRunner(env={"ACCELERATE_DISABLED_PLUGINS": "fp16"}).invoke(cli, ["plugins"])
+    assert result.exit_code == 0, result.output
+    assert "because" in result.output
+    assert "disabled" in result.output
+
+
+def test_env_hides_secrets_and_shows_sources() -> None:
+    environ = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_API_KEY": "hush",
+        "HF_TOKEN": "hush",
+        "PATH": "/usr/bin",
+    }
+    made = environment_report(environ)
+    assert "hush" not in json.dumps(made)
+    assert made["configuration"]["mixed_precision"] == {
+        "value": "bf16",
+        "from": "environment variable ACCELERATE_MIXED_PRECISION",
+    }
+    assert made["versions"]["torch"]
+    assert "PATH" not in made["variables"]
+
+
+def test_env_prints_json_and_tables(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("mixed_precision: bf16\n")
+    made = json.loads(run_cli("env", "--json", "--config_file", config).stdout)
+    assert made["configuration"]["mixed_precision"]["from"] == f"{config} line 1"
+    result = CliRunner().invoke(cli, ["env"])
+    assert result.exit_code == 0, result.output
+    assert "accelerate-core" in result.output
+
+
+@pytest.mark.dist
+def test_the_self_check_passes_on_two_processes() -> None:
+    done = run_cli("test", "--timeout", "100")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for check in (
+        "ranks",
+        "collectives",
+        "sharded loader",
+        "dispatching loader",
+        "training",
+        "saving",
+    ):
+        assert check in done.stdout
+    assert "2 process(es) on cpu" in done.stdout
+    assert "failed" not in done.stdout
+
+
+def test_the_self_check_in_one_process_as_json() -> None:
+    done = run_cli("test", "--cpu", "--num_processes", "1", "--json")
+    made = json.loads(done.stdout)
+    assert made["passed"], made
+    assert [check["error"] for check in made["checks"]] == [""] * 6
+
+
+def test_a_self_check_that_cannot_start_fails() -> None:
+    done = run_cli("test", "--num_processes", "1", env={"ACCELERATE_USE_CPU": "perhaps"})
+    assert done.returncode == 1
+    assert "is not a switch" in done.stderr

@@ -1,0 +1,155 @@
+"""A rank that fails ends all processes soon, and its own failure is what is shown last."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+FAULTY = Path(__file__).with_name("faulty.py")
+TIMEOUT = 120
+SOON = 20
+HIDDEN = ("ACCELERATE_", "TORCHELASTIC_", "MASTER_")
+
+pytestmark = pytest.mark.dist
+
+
+@dataclass
+class Ended:
+    """How a launch ended."""
+
+    status: int
+    output: str
+    seconds: float
+    folder: Path
+
+    @property
+    def summary(self) -> str:
+        """What torch's agent says at the end."""
+        return self.output[self.output.rindex("Root Cause") :]
+
+    def alive(self) -> list[int]:
+        """Return the ranks' process ids that still exist."""
+        pids = [int(file.read_text()) for file in self.folder.glob("pid*")]
+        return [pid for pid in pids if _exists(pid)]
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def launch(folder: Path, fault: str, *options: str) -> Ended:
+    command, environ = command_of(folder, fault, *options)
+    start = time.monotonic()
+    done = subprocess.run(
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    return Ended(done.returncode, done.stdout, time.monotonic() - start, folder)
+
+
+def command_of(folder: Path, fault: str, *options: str) -> tuple[list[str], dict[str, str]]:
+    environ = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(HIDDEN) and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environ["ACCELERATE_CONFIG_HOME"] = os.devnull
+    command = [sys.executable, "-m", "accelerate_core.cli", "launch", "--cpu", *options]
+    return [*command, "--num_processes", "2", str(FAULTY), fault, str(folder)], environ
+
+
+@pytest.mark.parametrize(
+    ("fault", "shown"),
+    [
+        ("raise", "ValueError: in the middle"),
+        ("exit", "exitcode  : 3"),
+        ("kill", "Signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_rank_that_fails_ends_all_and_is_named(tmp_path: Path, fault: str, shown: str) -> None:
+    ended = launch(tmp_path, fault)
+    assert ended.status != 0
+    assert ended.seconds < SOON
+    assert "rank      : 1" in ended.summary
+    assert shown in ended.summary
+    assert not ended.alive()
+    assert not list(tmp_path.glob("done*"))
+
+
+def test_a_rank_that_fails_before_anything_starts_ends_all(tmp_path: Path) -> None:
+    ended = launch(tmp_path, "start")
+    assert ended.status != 0
+    assert ended.seconds < SOON
+    assert "rank      : 1" in ended.summary
+    assert "ValueError: at the start" in ended.output
+
+
+def test_tensors_that_do_not_fit_end_all(tmp_path: Path) -> None:
+    ended = launch(tmp_path, "mismatch")
+    assert ended.status != 0
+    assert ended.seconds < SOON + 10
+    assert not ended.alive()
+
+
+def test_an_error_that_looks_like_an_echo_is_still_shown(tmp_path: Path) -> None:
+    ended = launch(tmp_path, "swallow")
+    assert ended.seconds < SOON
+    assert "this rank is the first to say so" in ended.output
+
+
+def test_a_signal_to_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
+    command, environ = command_of(tmp_path, "hang")
+    child = subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL)
+    try:
+        started = time.monotonic()
+        while len(list(tmp_path.glob("pid*"))) < 2:
+            assert time.monotonic() - started < 60
+            time.sleep(0.2)
+        time.sleep(0.5)
+        child.terminate()
+        child.wait(timeout=SOON)
+    finally:
+        child.kill()
+        child.wait(timeout=SOON)
+    assert not Ended(child.returncode, "", 0, tmp_path).alive()
+
+
+def test_quiet_shows_the_failure_alone_and_gives_its_status(tmp_path: Path) -> None:
+    ended = launch(tmp_path, "exit", "--quiet")
+    assert ended.status == 3
+    assert "Rank 1 failed with exit status 3." in ended.output
+    assert "ChildFailedError" not in ended.output
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+@pytest.mark.parametrize("how", ["standalone", "static"])
+def test_a_restart_goes_through(tmp_path: Path, fault: str, how: str) -> None:
+    port = ["--main_process_port", str(_free_port())] if how == "static" else []
+    ended = launch(tmp_path, fault, "--max_restarts", "1", *port)
+    assert ended.status == 0, ended.output
+    assert sorted(file.name for file in tmp_path.glob("done*")) == ["done0.1", "done1.1"]
+    assert ended.seconds < 2 * SOON
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
