@@ -30,6 +30,7 @@ from accelerate_core.facade.talking import Talking
 from accelerate_core.helpers.memory import release_memory
 from accelerate_core.plugins import ActivePlugins, find, installed
 from accelerate_core.plugins.digest import agree
+from accelerate_core.plugins.selection import plugin_arguments
 from accelerate_core.state import absent_attribute
 from accelerate_core.step import GradientState
 from accelerate_core.tracking import TrackerHub, normalise_log_with
@@ -42,8 +43,7 @@ class _ShowsPluginArguments(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        extra = {n for n in installed().triggers if n.isidentifier() and n.islower()}
-        extra -= {"always", "multi_process", *CORE_ARGUMENTS}
+        extra = plugin_arguments() - set(CORE_ARGUMENTS)
         older = ("fp16", "even_batches", "dispatch_batches")
         names = [n for n in CORE_ARGUMENTS if n not in older] + sorted(extra)
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

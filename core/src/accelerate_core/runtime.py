@@ -249,9 +249,9 @@ def _start(
         runtime.store = dist.distributed_c10d._get_default_store()
         return runtime
     if topology.num_processes > 1 or needs_group:
-        from accelerate_core import crash
+        from accelerate_core.crash import install
 
-        crash.install()
+        install()
         store = None if init_method else _store(topology, timeout)
         start = GroupStart(topology, chosen, store, comm_backend, init_method, timeout)
         (init_group or start_group)(start)
@@ -387,9 +387,9 @@ def _end_group(runtime: Runtime) -> None:
 
 
 def _end_at_exit(reference: weakref.ref[Runtime]) -> None:
-    from accelerate_core import crash
+    from accelerate_core.crash import happened
 
     runtime = reference()
     # After a crash the other ranks may never answer: leave the group to the kernel.
-    if runtime is not None and not crash.happened():
+    if runtime is not None and not happened():
         _end_group(runtime)

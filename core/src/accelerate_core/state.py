@@ -392,6 +392,9 @@ def absent_attribute(name: str, owner: str, known: list[str]) -> Any:
 
     if name in catalog.ABSENT_ATTRIBUTES:
         return catalog.ABSENT_ATTRIBUTES[name]
+    if name in catalog.METHODS:
+        command = catalog.pip_command(catalog.METHODS[name])
+        raise AttributeError(f"{owner}.{name} comes with a plugin that is not active: {command}")
     raise AttributeError(f"{owner} has no attribute {name!r}.{did_you_mean(name, known)}")
 
 

@@ -30,7 +30,7 @@ class Talking(Place):
             input_data: nested structure of tensors, or objects.
             use_gather_object: gather as objects whatever they are (tensors of differing sizes).
         """
-        leaves = list(collectives.iterate_leaves(input_data))
+        leaves = [leaf for _, leaf in collectives.iterate_leaves(input_data)]
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
         remainder = self.gradient_state.metrics_remainder()
         if as_objects:

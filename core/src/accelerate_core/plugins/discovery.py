@@ -105,6 +105,8 @@ class Installed:
 
 _BUILT_IN = (
     ("backend", "single", "accelerate_core.backend:SingleProcess"),
+    ("launcher", "simple", "accelerate_core.launch.simple:SimpleLauncher"),
+    ("launcher", "torchrun", "accelerate_core.launch.torchrun:TorchrunLauncher"),
     ("precision", "no", "accelerate_core.precision:FullPrecision"),
     ("precision", "fp16", "accelerate_core.precision:Float16"),
     ("precision", "bf16", "accelerate_core.precision:BFloat16"),

@@ -67,9 +67,14 @@ class Selection:
     """The chosen backend class, why, and what was considered."""
 
     record: PluginRecord
-    plugin: Any
     because: str
     considered: list[Considered] = field(default_factory=list)
+    given: Any = None
+
+    @property
+    def plugin(self) -> Any:
+        """The backend's class, imported now if it was not yet; or the object that was given."""
+        return self.record.load() if self.given is None else self.given
 
 
 def fired_triggers(request: Request) -> dict[str, str]:
@@ -113,7 +118,7 @@ def select_backend(wanted: Any, because: str, request: Request) -> Selection:
         record = find("backend", wanted, because=because, environ=request.environ)
         plugin = record.load()
         check_api_version(record, plugin)
-        return Selection(record, plugin, because, [Considered(record, "active", because)])
+        return Selection(record, because, [Considered(record, "active", because)])
     return _detect(request)
 
 
@@ -126,13 +131,13 @@ def _selection_of_object(wanted: Any, because: str) -> Selection:
         "backend", name, f"{cls.__module__}:{cls.__qualname__}", cls.__module__, ""
     )
     check_api_version(record, cls)
-    return Selection(record, wanted, because, [Considered(record, "active", because)])
+    return Selection(record, because, [Considered(record, "active", because)], wanted)
 
 
 def _detect(request: Request) -> Selection:
     fired = fired_triggers(request)
     disabled = disabled_names(request.environ)
-    claims: list[tuple[Claim, PluginRecord, Any]] = []
+    claims: list[tuple[Claim, PluginRecord]] = []
     considered: list[Considered] = []
     for record in installed().of_kind("backend"):
         hits = [fired[trigger] for trigger in sorted(record.triggers) if trigger in fired]
@@ -145,8 +150,8 @@ def _detect(request: Request) -> Selection:
         else:
             claim = _ask(record, hits, request, considered)
             if claim is not None:
-                claims.append((claim, record, record.load()))
-    _missing_by_catalog(request, {record.name for _, record, _ in claims})
+                claims.append((claim, record))
+    _missing_by_catalog(request, {record.name for _, record in claims})
     if claims:
         return _strongest(claims, considered)
     single = find("backend", "single", because="default")
@@ -161,7 +166,7 @@ def _detect(request: Request) -> Selection:
             f"{catalog.pip_command(catalog.SEVERAL_PROCESSES)}"
         )
     considered.append(Considered(single, "active", "one process, nothing else asked for"))
-    return Selection(single, single.load(), "one process, nothing else asked for", considered)
+    return Selection(single, "one process, nothing else asked for", considered)
 
 
 def _ask(
@@ -207,24 +212,22 @@ def _missing_by_catalog(request: Request, claimed: set[str]) -> None:
             )
 
 
-def _strongest(
-    claims: list[tuple[Claim, PluginRecord, Any]], considered: list[Considered]
-) -> Selection:
-    top = max(claim.priority for claim, _, _ in claims)
+def _strongest(claims: list[tuple[Claim, PluginRecord]], considered: list[Considered]) -> Selection:
+    top = max(claim.priority for claim, _ in claims)
     best = [entry for entry in claims if entry[0].priority == top]
     if len(best) > 1:
-        names = [record.name for _, record, _ in best]
-        reasons = "; ".join(f"{record.label}: {claim.reason}" for claim, record, _ in best)
+        names = [record.name for _, record in best]
+        reasons = "; ".join(f"{record.label}: {claim.reason}" for claim, record in best)
         raise PluginConflictError(
             f"The backends {listing(names)} claim this run with equal priority {top} ({reasons}). "
             f"Choose one: Accelerator(backend={names[0]!r}), ACCELERATE_BACKEND={names[0]}, "
             f"or keep one out with ACCELERATE_DISABLED_PLUGINS={names[-1]}."
         )
-    claim, record, plugin = best[0]
+    claim, record = best[0]
     for entry in considered:
         if entry.record is record:
             entry.state, entry.because = "active", claim.reason
-    return Selection(record, plugin, claim.reason, considered)
+    return Selection(record, claim.reason, considered)
 
 
 def select_extensions(request: Request) -> list[tuple[PluginRecord, Any, str]]:
@@ -253,11 +256,17 @@ def select_extensions(request: Request) -> list[tuple[PluginRecord, Any, str]]:
     return sorted(chosen, key=lambda entry: entry[0].name)
 
 
+def plugin_arguments() -> set[str]:
+    """Return the triggers that are constructor arguments: lower case, and no reserved word."""
+    reserved = {"always", "multi_process"}
+    return {n for n in installed().triggers if n.isidentifier() and n == n.lower()} - reserved
+
+
 def check_arguments(arguments: Mapping[str, Any], core_names: Mapping[str, Any]) -> None:
     """Refuse constructor arguments that neither the core, a plugin nor the catalog knows."""
     from accelerate_core.errors import UnknownArgumentError
 
-    known = {*core_names, *installed().triggers, *catalog.ARGUMENTS}
+    known = {*core_names, *plugin_arguments(), *catalog.ARGUMENTS}
     for name in arguments:
         if name not in known:
             raise UnknownArgumentError(

@@ -47,13 +47,17 @@ class MixedForward:
         return MixedForward(module, self._function, self._context, self._upcast)
 
     def __reduce__(self) -> Any:
-        return types.MethodType, (self._function, self._module)
+        return _bound, (self._function, self._module)
 
     @property
     def __signature__(self) -> Any:
         import inspect
 
         return inspect.signature(types.MethodType(self._function, self._module))
+
+
+def _bound(function: Callable[..., Any], module: torch.nn.Module) -> Any:
+    return types.MethodType(function, module)
 
 
 def wrap_forward(
