@@ -1,0 +1,75 @@
+# The doors. Each works on a bare clone with nothing but Python >= 3.11 and make.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard backends/*/pyproject.toml trackers/*/pyproject.toml))
+MEMBERS := core $(PLUGINS)
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+ARGS ?=
+
+.PHONY: help quickstart test soak lint format docs dist bench clean
+
+help:
+	@echo "make quickstart   train on two processes, on real data"
+	@echo "make test         all tests (ARGS='-k name' for some)"
+	@echo "make lint         ruff, mypy, import layers, generated docs"
+	@echo "make format       let ruff format the tree"
+	@echo "make docs         regenerate the generated pages"
+	@echo "make dist         build every wheel, install them into an empty environment and train"
+	@echo "make bench        compare with the peers"
+	@echo "make soak         the long forms of the tests"
+
+# torch first and from the constraints: a plain "torch" pulls gigabytes of CUDA.
+$(VENV)/base.stamp: constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed"'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -U "pip>=25.1"
+	$(PIP) install -c constraints.txt torch
+	@touch $@
+
+$(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml $(MEMBERS:%=%/pyproject.toml)
+	$(PIP) install -c constraints.txt hatchling editables
+	$(PIP) install -c constraints.txt --no-build-isolation $(MEMBERS:%=-e %)
+	$(PIP) install -c constraints.txt --group examples
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	$(PIP) install -c constraints.txt --group test --group lint
+	@touch $@
+
+quickstart: $(VENV)/run.stamp
+	$(BIN)/accelerate-core launch --cpu --num_processes 2 examples/quickstart.py
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+
+soak: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/dev.stamp
+	$(BIN)/python docs/generate.py
+
+dist: $(VENV)/dev.stamp
+	rm -rf dist
+	for member in $(MEMBERS); do $(BIN)/python -m build --no-isolation --outdir dist $$member || exit 1; done
+	$(BIN)/python -m pytest tests/packaging --wheels dist
+
+bench: $(VENV)/dev.stamp
+	$(PIP) install -c constraints.txt accelerate==1.15.0 lightning-fabric==2.6.6
+	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/gather_nested.py
+	$(BIN)/python benchmarks/cli_start.py
+
+clean:
+	rm -rf $(VENV) dist build quickstart_output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,92 @@
+"""The house: which words, imports and sizes are allowed where."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "core" / "src" / "accelerate_core"
+DISTRIBUTIONS = [ROOT / "core", *sorted(p.parent for p in ROOT.glob("backends/*/pyproject.toml"))]
+DISTRIBUTIONS += sorted(p.parent for p in ROOT.glob("trackers/*/pyproject.toml"))
+
+WORDS = re.compile(
+    r"deepspeed|megatron|fsdp|\bddp\b|DistributedDataParallel|torch_xla|\bxla\b|transformer_engine|torchao"
+    r"|msamp|wandb|tensorboard|mlflow|comet_ml|clearml|dvclive|swanlab|trackio",
+    re.IGNORECASE,
+)
+HEAVY = ("torchvision", "transformers", "datasets", "pandas", "scipy", "sklearn", "matplotlib")
+
+
+def modules_after(code: str) -> set[str]:
+    show = f"import sys; {code}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", show], capture_output=True, text=True, timeout=120, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_words_of_backends_and_trackers_occur_in_the_catalog_only() -> None:
+    found = [
+        f"{path.relative_to(CORE)}:{number}: {line.strip()}"
+        for path in sorted(CORE.rglob("*.py"))
+        if path.name != "catalog.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if WORDS.search(line)
+    ]
+    assert found == []
+
+
+def test_the_word_search_finds_what_it_looks_for() -> None:
+    catalog = (CORE / "plugins" / "catalog.py").read_text()
+    assert len(set(map(str.lower, WORDS.findall(catalog)))) > 10
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import accelerate_core",
+        "import accelerate_core.plugins; accelerate_core.plugins.installed()",
+        "import accelerate_core.cli",
+        "import accelerate_core.utils",
+    ],
+)
+def test_what_needs_no_torch_does_not_import_it(code: str) -> None:
+    assert "torch" not in modules_after(code)
+
+
+def test_importing_a_plugin_loads_nothing_heavier_than_torch() -> None:
+    plain = modules_after("import torch")
+    assert not {*HEAVY} & (modules_after("import accelerate_ddp") - plain)
+
+
+def test_an_accelerator_of_one_process_imports_no_plugin() -> None:
+    code = "from accelerate_core import Accelerator; Accelerator(cpu=True)"
+    assert "accelerate_ddp" not in modules_after(code)
+
+
+def test_layers_hold() -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("folder", DISTRIBUTIONS, ids=lambda folder: folder.name)
+def test_every_distribution_is_complete(folder: Path) -> None:
+    for name in ("README.md", "CHANGELOG.md", "pyproject.toml"):
+        assert (folder / name).read_text().strip(), name
+    assert list(folder.glob("src/*/py.typed"))
+
+
+def test_no_file_is_too_long_to_be_read() -> None:
+    paths = [path for folder in DISTRIBUTIONS for path in folder.glob("src/**/*.py")]
+    assert {str(p): n for p in paths if (n := len(p.read_text().splitlines())) > 700} == {}

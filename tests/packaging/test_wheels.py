@@ -1,0 +1,82 @@
+"""The wheels, installed into an empty environment, train."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MEMBERS = ["core", *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("*/*/pyproject.toml"))]
+MEMBERS = [member for member in MEMBERS if member.split("/")[0] in ("core", "backends", "trackers")]
+
+SCRIPT = """
+import torch
+from accelerate_core import Accelerator
+
+accelerator = Accelerator(cpu=True, process_group_timeout=60)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(64, 4)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for _ in range(5):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+accelerator.print(accelerator.backend.name, accelerator.num_processes, loss.item() < 0.05)
+accelerator.end_training()
+"""
+
+
+def run(*command: str | Path, timeout: int = 300, cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=timeout, cwd=cwd
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def wheels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = request.config.getoption("--wheels")
+    if given:
+        return Path(given).resolve()
+    out = tmp_path_factory.mktemp("wheels")
+    for member in MEMBERS:
+        run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", out, ROOT / member)
+    return out
+
+
+def test_every_member_has_a_wheel_with_its_types_and_no_tests(wheels: Path) -> None:
+    found = sorted(wheels.glob("*.whl"))
+    assert len(found) == len(MEMBERS)
+    for wheel in found:
+        names = zipfile.ZipFile(wheel).namelist()
+        assert any(name.endswith("/py.typed") for name in names), wheel.name
+        assert not [name for name in names if "test_" in Path(name).name], wheel.name
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", venv)
+    pip = (venv / "bin" / "python", "-m", "pip", "-q", "install", "-c", ROOT / "constraints.txt")
+    run(*pip, "torch", timeout=600)
+    # All at once, so that siblings are found among the wheels and nowhere else.
+    run(*pip, *sorted(wheels.glob("*.whl")), timeout=600)
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    launch = venv / "bin" / "accelerate-core"
+    for processes, backend in ((1, "single"), (2, "ddp")):
+        out = run(launch, "launch", "--cpu", "--num_processes", str(processes), script, cwd=tmp_path)
+        assert f"{backend} {processes} True" in out
+    assert "numpy" not in run(venv / "bin" / "python", "-m", "pip", "list")
