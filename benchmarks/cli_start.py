@@ -26,9 +26,15 @@ CASES = {
     "accelerate launch --help": ("accelerate", PEER),
     "import torch": ("torch", "import torch"),
     "import accelerate_core": ("accelerate_core", "import accelerate_core"),
-    "from accelerate_core import Accelerator": ("accelerate_core", "from accelerate_core import Accelerator"),
+    "from accelerate_core import Accelerator": (
+        "accelerate_core",
+        "from accelerate_core import Accelerator",
+    ),
     "from accelerate import Accelerator": ("accelerate", "from accelerate import Accelerator"),
-    "from lightning_fabric import Fabric": ("lightning_fabric", "from lightning_fabric import Fabric"),
+    "from lightning_fabric import Fabric": (
+        "lightning_fabric",
+        "from lightning_fabric import Fabric",
+    ),
 }
 
 
@@ -38,7 +44,9 @@ def main() -> None:
     for _ in range(ROUNDS):
         for name, code in there.items():
             start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+            subprocess.run(
+                [sys.executable, "-c", code], check=True, capture_output=True, timeout=120
+            )
             times[name].append(time.perf_counter() - start)
     table = Table(title=f"Whole processes, median of {ROUNDS}")
     table.add_column("")

@@ -25,7 +25,10 @@ CALLS, ROUNDS = 30, 9
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    tree = {f"layer{i}": (torch.randn(8, 16), {"y": torch.arange(8), "m": torch.ones(8).bool()}) for i in range(5)}
+    tree = {
+        f"layer{i}": (torch.randn(8, 16), {"y": torch.arange(8), "m": torch.ones(8).bool()})
+        for i in range(5)
+    }
     size = sum(t.nbytes for pair in tree.values() for t in (pair[0], *pair[1].values()))
     flat, out = torch.zeros(size, dtype=torch.uint8), torch.zeros(2 * size, dtype=torch.uint8)
     contenders: dict[str, Callable[[], Any]] = {

@@ -29,7 +29,9 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, DataLoader]:
     return model, optimizer, scheduler, DataLoader(data, batch_size=8)
 
 
-def loop(model: Any, optimizer: Any, scheduler: Any, loader: Any, backward: Any, within: Any) -> Step:
+def loop(
+    model: Any, optimizer: Any, scheduler: Any, loader: Any, backward: Any, within: Any
+) -> Step:
     """Return a function that runs one epoch of 512 steps."""
     loss_function = torch.nn.functional.mse_loss
 

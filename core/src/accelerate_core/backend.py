@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate_core import runtime
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.hookspecs import API_VERSION, Scope
+from accelerate_core.nested import send_to_device
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision, mark_hooks
 from accelerate_core.torch_talk import TorchTalk
@@ -151,8 +152,6 @@ class Backend:
         self, accelerator: Accelerator, batches: Iterator[Any], non_blocking: bool
     ) -> Iterator[Any]:
         """Move each batch to the device."""
-        from accelerate_core.collectives.nested import send_to_device
-
         for batch in batches:
             yield send_to_device(batch, accelerator.device, non_blocking=non_blocking)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_core import Accelerator, Backend, Claim, Request
-from accelerate_ddp.hooks import register
+from accelerate_ddp.hooks import has_hook, let_go, register
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 
 __all__ = ["DDPBackend"]
@@ -56,6 +57,11 @@ class DDPBackend(Backend):
         """Serve `accelerator.ddp_handler`."""
         return {"ddp_handler": self.settings}
 
+    def on_end(self, accelerator: Accelerator) -> None:
+        """Leave the group without anything under way."""
+        if accelerator.num_processes > 1 and has_hook(self.settings):
+            let_go()
+
     def prepare_model(
         self, accelerator: Accelerator, model: torch.nn.Module, evaluation_mode: bool
     ) -> torch.nn.Module:
@@ -69,7 +75,10 @@ class DDPBackend(Backend):
         if len(devices) == 1 and accelerator.device.type != "cpu" and accelerator.device in devices:
             arguments["device_ids"] = [accelerator.device.index]
             arguments["output_device"] = accelerator.device.index
-        wrapped = DistributedDataParallel(model, **arguments)
+        with warnings.catch_warnings():
+            # torch's new name for it means something else, and says so itself.
+            warnings.filterwarnings("ignore", ".*broadcast_buffers.* is deprecated", FutureWarning)
+            wrapped = DistributedDataParallel(model, **arguments)
         register(wrapped, self.settings)
         return wrapped
 

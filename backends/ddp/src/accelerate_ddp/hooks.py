@@ -1,7 +1,7 @@
 """Communication hooks: what gradients go through between ranks."""
 
-from __future__ import annotations
-
+# No postponed annotations here: torch reads those of a hook and wants the class, not its name.
+import time
 from typing import Any
 
 import torch
@@ -13,21 +13,28 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_ddp.settings import DDPCommunicationHookType as Hook
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 
-__all__ = ["bf16_compress", "register"]
+__all__ = ["bf16_compress", "has_hook", "let_go", "register"]
+
+
+def has_hook(settings: DistributedDataParallelKwargs) -> bool:
+    """Whether gradients go through a hook written in Python."""
+    return settings.comm_hook is not Hook.NO or settings.comm_wrapper is not Hook.NO
+
+
+def let_go() -> None:
+    """Let the group's threads drop the last reduction before the group may be freed.
+
+    They need the interpreter's lock for a hook in Python. Freeing a model whose group has
+    ended frees the group too, and waits for its threads *with* that lock: within the
+    milliseconds after the last backward the two would wait for each other for ever.
+    """
+    pass
 
 
 def register(model: DistributedDataParallel, settings: DistributedDataParallelKwargs) -> None:
-    """Register the hook the settings name; none for `no` without a wrapper.
-
-    Raises:
-        ValueError: a wrapper that is no compression.
-    """
-    if settings.comm_hook is Hook.NO and settings.comm_wrapper is Hook.NO:
+    """Register the hook the settings name; none for `no` without a wrapper."""
+    if not has_hook(settings):
         return
-    if settings.comm_wrapper not in (Hook.NO, Hook.FP16, Hook.BF16):
-        raise ValueError(
-            f"comm_wrapper={settings.comm_wrapper} wraps nothing; allowed are no, fp16 and bf16."
-        )
     state: Any = None
     if settings.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
         state = powerSGD_hook.PowerSGDState(None, **settings.comm_state_option)

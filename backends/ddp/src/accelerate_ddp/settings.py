@@ -6,6 +6,7 @@ import enum
 from typing import Any
 
 from accelerate_core import KwargsHandler, option, settings
+from accelerate_core.errors import ConfigurationError, listing
 
 __all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
 
@@ -26,6 +27,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     `comm_wrapper` compresses what `comm_hook` sends, to fp16 or bf16;
     `comm_state_option` are the arguments of PowerSGD's state.
+
+    Raises:
+        ConfigurationError: `comm_wrapper` is no compression.
     """
 
     dim: int = option(default=0, help="dimension along which inputs are scattered")
@@ -48,6 +52,17 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = option(
         default_factory=dict, help="arguments of the hook's state"
     )
+
+    def __post_init__(self) -> None:
+        wrappers = (
+            DDPCommunicationHookType.NO,
+            DDPCommunicationHookType.FP16,
+            DDPCommunicationHookType.BF16,
+        )
+        if self.comm_wrapper not in wrappers:
+            raise ConfigurationError(
+                f"comm_wrapper={self.comm_wrapper} wraps nothing; allowed are {listing(wrappers)}."
+            )
 
     def constructor_arguments(self) -> dict[str, Any]:
         """Return what differs from torch's own defaults, for its constructor."""

@@ -1,7 +1,21 @@
 """Collectives: nested structures over flat tensors, over whatever the backend speaks."""
 
 from accelerate_core.collectives.communicator import Communicator, ReduceOp, Scope, TalkHooks
-from accelerate_core.collectives.nested import (
+from accelerate_core.collectives.ops import (
+    CannotPadNestedTensorWarning,
+    broadcast,
+    broadcast_object_list,
+    copy_tensor_to_devices,
+    gather,
+    gather_object,
+    gather_uneven,
+    pad_across_processes,
+    reduce,
+    scatter,
+)
+from accelerate_core.collectives.verify import describe
+from accelerate_core.errors import DistributedOperationException
+from accelerate_core.nested import (
     TensorInformation,
     concatenate,
     convert_to_fp32,
@@ -22,20 +36,6 @@ from accelerate_core.collectives.nested import (
     send_to_device,
     slice_tensors,
 )
-from accelerate_core.collectives.ops import (
-    CannotPadNestedTensorWarning,
-    broadcast,
-    broadcast_object_list,
-    copy_tensor_to_devices,
-    gather,
-    gather_object,
-    gather_uneven,
-    pad_across_processes,
-    reduce,
-    scatter,
-)
-from accelerate_core.collectives.verify import describe
-from accelerate_core.errors import DistributedOperationException
 from accelerate_core.torch_talk import TorchTalk
 
 __all__ = [

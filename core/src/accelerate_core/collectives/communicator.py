@@ -16,7 +16,6 @@ from accelerate_core.torch_talk import ReduceOp, Scope
 __all__ = ["Communicator", "ReduceOp", "Scope", "TalkHooks"]
 
 
-
 @runtime_checkable
 class TalkHooks(Protocol):
     """The owner hooks a communicator calls, bound to their accelerator already.

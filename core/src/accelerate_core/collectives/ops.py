@@ -15,14 +15,6 @@ from typing import Any, TypeVar, get_args
 import torch
 
 from accelerate_core.collectives.communicator import Communicator, ReduceOp
-from accelerate_core.collectives.nested import (
-    TensorInformation,
-    get_data_structure,
-    initialize_tensors,
-    iterate_leaves,
-    map_leaves,
-    recursively_apply,
-)
 from accelerate_core.collectives.packing import Layout, layout_of, pack, unpack, unpack_rows
 from accelerate_core.collectives.verify import verify
 from accelerate_core.errors import (
@@ -30,6 +22,14 @@ from accelerate_core.errors import (
     DistributedOperationException,
     did_you_mean,
     listing,
+)
+from accelerate_core.nested import (
+    TensorInformation,
+    get_data_structure,
+    initialize_tensors,
+    iterate_leaves,
+    map_leaves,
+    recursively_apply,
 )
 
 __all__ = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from accelerate_core.collectives.nested import TensorInformation
+from accelerate_core.nested import TensorInformation
 from accelerate_core.torch_talk import as_bytes
 
 __all__ = ["Layout", "Segment", "layout_of", "pack", "unpack", "unpack_rows"]

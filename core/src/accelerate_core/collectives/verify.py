@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from accelerate_core.collectives.communicator import Communicator
-from accelerate_core.collectives.nested import is_sequence, iterate_leaves
 from accelerate_core.errors import DistributedOperationException
+from accelerate_core.nested import is_sequence, iterate_leaves
 
 __all__ = ["describe", "verify"]
 

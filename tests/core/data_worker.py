@@ -1,0 +1,389 @@
+"""One of two processes that run the cases of `test_data_distributed.py` together.
+
+Usage: data_worker.py RANK WORLD STORE_FILE. Prints one JSON line: case -> "ok" or a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accelerate_core.collectives import Communicator, TorchTalk
+from accelerate_core.data import (
+    DataLoaderDispatcher,
+    DispatchError,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from accelerate_core.step.gradient_state import GradientState
+
+RANK, WORLD, STORE = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+
+class Numbers(IterableDataset):
+    def __init__(self, size=10, fail_at=None):
+        self.size = size
+        self.fail_at = fail_at
+
+    def __iter__(self):
+        for i in range(self.size):
+            if i == self.fail_at:
+                raise OSError(f"cannot read {i}")
+            yield i
+
+
+class Awkward(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def comm():
+    return Communicator(rank=RANK, size=WORLD, device=torch.device("cpu"), hooks=TorchTalk())
+
+
+def prepare(loader, **options):
+    return prepare_data_loader(loader, None, WORLD, RANK, comm=comm(), **options)
+
+
+def tolist(batch):
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def gathered(loader, field=None):
+    """The samples of all ranks, step by step, with what was added dropped."""
+    state, out = GradientState(), []
+    object.__setattr__(loader, "gradient_state", state)
+    for batch in loader:
+        part = tolist(batch if field is None else batch[field])
+        step = [s for piece in comm().gather_object(part) for s in piece]
+        out += step[: state.metrics_remainder() or None]
+    return out
+
+
+def everyone(value):
+    return comm().gather_object(value)
+
+
+def same_order_as_plain(build):
+    torch.manual_seed(7)
+    expected = [sample for batch in build() for sample in tolist(batch)]
+    torch.manual_seed(7 if RANK == 0 else 1000 + RANK)
+    assert gathered(prepare(build())) == expected
+
+
+def case_default_shuffle():
+    same_order_as_plain(lambda: DataLoader(range(11), 3, shuffle=True))
+
+
+def case_shuffle_with_workers():
+    same_order_as_plain(lambda: DataLoader(range(11), 3, shuffle=True, num_workers=2))
+
+
+def case_replacement():
+    same_order_as_plain(lambda: DataLoader(range(11), 3, sampler=RandomSampler(range(11), True)))
+
+
+def case_subset_and_weights():
+    same_order_as_plain(lambda: DataLoader(range(40), 3, sampler=SubsetRandomSampler(range(7, 30))))
+    same_order_as_plain(
+        lambda: DataLoader(range(9), 3, sampler=WeightedRandomSampler([1.0] * 9, 12))
+    )
+
+
+def case_streams_stay_aligned():
+    torch.manual_seed(3)
+    loader = prepare(DataLoader(range(11), 3, shuffle=True))
+    for _ in range(2):
+        list(loader)
+    after = everyone(torch.rand(1).item())
+    torch.manual_seed(3)
+    plain = DataLoader(range(11), 3, shuffle=True)
+    for _ in range(2):
+        list(plain)
+    assert after == [torch.rand(1).item()] * WORLD
+
+
+def case_user_generator():
+    def build(seed):
+        return DataLoader(range(11), 3, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+    plain, loader = build(0), prepare(build(RANK))
+    for _ in range(2):
+        assert gathered(loader) == [s for batch in plain for s in batch.tolist()]
+
+
+def case_torch_rng():
+    torch.manual_seed(RANK)
+    list(prepare(DataLoader(range(4), 2), rng_types=["torch"]))
+    drawn = everyone(torch.rand(1).item())
+    assert drawn[0] == drawn[-1]
+    torch.manual_seed(RANK)
+    list(prepare(DataLoader(range(4), 2)))
+    drawn = everyone(torch.rand(1).item())
+    assert drawn[0] != drawn[-1]
+    list(prepare(DataLoader(range(4), 2), rng_types=["cuda"]))
+
+
+def case_seedable_without_a_seed():
+    torch.manual_seed(RANK)
+    loader = prepare(DataLoader(range(10), 5, shuffle=True), use_seedable_sampler=True)
+    expected = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()
+    assert gathered(loader) == expected
+    assert gathered(loader) != expected
+
+
+def case_worker_seeds_differ():
+    class Draws:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return random.getrandbits(30)
+
+    generator = torch.Generator().manual_seed(1)
+    loader = prepare(DataLoader(Draws(), 1, num_workers=1, shuffle=True, generator=generator))
+    drawn = everyone([batch.item() for batch in loader])
+    assert drawn[0] != drawn[1]
+
+
+def case_dispatch_is_the_default_for_streams():
+    state = GradientState()
+    data = Numbers(11) if RANK == 0 else Numbers(11, fail_at=0)
+    loader = prepare(DataLoader(data, 2), gradient_state=state)
+    assert isinstance(loader, DataLoaderDispatcher)
+    got = [(b.tolist(), state.end_of_dataloader, state.metrics_remainder()) for b in loader]
+    expected = [
+        [([0, 1], False, 0), ([4, 5], False, 0), ([8, 9], True, 3)],
+        [([2, 3], False, 0), ([6, 7], False, 0), ([10, 0], True, 3)],
+    ]
+    assert got == expected[RANK], got
+
+
+def case_dispatch_tables():
+    for size in (0, 1, 3, 4, 8, 9, 13):
+        for kind in ("map", "stream"):
+            for split in (False, True):
+                for drop_last in (False, True):
+                    for even in (True, False):
+                        data = Numbers(size) if kind == "stream" else range(size)
+                        loader = prepare(
+                            DataLoader(data, 2 + 2 * split, drop_last=drop_last),
+                            dispatch_batches=True,
+                            split_batches=split,
+                            even_batches=even,
+                        )
+                        whole = size // 4 * 4
+                        got = [b.tolist() for b in loader]
+                        pieces = everyone(got)
+                        flat = [
+                            s
+                            for i in range(max(map(len, pieces)))
+                            for rank in pieces
+                            if i < len(rank)
+                            for s in rank[i]
+                        ]
+                        kept = list(range(whole if drop_last else size))
+                        case = (size, kind, split, drop_last, even)
+                        assert flat[: len(kept)] == kept, (case, pieces)
+                        filled = even and not drop_last and size % 4
+                        assert len(flat) == (whole + 4 if filled else len(kept)), (case, pieces)
+
+
+def case_dispatch_of_workers_and_shuffle():
+    torch.manual_seed(5)
+    plain = DataLoader(range(11), 2, shuffle=True, num_workers=2)
+    expected = [s for batch in plain for s in batch.tolist()]
+    torch.manual_seed(5)
+    loader = prepare(DataLoader(range(11), 2, shuffle=True, num_workers=2), dispatch_batches=True)
+    assert gathered(loader) == expected
+
+
+def case_dispatch_of_strings_and_objects():
+    def collate(samples):
+        return {
+            "text": [f"sample {s}" for s in samples],
+            "x": torch.tensor(samples),
+            "pair": (torch.tensor(samples).float(), samples[0]),
+        }
+
+    for split in (False, True):
+        loader = prepare(
+            DataLoader(range(9), 2 + 2 * split, collate_fn=collate),
+            dispatch_batches=True,
+            split_batches=split,
+            even_batches=True,
+        )
+        if split:  # "pair" holds a number per batch, which two batches cannot share
+            continue
+        texts = gathered(loader, "text")
+        assert texts[:8] == [f"sample {s}" for s in range(8)], texts
+    words = DataLoader([f"word {i}" for i in range(7)], 4)
+    assert gathered(prepare(words, dispatch_batches=True, split_batches=True)) == [
+        f"word {i}" for i in range(7)
+    ]
+
+
+def case_dispatch_slice_fn():
+    calls = []
+
+    def mine(data, tensor_slice, process_index=None, num_processes=None):
+        calls.append((process_index, num_processes))
+        return data[process_index::num_processes]
+
+    loader = prepare(DataLoader(Numbers(8), 2), slice_fn_for_dispatch=mine)
+    got = [batch.tolist() for batch in loader]
+    assert got == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]][RANK], got
+    assert calls == ([(0, 2), (1, 2)] * 2 if RANK == 0 else [])
+
+
+def failure_of(batches):
+    """Read all; return what came, and the exception that ended it."""
+    got = []
+    try:
+        for batch in batches:
+            got.append(batch)
+    except Exception as error:
+        return got, error
+    raise AssertionError("nothing was raised")
+
+
+def case_dispatch_errors_reach_every_rank():
+    loader = prepare(DataLoader(Numbers(10, fail_at=6 if RANK == 0 else None), 2))
+    got, error = failure_of(loader)
+    assert len(got) == 1
+    assert type(error) is OSError
+    assert "cannot read 6" in str(error)
+    assert RANK == 0 or "Raised on process 0" in " ".join(error.__notes__)
+
+
+def case_dispatch_error_at_once_and_awkward():
+    class Broken(IterableDataset):
+        def __iter__(self):
+            raise Awkward("one", "two")
+
+    got, error = failure_of(prepare(DataLoader(Broken(), 2)))
+    assert not got
+    assert "one and two" in str(error)
+    assert type(error) is (Awkward if RANK == 0 else DispatchError)
+
+
+def case_dispatch_of_what_cannot_be_pickled():
+    def collate(samples):
+        return [lambda: None for _ in samples]
+
+    got, error = failure_of(prepare(DataLoader(Numbers(4), 2, collate_fn=collate)))
+    assert not got
+    assert "pickle" in str(error).lower() or "lambda" in str(error)
+
+
+def case_dispatch_breaks_and_starts_again():
+    loader = prepare(DataLoader(Numbers(20), 2))
+    for _ in range(3):
+        for batch in loader:
+            assert batch.tolist() == [2 * RANK, 2 * RANK + 1]
+            break
+    assert len(list(loader)) == 5
+
+
+def case_dispatch_skips_and_resumes():
+    for data in (Numbers(19), range(19)):
+
+        def build(data=data):
+            return prepare(DataLoader(data, 2), dispatch_batches=True)
+
+        loader = build()
+        whole = [batch.tolist() for batch in loader]
+        assert [b.tolist() for b in skip_first_batches(loader, 3)] == whole[3:]
+        iterator = iter(loader)
+        next(iterator)
+        next(iterator)
+        saved = loader.state_dict()
+        rest = [b.tolist() for b in iterator]
+        again = build()
+        again.load_state_dict(saved)
+        assert [b.tolist() for b in again] == rest == whole[2:]
+        assert again.iteration == saved["epoch"] + 1
+
+
+def case_shuffled_resume():
+    torch.manual_seed(RANK)
+    loader = prepare(DataLoader(range(21), 2, shuffle=True))
+    list(loader)
+    got, saved = [], None
+    for batch in loader:
+        got.append(batch.tolist())
+        if len(got) == 2:
+            saved = loader.state_dict()
+    torch.manual_seed(50 + RANK)
+    again = prepare(DataLoader(range(21), 2, shuffle=True))
+    again.load_state_dict(everyone(saved)[0])
+    assert [b.tolist() for b in again] == got[2:]
+
+
+def case_streams_without_dispatch():
+    for workers in (0, 2):
+        loader = prepare(DataLoader(Numbers(7), 2, num_workers=workers), dispatch_batches=False)
+        kept = gathered(loader)
+        assert sorted(set(kept)) == list(range(7)), kept
+        assert len(kept) == 7 * (workers or 1), kept
+
+
+def case_foreign_loader():
+    class Foreign:
+        dataset = range(7)
+
+        def __iter__(self):
+            return iter(torch.arange(7).split(2))
+
+        def __len__(self):
+            return 4
+
+    for dispatch in (None, True):
+        loader = prepare(Foreign(), dispatch_batches=dispatch)
+        assert gathered(loader) == list(range(7))
+        assert len(loader) == len(list(loader)) == 2
+
+
+def case_iterators_that_share_samples():
+    """Both ranks work on the same part, as ranks of one model do."""
+    loader = prepare_data_loader(DataLoader(Numbers(8), 2), None, 1, 0, comm=comm())
+    assert len(list(loader)) == 4
+
+
+def main():
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{STORE}",
+        rank=RANK,
+        world_size=WORLD,
+        timeout=timedelta(seconds=30),
+    )
+    results = {}
+    for name, case in sorted(globals().items()):
+        if not name.startswith("case_"):
+            continue
+        try:
+            case()
+            results[name] = "ok"
+        except Exception:
+            results[name] = traceback.format_exc()
+        comm().barrier()  # a case that fails on one rank must not reach into the next
+    print(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Which loader is asked about its end, and which about duplicates, however loops are left."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from torch.utils.data import DataLoader
+
+from accelerate_core.data import prepare_data_loader, skip_first_batches
+from accelerate_core.step.gradient_state import GradientState
+
+
+@pytest.fixture
+def state():
+    return GradientState()
+
+
+def loader_of(state, size, batch_size=2, world=2, rank=0, **options):
+    plain = DataLoader(range(size), batch_size)
+    return prepare_data_loader(plain, None, world, rank, gradient_state=state, **options)
+
+
+def test_the_end_and_the_remainder_of_one_loop(state):
+    seen = []
+    for _ in loader_of(state, 9):
+        seen.append((state.end_of_dataloader, state.metrics_remainder()))
+    assert seen == [(False, 0), (False, 0), (True, 1)]
+    assert not state.in_dataloader
+    assert (state.metrics_remainder(), state.remainder) == (0, -1)
+
+
+def test_a_nested_loop_answers_while_it_runs(state):
+    train, val = loader_of(state, 12), loader_of(state, 5)
+    seen = []
+    for _ in train:
+        before = (state.active_dataloader is train, state.end_of_dataloader)
+        inner = []
+        for _ in val:
+            assert state.active_dataloader is val
+            inner.append((state.end_of_dataloader, state.metrics_remainder()))
+        assert inner == [(False, 0), (True, 1)]
+        after = (state.active_dataloader is train, state.end_of_dataloader)
+        seen.append((before, after, state.metrics_remainder()))
+    assert seen == [((True, end), (True, end), 0) for end in (False, False, True)]
+
+
+def test_a_loader_inside_itself(state):
+    loader = loader_of(state, 8)
+    ends = []
+    for _ in loader:
+        inner = []
+        for _ in loader:
+            inner.append(state.end_of_dataloader)
+        assert inner == [False, True]
+        ends.append((state.end_of_dataloader, loader.end_of_dataloader))
+    assert ends == [(False, False), (True, True)]
+
+
+def test_an_abandoned_loader_leaves_the_loop_but_its_batch_is_still_cut(state):
+    train, val = loader_of(state, 8), loader_of(state, 3)
+    for _ in train:
+        next(iter(val))
+        assert state.metrics_remainder() == 3
+        assert state.active_dataloader is train
+    assert not state.in_dataloader
+
+
+def test_an_abandoned_loader_that_is_gone_is_still_cut(state):
+    next(iter(loader_of(state, 3)))
+    gc.collect()
+    assert state.metrics_remainder() == 3
+    assert not state.in_dataloader
+
+
+def test_break_does_not_poison_the_next_loop(state):
+    first, second = loader_of(state, 40), loader_of(state, 8)
+    for _ in first:
+        break
+    assert not state.in_dataloader
+    ends = []
+    for _ in second:
+        ends.append((state.end_of_dataloader, state.metrics_remainder()))
+    assert ends == [(False, 0), (True, 0)]
+
+
+def test_break_at_the_end_is_over_with_the_next_batch(state):
+    first, second = loader_of(state, 3), loader_of(state, 8)
+    for _ in first:
+        break
+    assert state.metrics_remainder() == 3
+    iterator = iter(second)
+    next(iterator)
+    assert state.metrics_remainder() == 0
+    assert state.end_of_dataloader is False
+
+
+def test_an_exception_closes_the_loop_however_late(state):
+    train, other = loader_of(state, 12), loader_of(state, 8)
+
+    def fail():
+        for _ in train:
+            raise KeyError("inside")
+
+    caught = None
+    try:
+        fail()
+    except KeyError as error:
+        caught = error  # its traceback holds the loop open
+    iterator = iter(other)
+    next(iterator)
+    assert state.active_dataloader is other
+    caught.__traceback__.tb_next.tb_frame.clear()
+    del caught
+    gc.collect()
+    assert state.dataloader_references == [other]
+    list(iterator)
+    assert not state.in_dataloader
+
+
+def test_two_iterators_of_one_loader_close_in_any_order(state):
+    loader = loader_of(state, 12)
+    first, second = iter(loader), iter(loader)
+    next(first)
+    next(second)
+    next(second)
+    next(second)
+    assert state.end_of_dataloader
+    first.close()
+    assert state.end_of_dataloader
+    second.close()
+    assert not state.in_dataloader
+
+
+def test_loaders_are_held_weakly(state):
+    loader = loader_of(state, 12)
+    iterator = iter(loader)
+    next(iterator)
+    reference = weakref.ref(loader)
+    del loader, iterator
+    gc.collect()
+    assert reference() is None
+    assert not state.in_dataloader
+    assert state.active_dataloader is None
+
+
+def test_uneven_batches_and_one_process_have_nothing_to_drop(state):
+    for loader in (
+        loader_of(state, 5, even_batches=False),
+        loader_of(state, 5, world=1),
+    ):
+        for _ in loader:
+            assert state.metrics_remainder() == 0
+
+
+def test_a_skipping_loader_counts_from_the_end_too(state):
+    seen = []
+    for _ in skip_first_batches(loader_of(state, 9), 2):
+        seen.append((state.end_of_dataloader, state.metrics_remainder()))
+    assert seen == [(True, 1)]
+
+
+def test_settings_and_forgetting(state):
+    state.num_steps = 4
+    assert state.plugin_kwargs["num_steps"] == 4
+    assert state.sync_gradients is True
+    iterator = iter(loader_of(state, 3))
+    next(iterator)
+    state.sync_gradients = False
+    state.forget()
+    assert (state.sync_gradients, state.metrics_remainder()) == (True, 0)
+    assert "num_steps=4" in repr(state)
