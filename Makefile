@@ -72,4 +72,4 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/cli_start.py
 
 clean:
-	rm -rf $(VENV) dist build quickstart_output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) dist build *_output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

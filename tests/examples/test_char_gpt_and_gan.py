@@ -1,0 +1,52 @@
+"""The other examples run on two processes, each for a few steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIZES = {"megabytes": 0.2, "layers": 1, "width": 32, "length": 32, "sample": 20, "report_every": 4}
+TINY = [f"--{name}={size}" for name, size in SIZES.items()]
+
+pytestmark = pytest.mark.dist
+
+
+def example(name: str, *arguments: str | Path) -> str:
+    """Launch an example on two processes, and return what it printed."""
+    hidden = ("ACCELERATE_", "TORCHELASTIC_", "MASTER_")
+    env = {key: text for key, text in os.environ.items() if not key.startswith(hidden)}
+    launch = "-m", "accelerate_core.cli", "launch", "--cpu", "--num_processes", "2"
+    done = subprocess.run(
+        [sys.executable, *launch, str(EXAMPLES / name), *map(str, arguments)],
+        env=env | {"ACCELERATE_CONFIG_HOME": os.devnull, "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_char_gpt_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    first = example("char_gpt.py", *TINY, "--steps", "8", "--output_dir", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"held-out loss +(\d+\.\d+)", first)]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    second = example("char_gpt.py", *TINY, "--steps", "12", "--output_dir", tmp_path, "--resume")
+    assert "going on after step 8" in second
+    assert re.findall(r"^step +(\d+)", second, re.M) == ["12"]
+    assert second.count("written by the model") == 1
+
+
+def test_gan_trains_two_models_in_one_loop(tmp_path: Path) -> None:
+    output = example("gan.py", "--epochs", "2", "--output_dir", tmp_path)
+    assert len(re.findall(r"^epoch +2/2  critic loss \d+\.\d+  painter loss", output, re.M)) == 1
+    assert (tmp_path / "painted.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
