@@ -16,7 +16,7 @@ DISTRIBUTIONS += sorted(p.parent for p in ROOT.glob("trackers/*/pyproject.toml")
 
 WORDS = re.compile(
     r"deepspeed|megatron|fsdp|\bddp\b|DistributedDataParallel|torch_xla|\bxla\b|transformer_engine|torchao"
-    r"|msamp|wandb|tensorboard|mlflow|comet_ml|clearml|dvclive|swanlab|trackio",
+    r"|\bmsamp|wandb|tensorboard|mlflow|comet_ml|clearml|dvclive|swanlab|trackio",
     re.IGNORECASE,
 )
 HEAVY = ("torchvision", "transformers", "datasets", "pandas", "scipy", "sklearn", "matplotlib")

@@ -269,6 +269,9 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "plugins" not in self.__dict__:
             raise AttributeError(name)
+        if hasattr(type(self), name):
+            # A property of ours failed inside with an AttributeError: let that one be seen.
+            return object.__getattribute__(self, name)
         return self.plugin_attribute(name, "Accelerator")
 
     def plugin_attribute(self, name: str, owner: str) -> Any:

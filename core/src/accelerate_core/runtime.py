@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -383,6 +384,9 @@ def _end_group(runtime: Runtime) -> None:
 
     if runtime.owns_group and dist.is_initialized():
         dist.destroy_process_group()
+        # gloo's own thread drops its last work item, and with it a tensor, a moment later; if the
+        # interpreter is finalising by then it takes the process down. Let it have the GIL once.
+        time.sleep(0.02)
     runtime.owns_group = False
 
 
