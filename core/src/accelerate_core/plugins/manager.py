@@ -49,7 +49,6 @@ class ActivePlugins:
             self._manager.register(plugin, name=key)
             self._manager.check_pending()
         except pluggy.PluginValidationError as error:
-            self._manager.unregister(plugin)
             raise PluginError(f"{record.label} does not keep the contract: {error}") from None
         for caller in self._manager.get_hookcallers(plugin) or []:
             for implementation in caller.get_hookimpls():

@@ -1,0 +1,310 @@
+"""Discovery without imports, selection with reasons, and plugins that break the contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dummies
+import pytest
+
+FAIL = """
+def attempt(f):
+    try:
+        return ["fine", str(f())]
+    except BaseException as error:
+        return [type(error).__name__, str(error), list(getattr(error, "__notes__", []))]
+"""
+
+
+@pytest.fixture(scope="module")
+def fifty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fifty plugins of all kinds; each would be noticed if it were imported."""
+    root = tmp_path_factory.mktemp("fifty")
+    for index in range(20):
+        triggers = (f"ACCELERATE_USE_DUMMY{index}",) if index % 2 else ()
+        dummies.backend(root, f"backend{index}", triggers=triggers)
+    for index in range(15):
+        code = "from accelerate_core.tracking import GeneralTracker\nclass T(GeneralTracker): ..."
+        dummies.distribution(root, f"tracker{index}", code, {"trackers": {f"tracker{index}": "T"}})
+    for index in range(10):
+        code = "from accelerate_core import Precision\nclass P(Precision):\n    name = 'p'"
+        dummies.distribution(root, f"precision{index}", code, {"precisions": {f"p{index}": "P"}})
+    for index in range(4):
+        code = f"""
+        from accelerate_core import Claim
+        class E:
+            api_version = (1, 0)
+            @classmethod
+            def detect(cls, request): return Claim(0, "extension{index}")
+        """
+        groups = {"extensions": {f"e{index}": "E"}, "triggers": {f"DUMMY_EXTENSION{index}": "E"}}
+        dummies.distribution(root, f"extension{index}", code, groups)
+    dummies.distribution(
+        root,
+        "broken",
+        "raise RuntimeError('no library here')",
+        {"backends": {"broken": "Plugin"}, "triggers": {"ACCELERATE_USE_BROKEN": "Plugin"}},
+    )
+    return root
+
+
+IMPORTED = "sorted(m for m in sys.modules if m.startswith('dummy_'))"
+
+
+def test_of_fifty_plugins_none_is_imported_that_was_not_asked_for(fifty: Path) -> None:
+    code = f"""
+    import accelerate_core
+    from accelerate_core.plugins import discovery
+    scanned_at_import = discovery.installed.cache_info().currsize
+    from accelerate_core import Accelerator
+    a = Accelerator()
+    b = Accelerator(mixed_precision="bf16")
+    seen = discovery.installed()
+    out([scanned_at_import, discovery.installed.cache_info().misses,
+         sum(r.distribution.startswith("dummy-") for r in seen.plugins), a.backend.name, {IMPORTED}])
+    """
+    scanned, scans, found, name, imported = dummies.run(fifty, code)
+    assert (scanned, scans, found, name, imported) == (0, 1, 50, "single", [])
+
+
+def test_a_trigger_imports_its_plugin_and_no_other(fifty: Path) -> None:
+    code = f"""
+    from accelerate_core import Accelerator
+    a = Accelerator()
+    out([a.backend.name, a.because["backend"].origin, {IMPORTED}])
+    """
+    env = {"ACCELERATE_USE_DUMMY3": "1", "DUMMY_EXTENSION2": "1"}
+    name, because, imported = dummies.run(fifty, code, env)
+    assert (name, because) == ("backend3", "backend3 wants it")
+    assert imported == ["dummy_backend3", "dummy_extension2"]
+
+
+def test_a_broken_plugin_is_listed_and_harms_nobody(fifty: Path) -> None:
+    code = (
+        FAIL
+        + f"""
+from accelerate_core import Accelerator
+from accelerate_core.plugins import report
+a = Accelerator()
+row = next(r for r in report() if r.name == "broken")
+named = attempt(lambda: Accelerator(backend="broken"))
+out([a.backend.name, row.state, row.because, named, {IMPORTED}])
+"""
+    )
+    env = {"ACCELERATE_USE_BROKEN": "1"}
+    name, state, because, named, imported = dummies.run(fifty, code, env)
+    assert (name, state) == ("single", "broken")
+    assert "no library here" in because
+    assert named[0] == "PluginError"
+    assert "dummy-broken 1.0" in named[1]
+    assert imported == []
+
+
+def test_a_disabled_plugin_stays_out(fifty: Path) -> None:
+    code = (
+        FAIL
+        + """
+from accelerate_core import Accelerator
+from accelerate_core.plugins import report
+row = next(r for r in report() if r.name == "backend3")
+out([Accelerator().backend.name, row.state, attempt(lambda: Accelerator(backend="backend3"))])
+"""
+    )
+    env = {"ACCELERATE_USE_DUMMY3": "1", "ACCELERATE_DISABLED_PLUGINS": "other, backend3"}
+    name, state, named = dummies.run(fifty, code, env)
+    assert (name, state, named[0]) == ("single", "disabled", "PluginError")
+    assert "ACCELERATE_DISABLED_PLUGINS" in named[1]
+
+
+def test_every_kind_of_trigger_fires(tmp_path: Path) -> None:
+    for name, trigger in (
+        ("byenv", "RING_VARIABLE"),
+        ("byargument", "ring_plugin"),
+        ("byyaml", "ring_config"),
+        ("byranks", "multi_process"),
+        ("byprobe", "always"),
+    ):
+        code = f"""
+        from accelerate_core import Backend, Claim
+        class Plugin(Backend):
+            name = "{name}"
+            @classmethod
+            def detect(cls, request):
+                import sys
+                sys.asked = getattr(sys, "asked", []) + ["{name}"]
+                return None
+        """
+        groups = {"backends": {name: "Plugin"}, "triggers": {trigger: "Plugin"}}
+        dummies.distribution(tmp_path, name, code, groups)
+    config = tmp_path / "config.yaml"
+    config.write_text("ring_config:\n  chunk: 3\n")
+    code = """
+    import os, sys
+    from accelerate_core import Accelerator, DistributedType
+    from accelerate_core.plugins.selection import Request, select_backend
+    from accelerate_core.runtime import Topology
+    from accelerate_core.configuration import read_config
+    def asked(request):
+        sys.asked = []
+        try: select_backend(None, "", request)
+        except ImportError: pass
+        return sys.asked
+    one, two = Topology(), Topology(0, 2)
+    out([asked(Request({}, {}, one)),
+         asked(Request({}, {"RING_VARIABLE": "x"}, one)),
+         asked(Request({"ring_plugin": 1}, {}, one)),
+         asked(Request({}, {}, one, read_config(os.environ["FILE"]))),
+         asked(Request({}, {}, two))])
+    """
+    env = {"FILE": str(config), "ACCELERATE_DISABLED_PLUGINS": "ddp"}
+    nothing, by_env, by_argument, by_yaml, by_ranks = dummies.run(tmp_path, code, env)
+    assert nothing == ["byprobe"]
+    assert by_env == ["byenv", "byprobe"]
+    assert by_argument == ["byargument", "byprobe"]
+    assert by_yaml == ["byprobe", "byyaml"]
+    assert by_ranks == ["byprobe", "byranks"]
+
+
+@pytest.fixture(scope="module")
+def quarrel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What several plugins that do not fit do, asked for one by one in one process."""
+    root = tmp_path_factory.mktemp("quarrel")
+    dummies.backend(root, "left", triggers=("LEFT",), priority=70)
+    dummies.backend(root, "right", triggers=("RIGHT",), priority=70)
+    dummies.backend(root, "older", api="(0, 9)")
+    dummies.backend(root, "newer", api="(1, 7)")
+    dummies.backend(root, "next", api="(2, 0)", triggers=("NEXT",))
+    dummies.backend(root, "unsaid", api="None")
+    misspelt = "    from accelerate_core import hookimpl\n    @hookimpl\n    def backwards(self, loss): ...\n"
+    dummies.backend(root, "misspelt", extra=misspelt)
+    for name, body in {
+        "wrongarg": "def prepare_model(self, accelerator, modle): return modle",
+        "raiser": "def backward(self, loss): raise OverflowError('too much')",
+        "swapped": "def prepare_model(self, model, accelerator):"
+        " model.seen = accelerator.backend.name; return model",
+        "none": "def backward(self, loss): return None",
+    }.items():
+        dummies.backend(root, name, extra=f"    {body}\n")
+    code = (
+        FAIL
+        + """
+import os
+import torch
+from accelerate_core import Accelerator
+result = {}
+def make(name): return attempt(lambda: Accelerator(backend=name).backend.name)
+for name in ("older", "newer", "next", "unsaid", "misspelt", "wrongarg"):
+    result[name] = make(name)
+a = Accelerator(backend="raiser")
+result["raiser"] = attempt(lambda: a.backward(torch.ones((), requires_grad=True)))
+b = Accelerator(backend="swapped")
+result["swapped"] = [b.prepare(torch.nn.Linear(1, 1)).seen]
+c = Accelerator(backend="none")
+leaf = torch.ones((), requires_grad=True)
+c.backward(leaf * 2)
+result["none"] = [str(leaf.grad)]
+os.environ["NEXT"] = "1"
+result["next triggered"] = [Accelerator().backend.name]
+os.environ["LEFT"] = os.environ["RIGHT"] = "1"
+result["tie"] = attempt(Accelerator)
+result["settled"] = make("right")
+os.environ["ACCELERATE_BACKEND"] = "left"
+result["settled by environment"] = attempt(lambda: Accelerator().because["backend"])
+out(result)
+"""
+    )
+    return dummies.run(root, code)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "parts"),
+    [
+        ("older", "PluginVersionError", ["older (dummy-older 1.0)", "0.9", "upgrade dummy-older"]),
+        ("next", "PluginVersionError", ["next (dummy-next 1.0)", "2.0", "upgrade accelerate-core"]),
+        ("unsaid", "PluginError", ["states no api_version"]),
+        ("misspelt", "PluginError", ["backwards"]),
+        ("wrongarg", "PluginError", ["modle"]),
+        (
+            "tie",
+            "PluginConflictError",
+            ["'left', 'right'", "priority 70", "ACCELERATE_BACKEND=left"],
+        ),
+    ],
+)
+def test_a_plugin_that_does_not_fit_is_named(
+    quarrel: dict[str, list[str]], name: str, kind: str, parts: list[str]
+) -> None:
+    assert quarrel[name][0] == kind
+    for part in parts:
+        assert part in quarrel[name][1]
+
+
+def test_a_newer_minor_version_works(quarrel: dict[str, list[str]]) -> None:
+    assert quarrel["newer"] == ["fine", "newer"]
+
+
+def test_a_version_that_does_not_fit_is_passed_over_where_nobody_named_it(
+    quarrel: dict[str, list[str]],
+) -> None:
+    assert quarrel["next triggered"] == ["single"]
+
+
+def test_a_tie_is_settled_by_name(quarrel: dict[str, list[str]]) -> None:
+    assert quarrel["settled"] == ["fine", "right"]
+    assert (
+        quarrel["settled by environment"][1] == "'left' (environment variable ACCELERATE_BACKEND)"
+    )
+
+
+def test_an_exception_keeps_its_type_and_carries_the_blame(quarrel: dict[str, list[str]]) -> None:
+    kind, text, notes = quarrel["raiser"]
+    assert (kind, text) == ("OverflowError", "too much")
+    assert notes == ["accelerate-core: hook 'backward' of plugin raiser (dummy-raiser 1.0)"]
+
+
+def test_hooks_may_name_their_arguments_in_any_order(quarrel: dict[str, list[str]]) -> None:
+    assert quarrel["swapped"] == ["swapped"]
+
+
+def test_none_is_an_answer_and_the_default_does_not_run_as_well(
+    quarrel: dict[str, list[str]],
+) -> None:
+    assert quarrel["none"] == ["None"]
+
+
+def test_an_extension_may_not_answer_for_the_backend(tmp_path: Path) -> None:
+    code = """
+    from accelerate_core import Claim, hookimpl
+    class E:
+        api_version = (1, 0)
+        @classmethod
+        def detect(cls, request): return Claim(0, "")
+        @hookimpl
+        def backward(self, loss): ...
+    class W:
+        api_version = (1, 0)
+        @classmethod
+        def detect(cls, request): return Claim(0, "")
+        @hookimpl(wrapper=True)
+        def on_start(self, accelerator): yield
+    """
+    groups = {
+        "extensions": {"thief": "E", "wrapper": "W"},
+        "triggers": {"THIEF": "E", "WRAPPER": "W"},
+    }
+    dummies.distribution(tmp_path, "thief", code, groups)
+    script = (
+        FAIL
+        + """
+import os
+from accelerate_core import Accelerator
+os.environ["THIEF"] = "1"
+first = attempt(Accelerator)
+del os.environ["THIEF"]; os.environ["WRAPPER"] = "1"
+out([first, attempt(Accelerator)])
+"""
+    )
+    owner, wrapper = dummies.run(tmp_path, script)
+    assert owner[0] == wrapper[0] == "PluginError"
+    assert "'backward', which only the active backend may answer" in owner[1]
+    assert "not wrapped" in wrapper[1]
