@@ -257,11 +257,7 @@ def test_003_deepspeed_says_what_to_install() -> None:
         readme()
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("accelerate_core.drop_in") is None,
-    reason="accelerate_core.drop_in is not built yet",
-)
 def test_the_seeds_own_import_name_is_served_when_asked(tmp_path: Path) -> None:
     script = tmp_path / "unchanged.py"
-    script.write_text("import accelerate_core.drop_in\n" + MY_SCRIPT.format(package="accelerate"))
+    script.write_text("import accelerate_core.drop_in as served; served.install()\n" + MY_SCRIPT.format(package="accelerate"))
     assert said_once(python(script, ARGS)) == ALONE
