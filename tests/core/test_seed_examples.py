@@ -259,5 +259,6 @@ def test_003_deepspeed_says_what_to_install() -> None:
 
 def test_the_seeds_own_import_name_is_served_when_asked(tmp_path: Path) -> None:
     script = tmp_path / "unchanged.py"
-    script.write_text("import accelerate_core.drop_in as served; served.install()\n" + MY_SCRIPT.format(package="accelerate"))
+    serve = "import accelerate_core.drop_in as served; served.install()\n"
+    script.write_text(serve + MY_SCRIPT.format(package="accelerate"))
     assert said_once(python(script, ARGS)) == ALONE

@@ -1,0 +1,1 @@
+"""Lets every test import the helpers in this folder: pytest puts a conftest's folder on the path."""

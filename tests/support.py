@@ -1,0 +1,152 @@
+"""The one place where tests start the ranks of a distributed run, and where ranks report back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["Run", "case_names", "check_case", "clean_environment", "run_workers"]
+
+TESTS = Path(__file__).parent
+
+#: Folder in which each rank writes `RANK.json`.
+RESULTS_VARIABLE = "TESTS_RESULTS"
+
+#: Variables that must not leak from whoever runs the tests into what they start.
+_HIDDEN = ("ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "MASTER_", "GROUP_", "ROLE_")
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+
+
+@dataclass
+class Run:
+    """How the ranks ended, and what each of them wrote (None: nothing)."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    results: list[Any] = field(default_factory=list)
+    timed_out: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rank ended well."""
+        return self.returncode == 0 and not self.timed_out
+
+    @property
+    def story(self) -> str:
+        """The end of what was printed, for a failure's message."""
+        head = "timed out" if self.timed_out else f"ended with {self.returncode}"
+        return f"{head}\n{self.stdout[-2000:]}\n{self.stderr[-6000:]}"
+
+    def checked(self) -> Run:
+        """Return this run if every rank ended well, else fail with the story."""
+        assert self.ok, self.story
+        return self
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """Return this process's environment without anything a launcher would read."""
+    kept = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(_HIDDEN) and name not in _RANKS
+    }
+    paths = [str(TESTS), kept.get("PYTHONPATH", "")]
+    kept["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return {**kept, "ACCELERATE_CONFIG_HOME": os.devnull, **more}
+
+
+def run_workers(
+    script: str | Path,
+    nproc: int,
+    args: tuple[object, ...] | list[object] = (),
+    *,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> Run:
+    """Run a script on `nproc` ranks through torchrun; kill all of them after `timeout` seconds.
+
+    The script may call `worker.write_result(value)`: the ranks' values come back in `results`.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local_addr", "127.0.0.1", "--nproc_per_node", str(nproc)]
+    command += [str(script), *map(str, args)]
+    with tempfile.TemporaryDirectory() as folder:
+        environ = clean_environment(**{RESULTS_VARIABLE: folder, **(env or {})})
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        timed_out = False
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            _end(process)
+            out, err = process.communicate()
+        except BaseException:
+            _end(process)
+            raise
+        results = [_read(Path(folder, f"{rank}.json")) for rank in range(nproc)]
+    return Run(process.returncode, out, err, results, timed_out)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the agent, which ends its ranks; whoever is left after that is killed."""
+    group = os.getpgid(process.pid)
+    os.killpg(group, signal.SIGTERM)
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        pass
+    # The agent gives each rank a session of its own, so the ranks are found by their parent.
+    for pid in [*_descendants(process.pid), process.pid]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _descendants(pid: int) -> list[int]:
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def case_names(script: Path) -> list[str]:
+    """Return the names of a worker's cases without importing it."""
+    return re.findall(r"^@case[^\n]*\n(?:@[^\n]*\n)*def (\w+)", script.read_text(), re.MULTILINE)
+
+
+def check_case(run: Run, name: str) -> None:
+    """Fail with the traceback of each rank on which the case did not hold."""
+    said = {
+        rank: (done or {}).get(name, "not run: see the failures before it")
+        for rank, done in enumerate(run.results)
+    }
+    failed = [f"rank {rank}: {text}" for rank, text in said.items() if text]
+    if failed:
+        lost = "" if any(run.results) else run.story
+        pytest.fail("\n".join([*failed, lost]), pytrace=False)

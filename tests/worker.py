@@ -1,0 +1,118 @@
+"""The ranks' side: cases that all ranks run in order, and how a rank reports to the test."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support import RESULTS_VARIABLE
+
+__all__ = [
+    "PG_TIMEOUT",
+    "RANK",
+    "SIZE",
+    "case",
+    "flat",
+    "run_cases",
+    "same_on_ranks",
+    "scratch",
+    "write_result",
+]
+
+#: Seconds a collective may wait in any of these tests.
+PG_TIMEOUT = 60
+
+RANK = int(os.environ.get("RANK", "0"))
+SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+Case = Callable[[], None]
+_cases: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    """Register a function without arguments that asserts."""
+    _cases[function.__name__] = function
+    return function
+
+
+def write_result(value: Any) -> None:
+    """Hand a value (as JSON) to the test."""
+    Path(os.environ[RESULTS_VARIABLE], f"{RANK}.json").write_text(json.dumps(value))
+
+
+def scratch(name: str) -> Path:
+    """Return an own folder for a case, the same on all ranks; it goes away with the run."""
+    folder = Path(os.environ[RESULTS_VARIABLE], name)
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def run_cases(only: list[str] | None = None) -> None:
+    """Run the cases in order and report `{case: "" or traceback}` after each.
+
+    After a failure the ranks go on only if all of them came to the end of the case: otherwise
+    they would be at different collectives.
+    """
+    warnings.filterwarnings("error", message=".*deprecated.*", category=FutureWarning)
+    results: dict[str, str] = {}
+    ends = _store()
+    for name, function in _cases.items():
+        if only and name not in only:
+            continue
+        # A rank that hangs says where, before the others give it up.
+        faulthandler.dump_traceback_later(PG_TIMEOUT * 0.75)
+        try:
+            function()
+            results[name] = ""
+        except BaseException:
+            results[name] = traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
+        if results[name]:
+            gc.collect()  # what the traceback held must not live on into the next case
+        write_result(results)
+        ends.set(f"{name}/{RANK}", "ended")
+        if results[name] and not _all_ended(ends, name):
+            os._exit(1)
+
+
+def _store() -> dist.Store:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, None, False, timeout=timedelta(seconds=PG_TIMEOUT))
+    return dist.PrefixStore("cases", store)
+
+
+def _all_ended(store: dist.Store, name: str) -> bool:
+    until = time.monotonic() + 5
+    keys = [f"{name}/{rank}" for rank in range(SIZE)]
+    while time.monotonic() < until:
+        if store.check(keys):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    """Join tensors (a model's parameters) into one vector, copied."""
+    if isinstance(tensors, torch.nn.Module):
+        tensors = tensors.parameters()
+    return torch.cat([tensor.detach().reshape(-1).clone() for tensor in tensors])
+
+
+def same_on_ranks(tensor: torch.Tensor) -> bool:
+    """Whether all ranks of the default group hold bitwise the same tensor."""
+    if SIZE == 1:
+        return True
+    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, tensor.contiguous())
+    return all(torch.equal(one, tensor) for one in every)
