@@ -1,0 +1,312 @@
+"""What is wrong is said once and clearly: what, where from, what is allowed, the nearest right name."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accelerate_core
+from accelerate_core import (
+    Accelerator,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    KwargsHandler,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accelerate_core.errors import (
+    AccelerateError,
+    CheckpointError,
+    ConfigurationError,
+    MissingPluginError,
+    UnknownArgumentError,
+)
+from accelerate_core.plugins.selection import Request, select_backend
+from accelerate_core.runtime import Topology, read_topology
+
+
+class Foreign(KwargsHandler): ...
+
+
+CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "unknown argument": ({"colour": 1}, UnknownArgumentError, ["no argument 'colour'"]),
+    "slip of the seeds": (
+        {"kwarg_handler": []},
+        UnknownArgumentError,
+        ["Did you mean 'kwargs_handlers'?"],
+    ),
+    "unknown backend": (
+        {"backend": "dpd"},
+        MissingPluginError,
+        ["'dpd'", "constructor argument backend", "'ddp'"],
+    ),
+    "no backend at all": ({"backend": 3}, ConfigurationError, ["backend=3"]),
+    "backend not installed": (
+        {"backend": "deepspeed"},
+        MissingPluginError,
+        ["pip install accelerate-core[deepspeed]"],
+    ),
+    "argument of a missing plugin": (
+        {"fsdp_plugin": object()},
+        MissingPluginError,
+        ["fsdp_plugin", "pip install accelerate-core[fsdp2]"],
+    ),
+    "precision": (
+        {"mixed_precision": "bf61"},
+        ConfigurationError,
+        ["'bf61'", "constructor argument", "'fp16'", "'bf16'?"],
+    ),
+    "precision not installed": (
+        {"mixed_precision": "fp8"},
+        MissingPluginError,
+        ["pip install accelerate-core[fp8]"],
+    ),
+    "steps below one": (
+        {"gradient_accumulation_steps": 0},
+        ConfigurationError,
+        ["=0", "at least 1"],
+    ),
+    "steps no number": (
+        {"gradient_accumulation_steps": "two"},
+        ConfigurationError,
+        ["'two'", "int"],
+    ),
+    "steps twice": (
+        {
+            "gradient_accumulation_steps": 2,
+            "gradient_accumulation_plugin": GradientAccumulationPlugin(4),
+        },
+        ConfigurationError,
+        ["not both"],
+    ),
+    "compiler twice": (
+        {"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()},
+        ConfigurationError,
+        ["not both"],
+    ),
+    "loader settings twice": (
+        {"split_batches": True, "dataloader_config": DataLoaderConfiguration()},
+        ConfigurationError,
+        ["dataloader_config"],
+    ),
+    "loader settings of another kind": (
+        {"dataloader_config": {}},
+        ConfigurationError,
+        ["not dict"],
+    ),
+    "handler twice": (
+        {"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]},
+        ConfigurationError,
+        ["two AutocastKwargs"],
+    ),
+    "handler class": ({"kwargs_handlers": [AutocastKwargs]}, ConfigurationError, ["instances"]),
+    "handler nobody takes": (
+        {"kwargs_handlers": [Foreign()]},
+        ConfigurationError,
+        ["Foreign", "AutocastKwargs", "GradScalerKwargs"],
+    ),
+    "tracker unknown": (
+        {"log_with": "wandv"},
+        MissingPluginError,
+        ["'wandv'", "log_with", "'wandb'"],
+    ),
+    "tracker not installed": (
+        {"log_with": "mlflow"},
+        MissingPluginError,
+        ["pip install accelerate-core[mlflow]"],
+    ),
+    "tracker of another kind": ({"log_with": 3}, TypeError, ["int"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "kind", "said"), CONSTRUCTOR.values(), ids=CONSTRUCTOR)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_constructor(arguments: dict[str, Any], kind: type[Exception], said: list[str]) -> None:
+    with pytest.raises(kind) as failure:
+        Accelerator(**arguments)
+    for part in said:
+        assert part in str(failure.value)
+
+
+ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {
+    "precision": (
+        {"ACCELERATE_MIXED_PRECISION": "fp61"},
+        ["environment variable ACCELERATE_MIXED_PRECISION", "'fp61'", "Did you mean 'fp16'?"],
+    ),
+    "precision from the launcher": (
+        {
+            "ACCELERATE_MIXED_PRECISION": "fp61",
+            "ACCELERATE_BECAUSE": '{"ACCELERATE_MIXED_PRECISION": "command line --mixed_precision"}',
+        },
+        ["from command line --mixed_precision"],
+    ),
+    "steps": (
+        {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "two"},
+        ["environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "'two'"],
+    ),
+    "switch": ({"ACCELERATE_USE_CPU": "maybe"}, ["ACCELERATE_USE_CPU", "'maybe'", "'true'"]),
+    "backend": (
+        {"ACCELERATE_BACKEND": "dpd"},
+        ["environment variable ACCELERATE_BACKEND", "'ddp'"],
+    ),
+    "switch of a missing plugin": (
+        {"ACCELERATE_USE_DEEPSPEED": "true"},
+        ["ACCELERATE_USE_DEEPSPEED", "pip install accelerate-core[deepspeed]"],
+    ),
+    "field of a settings class": (
+        {"ACCELERATE_DYNAMO_MODE": "fast"},
+        ["'fast'", "ACCELERATE_DYNAMO_MODE"],
+    ),
+    "config file missing": ({"ACCELERATE_CONFIG_FILE": "nowhere.yaml"}, ["nowhere.yaml"]),
+}
+
+
+@pytest.mark.parametrize(("variables", "said"), ENVIRONMENT.values(), ids=ENVIRONMENT)
+def test_environment(
+    variables: dict[str, str], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(AccelerateError) as failure:
+        Accelerator()
+    for part in said:
+        assert part in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 is outside a world of WORLD_SIZE=2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' must be a number"),
+        ({"PMI_RANK": "3", "PMI_SIZE": "3"}, "PMI_RANK=3 is outside"),
+    ],
+)
+def test_ranks(variables: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        read_topology(variables)
+
+
+def test_several_processes_without_a_backend_for_them() -> None:
+    request = Request({}, {"ACCELERATE_DISABLED_PLUGINS": "ddp"}, Topology(0, 2, because="a test"))
+    with pytest.raises(MissingPluginError, match=re.escape("pip install accelerate-core[ddp]")):
+        select_backend(None, "", request)
+
+
+def test_a_misspelt_variable_is_pointed_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISON", "bf16")
+    with pytest.warns(UserWarning, match="Did you mean 'ACCELERATE_MIXED_PRECISION'"):
+        assert Accelerator().mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mixed_precision: bf61\n", ["line 1", "'bf61'"]),
+        ("debug: false\n\ngradient_accumulation_steps: -1\n", ["line 3", "at least 1"]),
+        ("- a\n- b\n", ["mapping", "list"]),
+        ("a: [1\n", ["not valid YAML"]),
+    ],
+)
+def test_config_file(
+    text: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(path))
+    with pytest.raises(ConfigurationError) as failure:
+        Accelerator()
+    for part in ["config.yaml", *said]:
+        assert part in str(failure.value)
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "unknown field": (
+        lambda: GradScalerKwargs(init_scal=1),
+        ["'init_scal'", "Did you mean 'init_scale'?"],
+    ),
+    "wrong type": (
+        lambda: GradScalerKwargs(growth_interval="x"),
+        ["growth_interval='x'", "integer"],
+    ),
+    "out of range": (
+        lambda: GradScalerKwargs(backoff_factor=2),
+        ["backoff_factor=2", "less than 1"],
+    ),
+    "wrong mode": (lambda: TorchDynamoPlugin(mode="fast"), ["'fast'", "reduce-overhead"]),
+    "limit of nothing": (lambda: ProjectConfiguration(total_limit=0), ["total_limit=0"]),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), SETTINGS.values(), ids=SETTINGS)
+def test_settings(make: Callable[[], Any], said: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as failure:
+        make()
+    for part in said:
+        assert part in str(failure.value)
+
+
+def test_names() -> None:
+    with pytest.raises(AttributeError, match="Did you mean 'Accelerator'"):
+        accelerate_core.Acelerator  # noqa: B018
+    with pytest.raises(ImportError, match=re.escape("pip install accelerate-core[deepspeed]")):
+        from accelerate_core import DeepSpeedPlugin  # noqa: F401
+    with pytest.raises(AttributeError, match="Did you mean 'mixed_precision'"):
+        Accelerator().mixed_precison  # noqa: B018
+
+
+def test_calls() -> None:
+    accelerator = Accelerator()
+    with pytest.raises(AccelerateError, match="device_placement has 1 entries for 2"):
+        accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), device_placement=[True])
+    with pytest.raises(ConfigurationError, match="these lack them: int, list") as failure:
+        accelerator.register_for_checkpointing(3, [])
+    assert "state_dict" in str(failure.value)
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match="needs an output_dir"):
+        accelerator.save_state()
+    with pytest.raises(CheckpointError, match="no checkpoint directory"):
+        accelerator.load_state(tmp_path / "nothing")
+    accelerator.save_state(tmp_path / "state")
+    whole = (tmp_path / "state" / "model.safetensors").read_bytes()
+    (tmp_path / "state" / "model.safetensors").write_bytes(whole[:40])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        accelerator.load_state(tmp_path / "state")
+    (tmp_path / "state" / "model.safetensors").write_bytes(whole)
+    (tmp_path / "state" / "optimizer.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"has no optimizer\.bin"):
+        accelerator.load_state(tmp_path / "state")
+
+
+class Planted:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("planted_by_a_pickle"),)
+
+
+def test_a_planted_pickle_is_refused_and_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state("state")
+    rng = Path("state") / "random_states_0.pkl"
+    rng.write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(CheckpointError, match="trust=True"):
+        accelerator.load_state("state")
+    torch.save(Planted(), rng)
+    with pytest.raises(CheckpointError, match="trust=True"):
+        accelerator.load_state("state")
+    assert not Path("planted_by_a_pickle").exists()
