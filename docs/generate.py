@@ -1,0 +1,94 @@
+"""Write the pages that follow from the code: hooks.md and configuration.md.
+
+`--check` writes nothing and fails if a page is not what the code says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+from accelerate_core.configuration import handlers
+from accelerate_core.configuration.core import CORE_SETTINGS
+from accelerate_core.configuration.schema import settings_fields
+from accelerate_core.hookspecs import API_VERSION, HookSpecs, hooks_of_kind
+from accelerate_ddp.settings import DistributedDataParallelKwargs
+
+HERE = Path(__file__).parent
+KINDS = {
+    "owner": "Exactly one answer: the active backend's. `None` is an answer.",
+    "stage": "Model in, model out: every active plugin, by stage and then by name.",
+    "broadcast": "Everyone is told; answers are ignored.",
+    "registration": "Everyone may contribute something.",
+}
+
+
+def cell(text: object) -> str:
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def table(header: list[str], rows: list[list[object]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return lines + ["| " + " | ".join(cell(part) for part in row) + " |" for row in rows] + [""]
+
+
+def hooks() -> str:
+    lines = ["# Hooks", "", "Generated from `accelerate_core.hookspecs`; do not edit.", ""]
+    lines += [
+        f"Version {API_VERSION[0]}.{API_VERSION[1]}.",
+        "",
+        inspect.getdoc(sys.modules[HookSpecs.__module__]) or "",
+        "",
+    ]
+    for kind, meaning in KINDS.items():
+        lines += [f"## {kind.capitalize()} hooks", "", meaning, ""]
+        rows = []
+        for name in hooks_of_kind(kind):  # type: ignore[arg-type]
+            function = getattr(HookSpecs, name)
+            arguments = ", ".join(list(inspect.signature(function).parameters)[1:])
+            rows.append([f"`{name}({arguments})`", inspect.getdoc(function)])
+        lines += table(["hook", "when it is called, what it returns"], rows)
+    return "\n".join(lines)
+
+
+def configuration() -> str:
+    lines = ["# Configuration", "", "Generated from the settings classes; do not edit.", ""]
+    lines += [
+        "Strongest first: constructor, command line, environment, config file, detection, default.",
+        "`print(accelerator.explain())` shows each value in force and where it came from.",
+        "",
+        "## The core",
+        "",
+    ]
+    rows: list[list[object]] = [
+        [f"`{s.name}`", f"`{s.env[0]}`", f"`{s.yaml[0]}`", s.default, s.help] for s in CORE_SETTINGS
+    ]
+    lines += table(["setting", "environment", "YAML key", "default", "meaning"], rows)
+    classes = [getattr(handlers, name) for name in handlers.__all__]
+    for cls in [*classes, DistributedDataParallelKwargs]:
+        prefix = getattr(cls, "__settings_names__", ("",))[0]
+        lines += [f"## {cls.__name__}", "", (inspect.getdoc(cls) or "").split("\n\n")[0], ""]
+        rows = [
+            [f"`{f.name}`", f"`{f.env[0]}`" if prefix else "", f.default, f.help]
+            for f in settings_fields(cls)
+        ]
+        lines += table(["field", "environment", "default", "meaning"], rows)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    stale = []
+    for name, text in (("hooks.md", hooks()), ("configuration.md", configuration())):
+        path = HERE / name
+        text = text.rstrip() + "\n"
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(text, encoding="utf-8")
+    if stale and "--check" in sys.argv:
+        raise SystemExit(f"Not what the code says: {', '.join(stale)}. Run: make docs")
+
+
+if __name__ == "__main__":
+    main()
