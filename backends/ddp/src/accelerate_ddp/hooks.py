@@ -1,6 +1,7 @@
 """Communication hooks: what gradients go through between ranks."""
 
 # No postponed annotations here: torch reads those of a hook and wants the class, not its name.
+import atexit
 import time
 from typing import Any
 
@@ -24,11 +25,12 @@ def has_hook(settings: DistributedDataParallelKwargs) -> bool:
 def let_go() -> None:
     """Let the group's threads drop the last reduction before the group may be freed.
 
-    They need the interpreter's lock for a hook in Python. Freeing a model whose group has
-    ended frees the group too, and waits for its threads *with* that lock: within the
-    milliseconds after the last backward the two would wait for each other for ever.
+    A thread of gloo frees what a hook in Python left behind some moments after the backward that
+    waited for it, and needs the interpreter's lock to do so. A group that ends within that time
+    is freed by its own thread, which aborts the process, or by a model that outlived it, which
+    waits for the thread while it holds the lock, for ever.
     """
-    pass
+    time.sleep(0.1)
 
 
 def register(model: DistributedDataParallel, settings: DistributedDataParallelKwargs) -> None:
@@ -50,6 +52,9 @@ def register(model: DistributedDataParallel, settings: DistributedDataParallelKw
     elif settings.comm_wrapper is Hook.BF16:
         hook = _bf16_wrapper(hook)
     model.register_comm_hook(state, hook)
+    # For scripts that do not end their training: run before the runtime ends the group.
+    atexit.unregister(let_go)
+    atexit.register(let_go)
 
 
 def bf16_compress(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,0 +1,250 @@
+"""Two ranks: what DDP's own settings do. Arguments name the cases to run; none runs those marked."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from worker import PG_TIMEOUT, RANK, case, flat, run_cases, same_on_ranks
+
+from accelerate_core import Accelerator
+from accelerate_core.errors import ConfigurationError
+from accelerate_ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelerate_ddp.hooks import let_go
+
+STEPS, ACCUMULATION = 3, 2
+
+
+class Net(nn.Module):
+    """Has a branch that a forward may leave out, and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU())
+        self.head = nn.Linear(32, 4)
+        self.spare = nn.Linear(32, 4)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
+        self.seen += len(x) * (RANK + 1)
+        x = self.body(x)
+        return self.head(x) + self.spare(x) if spare else self.head(x)
+
+
+def data() -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(RANK)
+    return [torch.randn(8, 16, generator=source) for _ in range(STEPS * ACCUMULATION)]
+
+
+def by_library(spare: bool = True, **settings: Any) -> tuple[torch.Tensor, list[bool]]:
+    """Train; return the weights, and per micro-batch whether the ranks' gradients were equal."""
+    with Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=ACCUMULATION,
+        kwargs_handlers=[DistributedDataParallelKwargs(**settings)] if settings else None,
+        process_group_timeout=PG_TIMEOUT,
+    ) as accelerator:
+        net = Net()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(net, sgd)
+        assert isinstance(model, DistributedDataParallel)
+        synced = []
+        for x in data():
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x, spare=spare).square().mean())
+                synced.append(same_on_ranks(_gradients(model)))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert same_on_ranks(flat(model))
+        return flat(model), synced
+
+
+def by_hand(
+    register: Callable[[DistributedDataParallel], None] = lambda model: None, spare: bool = True
+) -> torch.Tensor:
+    """Train with DDP in plain torch, each micro-batch of a cycle but the last in no_sync."""
+    with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT):  # for the group alone
+        weights = _by_hand(register, spare)
+        let_go()  # else torch aborts now and then: see there
+        return weights
+
+
+def _by_hand(register: Callable[[DistributedDataParallel], None], spare: bool) -> torch.Tensor:
+    model = DistributedDataParallel(Net(), find_unused_parameters=not spare)
+    register(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index, x in enumerate(data()):
+        last = (index + 1) % ACCUMULATION == 0
+        with nullcontext() if last else model.no_sync():
+            (model(x, spare=spare).square().mean() / ACCUMULATION).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(model)
+
+
+def _gradients(model: nn.Module) -> torch.Tensor:
+    return flat([p.grad for p in model.parameters() if p.grad is not None])
+
+
+BOUNDARIES = [False, True] * STEPS
+
+
+@case
+def fp16_compression_equals_torchs_hook() -> None:
+    weights, synced = by_library(comm_hook="fp16")
+    hook = default_hooks.fp16_compress_hook
+    assert torch.equal(weights, by_hand(lambda model: model.register_comm_hook(None, hook)))
+    assert synced == BOUNDARIES
+    assert not torch.equal(weights, by_hand())
+
+
+@case
+def a_model_with_a_hook_may_outlive_its_group() -> None:
+    """A race of milliseconds between the last backward and freeing the model."""
+    handlers = [DistributedDataParallelKwargs(comm_hook="fp16")]
+    for _ in range(5):
+        accelerator = Accelerator(
+            cpu=True, kwargs_handlers=handlers, process_group_timeout=PG_TIMEOUT
+        )
+        model, x = accelerator.prepare(Net()), data()[0]
+        accelerator.free_memory()  # the only reference left is ours
+        accelerator.backward(model(x).square().mean())
+        accelerator.end_training()
+        del model
+
+
+@case
+def bf16_compression_works_where_torchs_hook_refuses() -> None:
+    weights, synced = by_library(comm_hook="bf16")
+    exact = by_hand()
+    assert synced == BOUNDARIES
+    assert not torch.equal(weights, exact)
+    assert torch.allclose(weights, exact, atol=2e-3)
+
+
+@case
+def wrappers_compress_what_a_hook_sends() -> None:
+    exact = by_hand()
+    alone, _ = by_library(comm_hook="fp16")
+    for wrapper in ("fp16", "bf16"):
+        weights, _ = by_library(comm_wrapper=wrapper)
+        assert not torch.equal(weights, exact), wrapper
+        assert torch.allclose(weights, exact, atol=2e-3), wrapper
+        if wrapper == "fp16":
+            assert torch.allclose(weights, alone, atol=1e-4)
+
+
+@case
+def power_sgd_equals_torchs_hook() -> None:
+    option = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
+    for wrapper in ("no", "bf16"):
+        weights, synced = by_library(
+            comm_hook=DDPCommunicationHookType.POWER_SGD,
+            comm_state_option=option,
+            comm_wrapper=wrapper,
+        )
+        assert synced == BOUNDARIES
+        if wrapper == "no":
+
+            def register(model: DistributedDataParallel) -> None:
+                state = powerSGD_hook.PowerSGDState(None, **option)
+                model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+            assert torch.equal(weights, by_hand(register))
+
+
+@case
+def a_static_graph_accumulates() -> None:
+    """torch aborts if the first backward is not reduced; the numbers have to be right all the same."""
+    weights, synced = by_library(static_graph=True)
+    assert synced[1:] == BOUNDARIES[1:]
+    assert torch.allclose(weights, by_hand(), atol=1e-6)
+
+
+@case
+def gradients_may_live_in_the_buckets() -> None:
+    weights, synced = by_library(gradient_as_bucket_view=True, bucket_cap_mb=1)
+    assert synced == BOUNDARIES
+    assert torch.equal(weights, by_hand())
+
+
+@case
+def unused_parameters_are_looked_for_if_asked() -> None:
+    weights, synced = by_library(spare=False, find_unused_parameters=True)
+    assert synced == BOUNDARIES
+    assert torch.equal(weights, by_hand(spare=False))
+
+
+@case
+def buffers_follow_rank_0_unless_switched_off() -> None:
+    for broadcast in (True, False):
+        handler = DistributedDataParallelKwargs(broadcast_buffers=broadcast)
+        with Accelerator(
+            cpu=True, kwargs_handlers=[handler], process_group_timeout=PG_TIMEOUT
+        ) as accelerator:
+            model = accelerator.prepare(Net())
+            for x in data()[:2]:
+                model(x)
+            before_last = 8 if broadcast else 8 * (RANK + 1)
+            assert model.module.seen.item() == before_last + 8 * (RANK + 1)
+
+
+@case
+def only_what_trains_is_wrapped() -> None:
+    with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT) as accelerator:
+        frozen = accelerator.prepare(Net().requires_grad_(False))
+        assert type(frozen) is Net
+        judged = accelerator.prepare_model(Net(), evaluation_mode=True)
+        assert type(judged) is Net
+        torch.manual_seed(RANK)
+        own = nn.Linear(4, 4)
+        assert not same_on_ranks(flat(own))
+        assert same_on_ranks(flat(accelerator.prepare(own))), "rank 0's weights for all"
+
+
+@case
+def settings_are_seen_from_outside() -> None:
+    handler = DistributedDataParallelKwargs(bucket_cap_mb=7)
+    with Accelerator(
+        cpu=True, kwargs_handlers=[handler], process_group_timeout=PG_TIMEOUT
+    ) as accelerator:
+        assert str(accelerator.distributed_type) == "MULTI_CPU"
+        assert accelerator.ddp_handler.bucket_cap_mb == 7
+        model = accelerator.prepare(Net())
+        assert model.bucket_bytes_cap == 7 * 2**20
+
+
+@case
+def ranks_with_other_settings_are_refused_at_once() -> None:
+    handler = DistributedDataParallelKwargs(static_graph=RANK == 1)
+    said = "ddp.static_graph is False on rank 0, True on rank 1"
+    with pytest.raises(ConfigurationError, match=said):
+        Accelerator(cpu=True, kwargs_handlers=[handler], process_group_timeout=PG_TIMEOUT)
+
+
+def from_outside() -> None:
+    """What environment and file say holds without a word in the script."""
+    with Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT) as accelerator:
+        model = accelerator.prepare(Net())
+        for x in data()[:3]:
+            accelerator.backward(model(x, spare=False).square().mean())
+        assert model.find_unused_parameters
+        assert accelerator.ddp_handler.find_unused_parameters is True
+        (line,) = [s for s in accelerator.explain().splitlines() if "find_unused" in s]
+        assert os.environ["EXPECTED_ORIGIN"] in line, line
+
+
+if __name__ == "__main__":
+    if "EXPECTED_ORIGIN" in os.environ:
+        case(from_outside)
+    run_cases(sys.argv[1:])

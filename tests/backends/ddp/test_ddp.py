@@ -1,0 +1,125 @@
+"""What DDP's settings do on two ranks, and where they may come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import case_names, check_case, run_workers
+
+from accelerate_core import Accelerator
+from accelerate_core.errors import ConfigurationError
+from accelerate_ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+WORKER = Path(__file__).with_name("ddp_worker.py")
+VARIABLE = "ACCELERATE_DDP_FIND_UNUSED_PARAMETERS"
+
+
+@pytest.fixture(scope="module")
+def run():
+    return run_workers(WORKER, 2, timeout=150)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", case_names(WORKER))
+def test_case(run, case):
+    check_case(run, case)
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text("mixed_precision: 'no'\nddp_config:\n  find_unused_parameters: true\n")
+    return path
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("source", ["environment", "file"])
+def test_settings_from_outside_hold_in_a_run(source, config):
+    env = {VARIABLE: "true", "EXPECTED_ORIGIN": VARIABLE}
+    if source == "file":
+        env = {"ACCELERATE_CONFIG_FILE": str(config), "EXPECTED_ORIGIN": f"{config} line 3"}
+    run = run_workers(WORKER, 2, ["from_outside"], timeout=100, env=env)
+    check_case(run, "from_outside")
+
+
+# --- one process: which value wins, and what is said of a wrong one --------------------------------
+
+
+def settings_of(**arguments) -> tuple[DistributedDataParallelKwargs, str]:
+    with Accelerator(cpu=True, backend="ddp", **arguments) as accelerator:
+        (line,) = [s for s in accelerator.explain().splitlines() if "find_unused" in s]
+        return accelerator.ddp_handler, line
+
+
+def test_the_constructor_wins_over_environment_over_file(monkeypatch, config):
+    assert settings_of()[0].find_unused_parameters is False
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(config))
+    handler, line = settings_of()
+    assert handler.find_unused_parameters is True
+    assert f"{config} line 3" in line
+    monkeypatch.setenv(VARIABLE, "no")
+    handler, line = settings_of()
+    assert handler.find_unused_parameters is False
+    assert VARIABLE in line
+    given = DistributedDataParallelKwargs(find_unused_parameters=True)
+    handler, line = settings_of(kwargs_handlers=[given])
+    assert handler.find_unused_parameters is True
+    assert "constructor" in line
+
+
+def test_what_a_handler_leaves_out_comes_from_elsewhere(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    handler, _ = settings_of(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=3)])
+    assert (handler.bucket_cap_mb, handler.find_unused_parameters) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "parts"),
+    [
+        (VARIABLE, "maybe", [VARIABLE, "'maybe'", "find_unused_parameters", "true"]),
+        ("ACCELERATE_DDP_BUCKET_CAP_MB", "0", ["ACCELERATE_DDP_BUCKET_CAP_MB", "greater than"]),
+        ("ACCELERATE_DDP_COMM_HOOK", "fp61", ["ACCELERATE_DDP_COMM_HOOK", "'fp61'", "'fp16'"]),
+    ],
+)
+def test_a_wrong_variable_is_named(monkeypatch, variable, value, parts):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError) as caught:
+        settings_of()
+    assert [part for part in parts if part not in str(caught.value)] == [], caught.value
+
+
+def test_a_wrong_value_in_a_file_is_named(monkeypatch, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("ddp_config:\n  bucket_cap_mb: 25\n  comm_hook: fp61\n")
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(path))
+    with pytest.raises(ConfigurationError) as caught:
+        settings_of()
+    for part in ("comm_hook", "fp61", f"{path} line 3", "fp16"):
+        assert part in str(caught.value)
+
+
+def test_a_wrong_field_of_the_handler_is_named():
+    with pytest.raises(ConfigurationError, match=r"find_unused_parameter'.*Did you mean"):
+        DistributedDataParallelKwargs(find_unused_parameter=True)
+    with pytest.raises(ConfigurationError, match=r"comm_hook='fp61'.*'fp16'"):
+        DistributedDataParallelKwargs(comm_hook="fp61")
+    with pytest.raises(ConfigurationError, match="comm_wrapper=power_sgd wraps nothing"):
+        DistributedDataParallelKwargs(comm_wrapper="power_sgd")
+
+
+def test_handlers_are_settings_as_elsewhere():
+    handler = DistributedDataParallelKwargs(comm_hook="fp16", bucket_cap_mb=5)
+    assert handler.comm_hook is DDPCommunicationHookType.FP16
+    assert handler.to_kwargs() == {"comm_hook": DDPCommunicationHookType.FP16, "bucket_cap_mb": 5}
+    from accelerate_core import DistributedDataParallelKwargs as lent
+
+    assert lent is DistributedDataParallelKwargs
+
+
+def test_one_process_wraps_nothing():
+    with Accelerator(cpu=True, backend="ddp") as accelerator:
+        net = torch.nn.Linear(2, 2)
+        assert accelerator.prepare(net) is net
+        assert str(accelerator.distributed_type) == "NO"
