@@ -127,8 +127,13 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         self.backend.check(self)
         log_with = normalise_log_with(arguments.get("log_with"))
         self._start_runtime()
-        self._set_up(arguments, log_with)
-        self.plugins.call_each("on_start", accelerator=self)
+        try:
+            self._agree()
+            self._set_up(arguments, log_with)
+            self.plugins.call_each("on_start", accelerator=self)
+        except BaseException:
+            runtimes.release(self)
+            raise
 
     def _start_runtime(self) -> None:
         built, values = self._built, self.because
@@ -145,12 +150,10 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
             choose_device=partial(self.hooks.device, self),
             init_group=partial(self.hooks.init_process_group, self),
         )
-        try:
-            self.precision.check(self.device)
-            agree(self._process, built.facts())
-        except BaseException:
-            runtimes.release(self)
-            raise
+
+    def _agree(self) -> None:
+        self.precision.check(self.device)
+        agree(self._process, self._built.facts())
 
     def _set_up(self, arguments: Mapping[str, Any], log_with: Any) -> None:
         built = self._built
@@ -235,8 +238,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         """Release everything prepared, reset `step`, and return None for each object given."""
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             cast("list[Any]", held).clear()
-        self._unscaled.clear()
-        self._scaled_steps.clear()
+        self.settle_scale()
         self.replaced_parameters = WeakIdKeyDictionary()
         self.gradient_state.forget()
         self.step = 0

@@ -119,6 +119,9 @@ class Runtime:
     timeout: timedelta | None = None
     comm_backend: str | None = None
     users: list[weakref.ref[Any]] = field(default_factory=list)
+    #: Accelerators that have begun and not ended, dead ones too: unlike `users` it does not
+    #: depend on when the garbage collector runs, which differs between ranks.
+    unended: int = 0
     handshakes: int = 0
 
     @property
@@ -207,6 +210,7 @@ def acquire(
         _check_fits(_current, cpu, device, comm_backend)
     if user is not None:
         _current.users.append(weakref.ref(user))
+        _current.unended += 1
     return _current
 
 
@@ -216,8 +220,12 @@ def release(user: Any) -> None:
     runtime = _current
     if runtime is None:
         return
+    if any(ref() is user for ref in runtime.users):
+        runtime.unended -= 1
     runtime.users = [ref for ref in runtime.users if ref() is not None and ref() is not user]
-    if not runtime.users:
+    # A group ends at the same call on every rank; a process alone needs no such care.
+    over = runtime.unended == 0 if runtime.owns_group else not runtime.users
+    if over:
         _end_group(runtime)
         _current = None
 

@@ -35,7 +35,7 @@ def save_state(
         raise CheckpointError(
             f"{directory} is there already; set ProjectConfiguration(iteration=...) beyond it."
         )
-    _settle_scale(accelerator)
+    accelerator.settle_scale()
     # Ranks meet only after everyone has looked: nobody sees the directory of another.
     accelerator.wait_for_everyone()
     directory.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def load_state(
     directory = _latest(accelerator) if input_dir is None else Path(input_dir).expanduser()
     if not directory.is_dir():
         raise CheckpointError(f"There is no checkpoint directory {directory}.")
-    _settle_scale(accelerator)  # what is pending belongs to the state that is replaced
+    accelerator.settle_scale()  # what is pending belongs to the state that is replaced
     _load_models(accelerator, directory, options)
     optimizers, schedulers, loaders = (
         accelerator.optimizers,
@@ -113,12 +113,6 @@ def load_state(
     found = _NUMBERED.fullmatch(directory.name)
     if found and accelerator.project_configuration.automatic_checkpoint_naming:
         accelerator.project_configuration.iteration = int(found[1]) + 1
-
-
-def _settle_scale(accelerator: Accelerator) -> None:
-    """Update the loss scale if that was waiting for another optimizer's step."""
-    if accelerator._scaled_steps:
-        accelerator._update_scaler()
 
 
 def _named(output_dir: Any) -> Path:

@@ -182,6 +182,11 @@ class Stepping(Place):
         if len(self._scaled_steps) >= len(self.optimizers):
             self._update_scaler()
 
+    def settle_scale(self) -> None:
+        """Make a scale update that waits for other optimizers now, before state is kept."""
+        if self._scaled_steps:
+            self._update_scaler()
+
     def _update_scaler(self) -> None:
         if self._scaler is not None:
             self._scaler.update()
