@@ -40,7 +40,8 @@ def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_modules_and_names_are_served_after_install() -> None:
-    start = "import sys, accelerate_core.drop_in as d; d.install(); d.install(); assert 'torch' not in sys.modules"
+    start = "import sys, accelerate_core.drop_in as d; d.install(); d.install();"
+    start += "assert 'torch' not in sys.modules"
     done = python("-c", start + USES)
     assert done.returncode == 0, done.stderr
     assert "served" in done.stdout

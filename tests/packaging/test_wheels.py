@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MEMBERS = ["core", *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("*/*/pyproject.toml"))]
+MEMBERS = [
+    "core",
+    *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("*/*/pyproject.toml")),
+]
 MEMBERS = [member for member in MEMBERS if member.split("/")[0] in ("core", "backends", "trackers")]
 
 SCRIPT = """
@@ -51,7 +54,16 @@ def wheels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return Path(given).resolve()
     out = tmp_path_factory.mktemp("wheels")
     for member in MEMBERS:
-        run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", out, ROOT / member)
+        run(
+            sys.executable,
+            "-m",
+            "build",
+            "--no-isolation",
+            "--wheel",
+            "--outdir",
+            out,
+            ROOT / member,
+        )
     return out
 
 
@@ -77,6 +89,8 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
     script.write_text(SCRIPT)
     launch = venv / "bin" / "accelerate-core"
     for processes, backend in ((1, "single"), (2, "ddp")):
-        out = run(launch, "launch", "--cpu", "--num_processes", str(processes), script, cwd=tmp_path)
+        out = run(
+            launch, "launch", "--cpu", "--num_processes", str(processes), script, cwd=tmp_path
+        )
         assert f"{backend} {processes} True" in out
     assert "numpy" not in run(venv / "bin" / "python", "-m", "pip", "list")

@@ -1,0 +1,141 @@
+"""Two ranks: groups that end and begin anew, Accelerators side by side."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from worker import PG_TIMEOUT, RANK, SIZE, case, flat, run_cases, same_on_ranks
+
+from accelerate_core import Accelerator
+from accelerate_core.utils import InitProcessGroupKwargs
+
+
+def accelerate(**arguments: Any) -> Accelerator:
+    return Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT, **arguments)
+
+
+def work(accelerator: Accelerator) -> None:
+    """Talk and train."""
+    assert accelerator.gather(torch.tensor([RANK])).tolist() == list(range(SIZE))
+    torch.manual_seed(RANK)
+    net = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(model(torch.randn(3, 4)).square().mean())
+    optimizer.step()
+    assert same_on_ranks(flat(model))
+    assert accelerator.gather_for_metrics([RANK]) == list(range(SIZE))
+
+
+@case
+def the_environment_is_read_only() -> None:
+    before, order = dict(os.environb), list(os.environb)
+    with accelerate(mixed_precision="bf16") as accelerator:
+        assert dict(os.environb) == before
+        assert list(os.environb) == order
+        work(accelerator)
+    if b"TORCHINDUCTOR_CACHE_DIR" not in before:
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it when it trains
+    assert dict(os.environb) == before
+
+
+@case
+def a_new_one_works_after_the_last_has_ended() -> None:
+    for _ in range(3):
+        assert not dist.is_initialized()
+        accelerator = accelerate()
+        work(accelerator)
+        accelerator.end_training()
+    assert not dist.is_initialized()
+
+
+@case
+def the_group_ends_with_the_last() -> None:
+    first, second = accelerate(), accelerate(mixed_precision="bf16")
+    first.end_training()
+    assert dist.is_initialized()
+    work(second)
+    third = accelerate(gradient_accumulation_steps=2)
+    second.end_training()
+    work(third)
+    third.end_training()
+    assert not dist.is_initialized()
+
+
+@case
+def many_leave_nothing_behind() -> None:
+    references = []
+    for _ in range(10):
+        with accelerate() as accelerator:
+            work(accelerator)
+        references.append(weakref.ref(accelerator))
+    del accelerator
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 10
+
+
+@case
+def a_group_of_the_users_own_is_used_and_left() -> None:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("own", store), rank=RANK, world_size=SIZE
+    )
+    with accelerate() as accelerator:
+        work(accelerator)
+    assert dist.is_initialized(), "whoever started it ends it"
+    dist.destroy_process_group()
+    with accelerate() as accelerator:
+        work(accelerator)
+
+
+@case
+def a_timeout_is_a_setting() -> None:
+    handler = InitProcessGroupKwargs(timeout=17)
+    for arguments in ({"process_group_timeout": 17}, {"kwargs_handlers": [handler]}):
+        with Accelerator(cpu=True, **arguments) as accelerator:
+            work(accelerator)
+            group = dist.distributed_c10d._get_default_group()
+            options = group._get_backend(torch.device("cpu")).options
+            assert options._timeout.total_seconds() == 17
+
+
+@case
+def an_exception_on_all_ranks_lets_the_next_one_work() -> None:
+    for _ in range(2):
+        try:
+            with accelerate() as accelerator:
+                raise ValueError("on every rank")
+        except ValueError:
+            pass
+        work(accelerate())
+    del accelerator
+    gc.collect()
+
+
+@case
+def one_that_was_dropped_is_no_matter_of_the_collectors_mood() -> None:
+    """When the garbage collector runs differs by rank; when the group ends must not."""
+    gc.collect()
+    gc.disable()
+    try:
+        dropped = accelerate()
+        work(dropped)
+        second = accelerate()
+        del dropped
+        if RANK == 0:
+            gc.collect()
+        second.end_training()
+        with Accelerator(cpu=True, process_group_timeout=10) as third:
+            work(third)
+    finally:
+        gc.enable()
+
+
+if __name__ == "__main__":
+    run_cases(sys.argv[1:])
