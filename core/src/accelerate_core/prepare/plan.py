@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,8 @@ class PreparePlan:
     unwrap: Callable[[Any], torch.nn.Module]
     #: Parameters that an earlier call replaced: old -> (model as prepared, name).
     replaced: WeakIdKeyDictionary
-    _before: dict[int, tuple[Entry, str]] = field(default_factory=dict)
+    # By id, and without keeping alive: a large model is not to be held twice while it is prepared.
+    _before: dict[int, tuple[Entry, str, weakref.ref[torch.Tensor]]] = field(default_factory=dict)
     _slots: list[tuple[Any, dict[str, Any], int, torch.Tensor]] = field(default_factory=list)
 
     def of_kind(self, kind: Kind) -> Iterator[Entry]:
@@ -77,7 +79,7 @@ class PreparePlan:
             named = named_parameters(entry.value)
             entry.trainable = frozenset(n for n, p in named.items() if p.requires_grad)
             for name, parameter in named.items():
-                self._before.setdefault(id(parameter), (entry, name))
+                self._before.setdefault(id(parameter), (entry, name, weakref.ref(parameter)))
         for entry in self.of_kind("optimizer"):
             for group in getattr(entry.value, "param_groups", ()):
                 for index, parameter in enumerate(group["params"]):
@@ -94,9 +96,8 @@ class PreparePlan:
         now = {
             id(entry): named_parameters(self.unwrap(entry.value)) for entry in self.of_kind("model")
         }
-        for old_id, (entry, name) in self._before.items():
-            new = now[id(entry)].get(name)
-            old = next((p for _, _, _, p in self._slots if id(p) == old_id), None)
+        for entry, name, reference in self._before.values():
+            new, old = now[id(entry)].get(name), reference()
             if old is not None and new is not None and new is not old:
                 self.replaced[old] = (entry.value, name)
         for optimizer, group, index, old in self._slots:
@@ -112,7 +113,7 @@ class PreparePlan:
         self, old: torch.Tensor, now: dict[int, dict[str, torch.nn.Parameter]]
     ) -> torch.Tensor | None:
         if id(old) in self._before:
-            entry, name = self._before[id(old)]
+            entry, name, _ = self._before[id(old)]
             new = now[id(entry)].get(name)
         elif old in self.replaced:
             model, name = self.replaced[old]
@@ -162,10 +163,11 @@ class PreparePlan:
             if parameter.requires_grad and id(parameter) not in held and id(parameter) not in seen:
                 missing.append(name)
             seen.add(id(parameter))
+        held_before = {id(parameter) for _, _, _, parameter in self._slots}
         was_held = {
-            n
-            for e, n in (self._before[i] for i in self._before if i in self._held_before())
-            if e is entry
+            name
+            for key, (its, name, _) in self._before.items()
+            if its is entry and key in held_before
         }
         if not missing or not was_held:
             return  # this model has no optimizer in this call
@@ -181,9 +183,6 @@ class PreparePlan:
             f"passed to prepare, such as {missing[0]!r}; set requires_grad_(False) on what is frozen.",
             stacklevel=4,
         )
-
-    def _held_before(self) -> set[int]:
-        return {id(parameter) for _, _, _, parameter in self._slots}
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -1,0 +1,182 @@
+"""What plugins do to models, and what happens to the optimizers that hold their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate_core import Accelerator, Backend, KwargsHandler
+from accelerate_core.errors import PluginError, PrepareError
+
+
+class Recorder(Backend):
+    """Writes down which stage runs when; replaces all parameters in `convert`."""
+
+    name = "recorder"
+
+    def __init__(self, settings: Any = None, handlers: Any = ()) -> None:
+        super().__init__(settings, handlers)
+        self.seen: list[str] = []
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.seen.append("convert")
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
+        return model
+
+    def parallelise(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.seen.append("parallelise")
+        return model
+
+    def checkpoint(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.seen.append("checkpoint")
+        return model
+
+    def compile(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.seen.append("compile")
+        return model
+
+    def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.seen.append("prepare_model")
+        return torch.nn.Sequential(model)
+
+    def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model[0] if type(model) is torch.nn.Sequential else model  # type: ignore[index]
+
+    def state_attributes(self) -> Mapping[str, Any]:
+        return {"recorder_plugin": self.seen}
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.tanh(self.body(x)))
+        return out
+
+
+def groups_of(model: Net) -> list[dict[str, Any]]:
+    return [
+        {"params": list(model.body.parameters()), "lr": 0.5},
+        {"params": list(model.head.parameters()), "momentum": 0.7},
+    ]
+
+
+def test_stages_run_in_order_and_optimizers_follow_by_name() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(groups_of(model), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    kept = optimizer.state[model.body.weight]["momentum_buffer"]
+    accelerator = Accelerator(backend=Recorder)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    assert accelerator.backend.seen == [  # type: ignore[attr-defined]
+        "convert", "parallelise", "checkpoint", "compile", "prepare_model",
+    ]  # fmt: skip
+    assert accelerator.recorder_plugin is accelerator.state.recorder_plugin
+    assert wrapped.optimizer is optimizer
+    assert wrapped.param_groups[0]["params"] == [model.body.weight, model.body.bias]
+    assert [(g["lr"], g["momentum"]) for g in wrapped.param_groups] == [(0.5, 0.9), (0.1, 0.7)]
+    assert optimizer.state[model.body.weight]["momentum_buffer"] is kept
+    before = [p.detach().clone() for p in model.parameters()]
+    wrapped.zero_grad()
+    accelerator.backward(prepared(torch.ones(1, 3)).sum())
+    wrapped.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert accelerator.unwrap_model(prepared) is model
+
+
+def test_an_optimizer_prepared_later_follows_too() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = Accelerator(backend=Recorder)
+    accelerator.prepare(model)
+    wrapped = accelerator.prepare(optimizer)
+    assert wrapped.param_groups[0]["params"] == list(model.parameters())
+
+
+class Renames(Recorder):
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        model.tail = model.head
+        del model.head
+        return model
+
+
+class Adds(Recorder):
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        model.extra = torch.nn.Linear(1, 1)
+        return model
+
+
+class Forgets(Recorder):
+    def convert(self, model: torch.nn.Module) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "said"),
+    [
+        (Renames, PrepareError, "'head.weight' is held by an optimizer"),
+        (Adds, PrepareError, "extra.weight"),
+        (Forgets, PluginError, "a stage returns the model"),
+    ],
+)
+def test_a_stage_that_would_leave_something_untrained_is_refused(
+    backend: type[Backend], kind: type[Exception], said: str
+) -> None:
+    model = Net()
+    with pytest.raises(kind, match=said):
+        Accelerator(backend=backend).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_what_the_user_left_out_is_a_warning() -> None:
+    model = Net()
+    with pytest.warns(UserWarning, match=r"2 trainable parameter\(s\) of Net .*'body.weight'"):
+        Accelerator().prepare(model, torch.optim.SGD(model.head.parameters(), lr=0.1))
+
+
+class Token:
+    """An object only a plugin knows."""
+
+    param_groups: list[Any] = []
+
+
+class Classifies(Backend):
+    name = "classifies"
+
+    def classify(self, obj: Any) -> str | None:
+        return "optimizer" if isinstance(obj, Token) else None
+
+    def prepare_optimizer(self, optimizer: Any) -> Any:
+        real = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        return real if isinstance(optimizer, Token) else optimizer
+
+
+def test_a_plugin_may_know_objects_of_its_own() -> None:
+    wrapped = Accelerator(backend=Classifies).prepare(Token())
+    assert isinstance(wrapped.optimizer, torch.optim.SGD)
+
+
+@dataclass
+class VendorKwargs(KwargsHandler):
+    level: int = 3
+
+
+class Vendor(Backend):
+    name = "vendor"
+    handlers = (VendorKwargs,)
+
+
+def test_a_vendors_handler_reaches_its_plugin() -> None:
+    handler = VendorKwargs(level=7)
+    backend = Accelerator(backend=Vendor, kwargs_handlers=[handler]).backend
+    assert backend.given_handlers == (handler,)
+    assert handler.to_kwargs() == {"level": 7}
