@@ -36,7 +36,8 @@ class Talking(Place):
         if as_objects:
             gathered = collectives.gather_object(input_data, self._communicator)
             return gathered[:remainder] if remainder and self.use_distributed else gathered
-        if self.use_distributed and not self.even_batches and self.gradient_state.metrics_at_end():
+        if self.use_distributed and not self.even_batches:
+            # Sizes may differ at any step: a rank's last batch is not another's.
             return collectives.gather_uneven(input_data, self._communicator)
         gathered = self.gather(input_data)
         if not remainder or not self.use_distributed:

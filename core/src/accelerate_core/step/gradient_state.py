@@ -94,10 +94,6 @@ class GradientState:
         """Return how many samples of the global batch served last are real, 0 if all are."""
         return (self._touched.real or 0) if self._touched is not None else 0
 
-    def metrics_at_end(self) -> bool:
-        """Whether the batch handed out last was its loader's last."""
-        return self._touched is not None and self._touched.last
-
     def _innermost(self) -> tuple[Any, Served] | None:
         while self._open:
             reference, served = self._open[-1]
