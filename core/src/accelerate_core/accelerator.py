@@ -19,6 +19,7 @@ from accelerate_core.backend import Backend
 from accelerate_core.collectives import Communicator, TalkHooks
 from accelerate_core.configuration import (
     AutocastKwargs,
+    DistributedType,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
@@ -189,6 +190,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         self.flag_tensor = None
         self._noted: set[str] = set()
         self._step_listeners = self.plugins.implementations("on_step_end")
+        DistributedType.register(str(self.distributed_type))
         self._hub = TrackerHub(
             log_with,
             self.logging_dir,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate_core.configuration.enums import LoggerType, PrecisionType
 from accelerate_core.errors import (
     MissingPluginError,
     PluginError,
@@ -150,6 +151,8 @@ def installed() -> Installed:
             exports.setdefault(point.name, (point.value, dist_name))
         elif point.group == _TRIGGERS:
             triggers.setdefault(point.name, []).append(point.value)
+    PrecisionType.register(*(record.name for record in records if record.kind == "precision"))
+    LoggerType.register(*(record.name for record in records if record.kind == "tracker"))
     by_trigger: dict[str, tuple[PluginRecord, ...]] = {}
     for trigger, targets in triggers.items():
         matched = tuple(record for record in records if record.target in targets)

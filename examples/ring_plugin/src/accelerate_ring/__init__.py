@@ -1,0 +1,111 @@
+"""Gradients averaged around a ring of ranks: an example of a third-party backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate_core import Accelerator, Backend, BackendSettings, Claim, Request, option, settings
+
+__all__ = ["RingBackend", "RingPlugin"]
+
+
+@settings(argument="ring_plugin")
+class RingPlugin(BackendSettings):
+    """How gradients travel."""
+
+    chunk_mb: int = option(default=25, help="size of a chunk in MiB", ge=1)
+
+
+class RingBackend(Backend):
+    """Replicated models; gradients go around the ring before they are clipped or applied."""
+
+    name = "ring"
+    api_version = (1, 0)
+    supports = {"precisions": ("no", "bf16"), "no_sync": True, "join": False}
+    Settings = RingPlugin
+
+    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+        super().__init__(settings or RingPlugin(), handlers)
+        self._averaged: set[int] = set()
+
+    @classmethod
+    def detect(cls, request: Request) -> Claim | None:
+        """Claim when asked for by variable or argument."""
+        if request.arguments.get("ring_plugin") is not None:
+            return Claim(60, "ring_plugin was passed")
+        return (
+            Claim(50, "ACCELERATE_USE_RING is set") if request.flag("ACCELERATE_USE_RING") else None
+        )
+
+    def distributed_type(self, accelerator: Accelerator) -> str:
+        """A member of its own."""
+        return "RING" if accelerator.num_processes > 1 else "NO"
+
+    def prepare_model(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+        """Start every rank from rank 0's weights."""
+        if accelerator.num_processes > 1:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), src=0)
+        return model
+
+    def clip_grad_norm(
+        self,
+        accelerator: Accelerator,
+        parameters: Sequence[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+    ) -> Any:
+        """Average first: the norm of a rank's own gradients means nothing."""
+        self._average(accelerator, parameters)
+        return super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
+
+    def optimizer_step(
+        self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Average what clipping has not averaged yet, and step."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._average(accelerator, parameters)
+        self._averaged.difference_update(id(parameter) for parameter in parameters)
+        return super().optimizer_step(accelerator, optimizer, closure)
+
+    def _average(self, accelerator: Accelerator, parameters: Sequence[torch.Tensor]) -> None:
+        if accelerator.num_processes == 1:
+            return
+        waiting = [p for p in parameters if p.grad is not None and id(p) not in self._averaged]
+        limit = self.settings.chunk_mb * 2**20
+        while waiting:
+            chunk, size = [], 0
+            while waiting and (not chunk or size + waiting[0].nbytes <= limit):
+                chunk.append(waiting.pop(0))
+                size += chunk[-1].nbytes
+            gradients = [p.grad for p in chunk if p.grad is not None]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            around_the_ring(flat)
+            flat /= accelerator.num_processes
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+            self._averaged.update(id(parameter) for parameter in chunk)
+
+
+def around_the_ring(flat: torch.Tensor) -> None:
+    """Sum a flat tensor over the ranks in place: each passes on what it got, n - 1 times.
+
+    Every rank adds up the same tensors in rank order, so that all end with the same bits.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pieces = [torch.empty_like(flat) for _ in range(size)]
+    pieces[rank].copy_(flat)
+    for hop in range(size - 1):
+        outgoing, incoming = pieces[(rank - hop) % size], pieces[(rank - hop - 1) % size]
+        work = [
+            dist.P2POp(dist.isend, outgoing, (rank + 1) % size),
+            dist.P2POp(dist.irecv, incoming, (rank - 1) % size),
+        ]
+        for request in dist.batch_isend_irecv(work):
+            request.wait()
+    flat.copy_(torch.stack(pieces).sum(0))
