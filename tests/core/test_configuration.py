@@ -1,0 +1,117 @@
+"""Where a value comes from, which source wins, and what settings objects can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import dummies
+import pytest
+
+from accelerate_core import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    LoggerType,
+    PrecisionType,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accelerate_core.configuration import Sources, read_config, resolve_settings
+from accelerate_core.configuration.provenance import encode
+
+
+def test_the_strongest_source_wins_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "gradient_accumulation_steps"
+    steps = lambda **arguments: str(Accelerator(**arguments).because[name])  # noqa: E731
+    assert steps() == "1 (default)"
+    config = tmp_path / "config.yaml"
+    config.write_text("debug: false\ngradient_accumulation_steps: 2\n")
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(config))
+    assert steps() == f"2 ({config} line 2)"
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    assert steps() == "3 (environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS)"
+    said = encode(
+        {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "command line --gradient_accumulation_steps"}
+    )
+    monkeypatch.setenv("ACCELERATE_BECAUSE", said)
+    assert steps() == "3 (command line --gradient_accumulation_steps)"
+    assert (
+        steps(gradient_accumulation_steps=4)
+        == "4 (constructor argument gradient_accumulation_steps)"
+    )
+    plugin = GradientAccumulationPlugin(num_steps=5)
+    assert steps(gradient_accumulation_plugin=plugin).startswith("5 (constructor argument")
+
+
+def test_a_backends_own_defaults_are_stronger_than_ours_only(tmp_path: Path) -> None:
+    extra = "    def core_defaults(self): return {'gradient_accumulation_steps': 6}\n"
+    dummies.backend(tmp_path, "engine", extra=extra)
+    code = """
+    from accelerate_core import Accelerator
+    name = "gradient_accumulation_steps"
+    out([str(Accelerator(backend="engine").because[name]),
+         str(Accelerator(backend="engine", gradient_accumulation_steps=1).because[name])])
+    """
+    detected, given = dummies.run(tmp_path, code)
+    assert detected == "6 (backend engine)"
+    assert given == "1 (constructor argument gradient_accumulation_steps)"
+
+
+def test_older_names_still_mean_what_they_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USE_FP16", "yes")
+    assert Accelerator().mixed_precision == "fp16"
+    monkeypatch.setenv("USE_FP16", "no")
+    assert Accelerator().mixed_precision == "no"
+
+
+def test_settings_objects_behave_as_dataclasses() -> None:
+    config = ProjectConfiguration("runs", automatic_checkpoint_naming=True)
+    assert config.logging_dir == "runs"
+    assert dataclasses.replace(config, total_limit=2).total_limit == 2
+    assert dataclasses.asdict(DataLoaderConfiguration())["even_batches"] is True
+    assert InitProcessGroupKwargs(timeout=30).timeout == timedelta(seconds=30)
+    assert InitProcessGroupKwargs(backend="gloo").to_kwargs() == {"backend": "gloo"}
+
+
+def test_only_what_was_not_given_is_filled_from_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("dynamo_config:\n  mode: max-autotune\n  fullgraph: true\n")
+    environ = {"ACCELERATE_DYNAMO_BACKEND": "eager", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "no"}
+    given = TorchDynamoPlugin(mode="default")
+    made, because = resolve_settings(TorchDynamoPlugin, given, Sources(environ, read_config(path)))
+    assert (made.backend, made.mode, made.fullgraph, made.dynamic) == (
+        "eager",
+        "default",
+        False,
+        None,
+    )
+    assert because["mode"].origin == "constructor argument dynamo_plugin"
+    assert because["fullgraph"].origin == "environment variable ACCELERATE_DYNAMO_USE_FULLGRAPH"
+    assert because["dynamic"].origin == "default"
+    assert given.backend is None
+
+
+def test_enumerations_are_open() -> None:
+    accelerator = Accelerator()
+    assert accelerator.distributed_type == DistributedType.NO == "NO"
+    assert accelerator.distributed_type != DistributedType.SOMETHING_NEW
+    assert DistributedType.SOMETHING_NEW not in DistributedType
+    assert "bf16" in PrecisionType
+    assert [str(kind) for kind in PrecisionType][:2] == ["no", "fp16"]
+    assert LoggerType.ALL == "all"
+    assert LoggerType("ALL").value == "all"
+    with pytest.raises(AttributeError):
+        DistributedType.lower_case_is_no_member  # noqa: B018
+
+
+def test_the_environment_is_read_and_not_written() -> None:
+    before = dict(os.environ)
+    Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3, dynamo_backend="eager")
+    assert dict(os.environ) == before
