@@ -177,14 +177,10 @@ def _map_older_names(given: dict[str, Any]) -> None:
 
 
 def _warn_older(name: str, now: str) -> None:
-    if name not in _warned:
-        _warned.add(name)
-        warnings.warn(
-            f"Accelerator({name}=...) is an older name; use {now}.", FutureWarning, stacklevel=6
-        )
-
-
-_warned: set[str] = set()
+    # Python shows it once per line of the script.
+    warnings.warn(
+        f"Accelerator({name}=...) is an older name; use {now}.", FutureWarning, stacklevel=5
+    )
 
 
 def _sort_handlers(handlers: Sequence[Any] | None) -> dict[type, Any]:
