@@ -308,3 +308,16 @@ out([first, attempt(Accelerator)])
     assert owner[0] == wrapper[0] == "PluginError"
     assert "'backward', which only the active backend may answer" in owner[1]
     assert "not wrapped" in wrapper[1]
+
+
+def test_the_signature_shows_what_installed_plugins_take(tmp_path: Path) -> None:
+    dummies.backend(tmp_path, "vendor", triggers=("vendor_plugin", "ACCELERATE_USE_VENDOR"))
+    code = """
+    import inspect
+    from accelerate_core import Accelerator
+    out(list(inspect.signature(Accelerator).parameters))
+    """
+    names = dummies.run(tmp_path, code)
+    assert names[:3] == ["device_placement", "split_batches", "mixed_precision"]
+    assert {"log_with", "kwargs_handlers", "backend"} < set(names)
+    assert names[-1] == "vendor_plugin"

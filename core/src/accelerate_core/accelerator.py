@@ -7,7 +7,7 @@ import inspect
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,10 +19,14 @@ from accelerate_core.backend import Backend
 from accelerate_core.collectives import Communicator, TalkHooks
 from accelerate_core.configuration import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedType,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from accelerate_core.facade.keeping import Keeping
 from accelerate_core.facade.preparing import Preparing
@@ -44,13 +48,11 @@ class _ShowsPluginArguments(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        extra = plugin_arguments() - set(CORE_ARGUMENTS)
-        older = ("fp16", "even_batches", "dispatch_batches")
-        names = [n for n in CORE_ARGUMENTS if n not in older] + sorted(extra)
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return inspect.Signature(
-            [inspect.Parameter(n, kind, default=CORE_ARGUMENTS.get(n)) for n in names]
-        )
+        _, *parameters = inspect.signature(cast(Any, cls).__init__).parameters.values()
+        extra = sorted(plugin_arguments() - set(CORE_ARGUMENTS))
+        kind = inspect.Parameter.KEYWORD_ONLY
+        lent = [inspect.Parameter(name, kind, default=None) for name in extra]
+        return inspect.Signature([*parameters[:-1], *lent])
 
 
 class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginArguments):
@@ -98,18 +100,24 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
-        dataloader_config: Any = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        *,
+        rng_types: Sequence[str] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        backend: str | type[Backend] | Backend | None = None,
+        process_group_timeout: float | None = None,
+        upcast_outputs: bool | None = None,
         **plugin_arguments: Any,
     ) -> None:
-        arguments = {
-            "device_placement": device_placement,
-            "split_batches": split_batches,
-            "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "cpu": cpu,
-            "dataloader_config": dataloader_config,
-            **plugin_arguments,
-        }
+        given = {name: value for name, value in locals().items() if name in CORE_ARGUMENTS}
+        arguments = {**given, **plugin_arguments}
         running = runtimes.running()
         topology = running.topology if running else runtimes.read_topology(os.environ)
         built = assemble(arguments, topology)
@@ -126,11 +134,11 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
             self.plugins.add(extension, record, why)
         self.hooks = self.plugins.bind_owner(built.backend, built.selection.record, Backend)
         self.backend.check(self)
-        log_with = normalise_log_with(arguments.get("log_with"))
+        trackers = normalise_log_with(log_with)
         self._start_runtime()
         try:
             self._agree()
-            self._set_up(arguments, log_with)
+            self._set_up(arguments, trackers)
             self.plugins.call_each("on_start", accelerator=self)
         except BaseException:
             runtimes.release(self)
@@ -160,8 +168,8 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         built = self._built
         self.closed = False
         self.device_placement = arguments["device_placement"]
-        self.rng_types = list(arguments.get("rng_types") or ["generator"])
-        self.step_scheduler_with_optimizer = arguments.get("step_scheduler_with_optimizer", True)
+        self.rng_types = list(arguments["rng_types"] or ["generator"])
+        self.step_scheduler_with_optimizer = arguments["step_scheduler_with_optimizer"]
         self.dataloader_config = built.dataloader
         self.project_configuration = built.project
         self.dynamo_plugin = built.dynamo
