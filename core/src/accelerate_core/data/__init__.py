@@ -4,9 +4,13 @@ from accelerate_core.data.dispatch import DispatchError
 from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, PreparedLoader
 from accelerate_core.data.prepare import prepare_data_loader
 from accelerate_core.data.rng import synchronize_rng_states
-from accelerate_core.data.samplers import SeedableRandomSampler, SkipBatchSampler
+from accelerate_core.data.samplers import SeedableRandomSampler
 from accelerate_core.data.shard import BatchSamplerShard, IterableDatasetShard
-from accelerate_core.data.skip import override_even_batches, skip_first_batches
+from accelerate_core.data.skip import (
+    SkipBatchSampler,
+    override_even_batches,
+    skip_first_batches,
+)
 
 __all__ = [
     "BatchSamplerShard",

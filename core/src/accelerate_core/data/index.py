@@ -6,8 +6,9 @@ It looks one batch of *indices* ahead, so the last batch is known without loadin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, islice
 from typing import Any
+
+from accelerate_core.data.order import iterate_from
 
 __all__ = ["IndexIterator", "IndexStream"]
 
@@ -66,10 +67,7 @@ class IndexIterator(Iterator[Any]):
             if hasattr(type(self.plan), "iterate"):
                 self._batches = iter(self.plan.iterate(self.start))
             else:
-                batches = iter(self.plan)
-                kept = list(islice(batches, self.keep))
-                rest = islice(batches, max(self.start - len(kept), 0), None)
-                self._batches = chain(kept, kept[self.start :], rest)
+                self._batches = iterate_from(self.plan, self.start, self.keep)
             self._advance()
 
     def _advance(self) -> None:

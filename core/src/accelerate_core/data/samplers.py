@@ -1,22 +1,20 @@
-"""Samplers: seeded by epoch, skipping, and the same on every rank."""
+"""Samplers: seeded by epoch, and the same on every rank."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sized
-from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-__all__ = ["SeedableRandomSampler", "SharedOrderSampler", "SkipBatchSampler", "draws_from_torch"]
+__all__ = ["SeedableRandomSampler", "SharedOrderSampler", "draws_from_torch"]
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -43,36 +41,16 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
-        self.generator.manual_seed(self.initial_seed + self.epoch)
+        self.seed_epoch()
         yield from super().__iter__()
+
+    def seed_epoch(self) -> None:
+        """Seed the generator for the epoch that was chosen."""
+        self.generator.manual_seed(self.initial_seed + self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration gives."""
         self.epoch = epoch
-
-
-class SkipBatchSampler(BatchSampler):
-    """A batch sampler without the first `skip_batches` batches of another one."""
-
-    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
-        self.skip_batches = skip_batches
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "batch_sampler":
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.batch_sampler), self.skip_batches, None)
-
-    def __len__(self) -> int:
-        return max(len(self.batch_sampler) - self.skip_batches, 0)
-
-    @property
-    def total_length(self) -> int:
-        """Number of batches without skipping."""
-        return len(self.batch_sampler)
 
 
 def draws_from_torch(sampler: Any) -> bool:
@@ -109,6 +87,10 @@ class SharedOrderSampler(Sampler[int]):
         return len(self.base)
 
     def __iter__(self) -> Iterator[int]:
+        yield from self.drawn()
+
+    def drawn(self) -> Any:
+        """Return a copy of the sampler with a generator that is in the same state on all ranks."""
         generator = torch.Generator()
         if type(self.base).__iter__ is RandomSampler.__iter__:
             seed = torch.empty((), dtype=torch.int64).random_()
@@ -120,4 +102,4 @@ class SharedOrderSampler(Sampler[int]):
             generator.set_state(self.share(state))
         sampler = copy.copy(self.base)
         sampler.generator = generator
-        yield from sampler
+        return sampler

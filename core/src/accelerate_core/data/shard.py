@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
+from accelerate_core.data.order import is_plain, parts_of
 from accelerate_core.errors import ConfigurationError
 
 __all__ = ["BatchSamplerShard", "CountingCollate", "IterableDatasetShard", "ItemShard", "Tagged"]
@@ -113,7 +114,24 @@ class BatchSamplerShard(BatchSampler):
     def iterate(self, start: int = 0) -> Iterator[list[int]]:
         """Yield this rank's batches of the epoch from the single-process batch `start` on."""
         self.tail = None
+        if is_plain(self.batch_sampler):
+            return self._parts(start)
         return self._split(start) if self.split_batches else self._deal(start)
+
+    def _parts(self, start: int) -> Iterator[list[int]]:
+        """Take the part out of the sampler's order: no other rank's batch is made."""
+        size, count = self.batch_sampler.batch_size, self.num_processes
+        parts = parts_of(
+            self.batch_sampler.sampler,
+            width=size // count if self.split_batches else size,
+            count=count,
+            index=self.process_index,
+            start=start * size,
+            drop_last=self.drop_last,
+            even=self.even_batches,
+        )
+        for part, self.tail in parts:
+            yield part
 
     def _split(self, start: int) -> Iterator[list[int]]:
         size, count = self.batch_size, self.num_processes
@@ -211,22 +229,17 @@ class ItemShard:
     def iterate(self, start: int = 0) -> Iterator[Any]:
         """Yield this rank's items of the epoch from the single-process item `start` on."""
         self.tail = None
-        first: list[Any] = []
-        group: list[Any] = []
-        for position, item in enumerate(self.sampler):
-            if len(first) < self.num_processes:
-                first.append(item)
-            if position >= start:
-                group.append(item)
-            if len(group) == self.num_processes:
-                yield group[self.process_index]
-                group = []
-        if group and self.process_index < len(group):
-            self.tail = len(group) if self.even_batches else None
-            yield group[self.process_index]
-        elif group and self.even_batches:
-            self.tail = len(group)
-            yield first[(self.process_index - len(group)) % len(first)]
+        parts = parts_of(
+            self.sampler,
+            width=1,
+            count=self.num_processes,
+            index=self.process_index,
+            start=start,
+            drop_last=False,
+            even=self.even_batches,
+        )
+        for part, self.tail in parts:
+            yield part[0]
 
 
 class IterableDatasetShard(IterableDataset[Any]):

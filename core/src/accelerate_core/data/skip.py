@@ -8,14 +8,38 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate_core.data.loader import PreparedLoader
+from accelerate_core.data.order import iterate_from
 from accelerate_core.data.prepare import prepare_data_loader
-from accelerate_core.data.samplers import SkipBatchSampler
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["override_even_batches", "skip_first_batches"]
+__all__ = ["SkipBatchSampler", "override_even_batches", "skip_first_batches"]
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without the first `skip_batches` batches of another one."""
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iterate_from(self.batch_sampler, self.skip_batches)
+
+    def __len__(self) -> int:
+        return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches without skipping."""
+        return len(self.batch_sampler)
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

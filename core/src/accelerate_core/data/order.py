@@ -1,0 +1,312 @@
+"""A sampler's order, read in runs: what is passed over costs nothing where the order is known.
+
+PyTorch's own samplers give their indices one by one, but know them as a range or a permutation
+before. A cursor over those moves by arithmetic, so the cost of a rank's batch depends neither on
+the number of ranks nor on how much was skipped. The draws and their order are PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accelerate_core.data.samplers import SeedableRandomSampler, SharedOrderSampler
+
+__all__ = ["Cursor", "cursor_over", "is_plain", "iterate_from", "parts_of"]
+
+Run = Any  # of indices: has a length and can be sliced
+
+
+class _Picked:
+    """The entries of `values` that `places` names, in that order."""
+
+    def __init__(self, values: Any, places: torch.Tensor) -> None:
+        self.values = values
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, part: slice) -> list[Any]:
+        return [self.values[place] for place in self.places[part].tolist()]
+
+
+def _runs_of(sampler: Any) -> Iterator[Run] | None:
+    """Return a sampler's indices in a few long runs, None if only its iterator knows them.
+
+    A subclass with an `__iter__` of its own is a sampler of the user's.
+    """
+    if isinstance(sampler, (range, list, tuple)):
+        return iter([sampler])
+    if isinstance(sampler, SharedOrderSampler):
+        return _shared(sampler) if _is_known(sampler.base) else None
+    return _drawn(sampler) if _is_known(sampler) else None
+
+
+def _is_known(sampler: Any) -> bool:
+    own: Any = getattr(type(sampler), "__iter__", None)
+    return own in (
+        SequentialSampler.__iter__,
+        RandomSampler.__iter__,
+        SeedableRandomSampler.__iter__,
+        SubsetRandomSampler.__iter__,
+        WeightedRandomSampler.__iter__,
+    )
+
+
+def _shared(sampler: SharedOrderSampler) -> Iterator[Run]:
+    yield from _drawn(sampler.drawn())
+
+
+def _drawn(sampler: Any) -> Iterator[Run]:
+    """Draw as the samplers of PyTorch do: as late, as often and in the same pieces."""
+    own = type(sampler).__iter__
+    if own is SequentialSampler.__iter__:
+        yield range(len(sampler.data_source))
+    elif own is SubsetRandomSampler.__iter__:
+        yield _Picked(
+            sampler.indices, torch.randperm(len(sampler.indices), generator=sampler.generator)
+        )
+    elif own is WeightedRandomSampler.__iter__:
+        yield torch.multinomial(
+            sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
+        )
+    else:
+        if own is SeedableRandomSampler.__iter__:
+            sampler.seed_epoch()
+        yield from _shuffled(sampler)
+
+
+def _shuffled(sampler: Any) -> Iterator[Run]:
+    size, wanted, generator = len(sampler.data_source), sampler.num_samples, sampler.generator
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    if sampler.replacement:
+        pieces = [32] * (wanted // 32) + [wanted % 32]
+        for piece in pieces:
+            yield torch.randint(size, (piece,), dtype=torch.int64, generator=generator)
+        return
+    for _ in range(wanted // size):
+        yield torch.randperm(size, generator=generator)
+    yield torch.randperm(size, generator=generator)[: wanted % size]
+
+
+class Cursor:
+    """A place in the order of a sampler of which the runs are known.
+
+    Args:
+        runs: the indices.
+        keep: how many of the first indices `head` may be asked for.
+    """
+
+    def __init__(self, runs: Iterator[Run], keep: int = 0) -> None:
+        self._runs = runs
+        self._keep = keep
+        self._first: list[Run] = []
+        self._kept = 0
+        self._ahead: deque[Run] = deque()
+        self._run: Run = ()
+        self._length = 0
+        self._at = 0
+
+    def _draw(self) -> Run | None:
+        run = next(self._runs, None)
+        if run is not None and self._kept < self._keep:
+            self._first.append(run)
+            self._kept += len(run)
+        return run
+
+    def _next_run(self) -> bool:
+        run = self._ahead.popleft() if self._ahead else self._draw()
+        if run is None:
+            return False
+        self._run, self._length, self._at = run, len(run), 0
+        return True
+
+    def skip(self, count: int) -> int:
+        """Pass over `count` indices; return how many there were."""
+        missing = count
+        while True:
+            step = min(self._length - self._at, missing)
+            self._at += step
+            missing -= step
+            if not missing or not self._next_run():
+                return count - missing
+
+    def take(self, count: int) -> list[Any]:
+        """Return the next `count` indices, fewer at the end."""
+        taken: list[Any] = []
+        while True:
+            stop = min(self._at + count - len(taken), self._length)
+            taken += _listed(self._run[self._at : stop])
+            self._at = stop
+            if len(taken) == count or not self._next_run():
+                return taken
+
+    def part(self, low: int, width: int, step: int) -> tuple[list[Any], int]:
+        """Move on by `step`; return the indices [low, low + width) of it, and how many it has."""
+        start = self._at
+        if start + step <= self._length:
+            self._at = start + step
+            own = self._run[start + low : start + low + width]
+            return _listed(own), step
+        before = self.skip(low)
+        taken = self.take(width)
+        return taken, before + len(taken) + self.skip(step - low - width)
+
+    def head(self) -> list[Any]:
+        """Return the first indices of the order, as many as were to be kept."""
+        while self._kept < self._keep and (run := self._draw()) is not None:
+            self._ahead.append(run)
+        first: list[Any] = []
+        for run in self._first:
+            first += _listed(run[: self._keep - len(first)])
+        return first
+
+
+def _listed(run: Run) -> list[Any]:
+    return run.tolist() if isinstance(run, torch.Tensor) else list(run)
+
+
+class _Stream(Cursor):
+    """A place in the order of any iterable: passing over an index means drawing it."""
+
+    def __init__(self, indices: Iterator[Any], keep: int = 0) -> None:
+        self._indices = indices
+        self._keep = keep
+        self._head: list[Any] | None = None
+
+    def _opened(self) -> Iterator[Any]:
+        if self._head is None:
+            self._head = list(islice(self._indices, self._keep))
+            self._indices = chain(self._head, self._indices)
+        return self._indices
+
+    def skip(self, count: int) -> int:
+        # Counting in C: some 40 ns per index.
+        last = deque(enumerate(islice(self._opened(), count), 1), maxlen=1)
+        return last[0][0] if last else 0
+
+    def take(self, count: int) -> list[Any]:
+        return list(islice(self._opened(), count))
+
+    def part(self, low: int, width: int, step: int) -> tuple[list[Any], int]:
+        before = self.skip(low) if low else 0
+        taken = self.take(width)
+        rest = step - low - width
+        return taken, before + len(taken) + (self.skip(rest) if rest else 0)
+
+    def head(self) -> list[Any]:
+        self._opened()
+        return list(self._head or ())
+
+
+def cursor_over(sampler: Any, keep: int = 0) -> Cursor:
+    """Return a cursor at the start of a new iteration over the sampler.
+
+    Nothing is drawn before it moves.
+    """
+    runs = _runs_of(sampler)
+    return _Stream(iter(sampler), keep) if runs is None else Cursor(runs, keep)
+
+
+def is_plain(batch_sampler: Any) -> bool:
+    """Say whether a batch sampler's batches are its sampler's indices in groups of `batch_size`."""
+    return (
+        getattr(type(batch_sampler), "__iter__", None) is BatchSampler.__iter__
+        and isinstance(getattr(batch_sampler, "batch_size", None), int)
+        and hasattr(batch_sampler, "sampler")
+    )
+
+
+def parts_of(
+    sampler: Any,
+    *,
+    width: int,
+    count: int,
+    index: int,
+    start: int,
+    drop_last: bool,
+    even: bool,
+) -> Iterator[tuple[list[Any], int | None]]:
+    """Yield one rank's indices of each global step, and its real length if it was filled up.
+
+    A step is `count * width` indices, of which rank `index` has the `index`-th `width`. The first
+    begins at the index `start`. A last step that is short is left out (`drop_last`), filled up
+    from the start of the epoch (`even`), or given as it is.
+    """
+    step, low = width * count, width * index
+    fills = even and not drop_last
+    cursor = cursor_over(sampler, keep=step if fills else 0)
+    if start:
+        cursor.skip(start)
+    while True:
+        own, length = cursor.part(low, width, step)
+        if length == step:
+            yield own, None
+            continue
+        if length and fills:
+            head = cursor.head()
+            begin = max(low - length, 0)
+            own += [head[(begin + i) % len(head)] for i in range(width - len(own))]
+            yield own, length
+        elif own and not drop_last:
+            yield own, None
+        return
+
+
+def iterate_from(plan: Any, start: int, keep: int = 0) -> Iterator[Any]:
+    """Iterate over a sampler or batch sampler: its first `keep` entries, then those from `start`.
+
+    An entry that is both comes twice.
+    """
+    if not start:
+        return iter(plan)
+    if is_plain(plan):
+        return _batches_from(plan, start, keep)
+    runs = _runs_of(plan)
+    if runs is not None:
+        return _items_from(Cursor(runs, keep), start, keep)
+    return _entries_from(iter(plan), start, keep)
+
+
+def _batches_from(plan: Any, start: int, keep: int) -> Iterator[list[Any]]:
+    size: int = plan.batch_size
+    cursor = cursor_over(plan.sampler, keep=keep * size)
+    cursor.skip(start * size)
+    head = cursor.head()
+    for begin in range(0, len(head), size):
+        batch = head[begin : begin + size]
+        if len(batch) == size or not plan.drop_last:
+            yield batch
+    while True:
+        batch = cursor.take(size)
+        if not batch or (len(batch) < size and plan.drop_last):
+            return
+        yield batch
+
+
+def _items_from(cursor: Cursor, start: int, keep: int) -> Iterator[Any]:
+    cursor.skip(start)
+    yield from cursor.head()
+    while items := cursor.take(1):
+        yield items[0]
+
+
+def _entries_from(entries: Iterator[Any], start: int, keep: int) -> Iterator[Any]:
+    kept = list(islice(entries, keep))
+    yield from kept
+    yield from kept[start:]
+    yield from islice(entries, max(start - len(kept), 0), None)
