@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -21,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate_core.collectives import Communicator, TorchTalk
+from accelerate_core.collectives import Communicator, TorchTalk, host_group
 from accelerate_core.data import (
     DataLoaderDispatcher,
     DispatchError,
@@ -30,6 +32,7 @@ from accelerate_core.data import (
 )
 from accelerate_core.step.gradient_state import GradientState
 
+TIMEOUT = timedelta(seconds=30)
 RANK, WORLD, STORE = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 
@@ -45,17 +48,33 @@ class Numbers(IterableDataset):
             yield i
 
 
+@dataclass
+class Pair:
+    one: torch.Tensor
+    other: torch.Tensor | None
+
+
 class Awkward(Exception):
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
 
 
-def comm():
-    return Communicator(rank=RANK, size=WORLD, device=torch.device("cpu"), hooks=TorchTalk())
+def comm(ahead=False):
+    return Communicator(
+        rank=RANK,
+        size=WORLD,
+        device=torch.device("cpu"),
+        hooks=TorchTalk(),
+        open_group=(lambda ranks: host_group(ranks, TIMEOUT)) if ahead else None,
+    )
+
+
+# Whether dispatching has a group of its own, so that a thread may be one step ahead.
+AHEAD = False
 
 
 def prepare(loader, **options):
-    return prepare_data_loader(loader, None, WORLD, RANK, comm=comm(), **options)
+    return prepare_data_loader(loader, None, WORLD, RANK, comm=comm(AHEAD), **options)
 
 
 def tolist(batch):
@@ -318,6 +337,147 @@ def case_dispatch_skips_and_resumes():
         assert again.iteration == saved["epoch"] + 1
 
 
+class Placed(Numbers):
+    """Numbers that know how far they were read, and on which thread."""
+
+    at = 0
+
+    def __init__(self, size=24):
+        super().__init__(size)
+        self.threads = set()
+
+    def __iter__(self):
+        while self.at < self.size:
+            self.threads.add(threading.current_thread().name)
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def case_dispatch_of_a_stream_with_a_state():
+    for workers in (0, 2):
+
+        def build(workers=workers):
+            return prepare(DataLoader(Placed(), 2, num_workers=workers))
+
+        whole = gathered(build())
+        for taken in range(1, 5 + workers):
+            loader = build()
+            iterator = iter(loader)
+            seen = [
+                s for _ in range(taken) for part in everyone(next(iterator).tolist()) for s in part
+            ]
+            state = everyone(loader.state_dict())[0]
+            iterator.close()
+            resumed = build()
+            resumed.load_state_dict(state)
+            assert seen + gathered(resumed) == whole, (workers, taken)
+
+
+class Drawing(Placed):
+    def __iter__(self):
+        for number in super().__iter__():
+            yield number + torch.rand(()).item()
+
+
+def case_dispatch_reads_ahead_unless_reading_draws():
+    for kind, options, on_a_thread in (
+        (Placed, {}, AHEAD),
+        (Drawing, {}, False),
+        (Placed, {"read_ahead": False}, False),
+    ):
+        data = kind()
+        for _ in prepare(DataLoader(data, 2), **options):
+            pass
+        if RANK == 0:
+            assert ("dispatch" in data.threads) == on_a_thread, (kind, data.threads)
+    # The others are a step ahead of a rank that reads in step, however the loop is left.
+    loader = prepare(DataLoader(Drawing(), 2))
+    for _ in loader:
+        break
+    rest = prepare(DataLoader(Drawing(), 2))
+    assert len(list(rest)) == 6
+
+
+def case_dispatch_drawing_is_the_same_in_every_run():
+    def run():
+        torch.manual_seed(11)
+        out = []
+        for batch in prepare(DataLoader(Drawing(), 2)):
+            out += [*batch.tolist(), torch.rand(()).item()]
+        return out
+
+    assert run() == run()
+
+
+def case_dispatch_loaders_at_the_same_time():
+    one, two = prepare(DataLoader(Numbers(12), 2)), prepare(DataLoader(Numbers(24), 4))
+    pairs = [(x.tolist(), y.tolist()) for x, y in zip(one, two, strict=True)]
+    first = 2 * RANK
+    assert pairs[0] == ([first, first + 1], list(range(4 * RANK, 4 * RANK + 4)))
+    assert len(pairs) == 3
+
+
+def case_dispatch_structures_that_change():
+    """Shapes, dtypes and containers differ from step to step; big and small in turn."""
+
+    def batches():
+        for i in range(12):
+            size = 50_000 if i // 2 in (2, 4) else 3
+            batch = {"x": torch.full((2, size), float(i)), "n": [f"{i}a", f"{i}b"]}
+            if i // 2 == 3:
+                batch = (
+                    torch.full((2, 5), i, dtype=torch.int8),
+                    torch.ones(2, 2, dtype=torch.bool),
+                )
+            if i // 2 == 5:
+                batch = Pair(torch.full((2, 1), i, dtype=torch.bfloat16), None)
+            yield batch
+
+    class Batches(IterableDataset):
+        def __iter__(self):
+            return batches()
+
+    expected = list(batches())[RANK::WORLD]
+    got = list(prepare(DataLoader(Batches(), batch_size=None, collate_fn=lambda batch: batch)))
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert type(a) is type(b)
+        if isinstance(b, dict):
+            assert torch.equal(a["x"], b["x"])
+            assert a["n"] == b["n"]
+        elif isinstance(b, Pair):
+            assert torch.equal(a.one, b.one)
+            assert a.other is None
+        else:
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def case_dispatch_sends_the_structure_once():
+    loader = prepare(DataLoader([(torch.ones(64), i) for i in range(40)], 2), dispatch_batches=True)
+    talk, counts = loader.comm.hooks, []
+    if AHEAD:
+        source = loader._source
+        source._apart, source._has_apart = source.comm.apart(), True
+        talk = source._apart.hooks
+    scatter = talk.scatter
+
+    def counted(parts, like, src, scope):
+        counts.append(like.numel())
+        return scatter(parts, like, src, scope)
+
+    talk.scatter = counted
+    assert len(list(loader)) == 10
+    assert len(counts) == 10, counts  # one collective per step: head, structure and data fit
+    assert len(set(counts)) == 1
+
+
 def case_shuffled_resume():
     torch.manual_seed(RANK)
     loader = prepare(DataLoader(range(21), 2, shuffle=True))
@@ -369,12 +529,15 @@ def main():
         init_method=f"file://{STORE}",
         rank=RANK,
         world_size=WORLD,
-        timeout=timedelta(seconds=30),
+        timeout=TIMEOUT,
     )
     results = {}
-    for name, case in sorted(globals().items()):
-        if not name.startswith("case_"):
-            continue
+    global AHEAD
+    cases = [(name, case) for name, case in sorted(globals().items()) if name.startswith("case_")]
+    runs = [(name, case, False) for name, case in cases]
+    runs += [(f"{name}_ahead", case, True) for name, case in cases if "_dispatch_" in name]
+    for name, case, ahead in runs:
+        AHEAD = ahead
         try:
             case()
             results[name] = "ok"

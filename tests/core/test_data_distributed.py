@@ -13,6 +13,7 @@ import pytest
 
 WORKER = Path(__file__).with_name("data_worker.py")
 CASES = re.findall(r"^def (case_\w+)", WORKER.read_text(), re.MULTILINE)
+CASES += [f"{case}_ahead" for case in CASES if "_dispatch_" in case]
 WORLD = 2
 
 

@@ -212,6 +212,8 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         rank, size = self.process_index, self.num_processes
         if scope == "data":
             rank, size = self.hooks.data_shard(self)
+        elif scope == "loss":
+            rank, size = self.hooks.loss_shard(self)
         return Communicator(
             rank=rank,
             size=size,
@@ -219,6 +221,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
             hooks=talk,
             scope=scope,
             debug=self._process.debug,
+            open_group=lambda ranks: self.hooks.new_group(self, ranks, "cpu"),
         )
 
     # --- life ---------------------------------------------------------------------------------

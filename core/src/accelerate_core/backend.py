@@ -19,7 +19,7 @@ from accelerate_core.hookspecs import API_VERSION, Scope
 from accelerate_core.nested import send_to_device
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision, mark_hooks
-from accelerate_core.torch_talk import TorchTalk
+from accelerate_core.torch_talk import TorchTalk, host_group
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
@@ -96,15 +96,28 @@ class Backend:
         """Have no mesh."""
         return None
 
-    def new_group(self, accelerator: Accelerator, ranks: Sequence[int] | None) -> Any | None:
+    def new_group(
+        self, accelerator: Accelerator, ranks: Sequence[int] | None, device_type: str | None
+    ) -> Any | None:
         """Make a torch.distributed group; None where there is one process."""
         if accelerator.num_processes == 1:
             return None
-        return dist.new_group(None if ranks is None else list(ranks))
+        timeout = accelerator.group_timeout
+        if device_type == "cpu":
+            return host_group(ranks, timeout)
+        members = None if ranks is None else list(ranks)
+        return dist.new_group(
+            members, timeout=timeout, use_local_synchronization=members is not None
+        )
 
     def data_shard(self, accelerator: Accelerator) -> tuple[int, int]:
         """Give every rank its own part."""
         return accelerator.process_index, accelerator.num_processes
+
+    def loss_shard(self, accelerator: Accelerator) -> tuple[int, int]:
+        """Sum losses over the ranks with different samples."""
+        index, count = accelerator.hooks.data_shard(accelerator)
+        return index, count
 
     def init_model_context(self, accelerator: Accelerator) -> AbstractContextManager[Any]:
         """Construct models as torch does."""

@@ -89,13 +89,25 @@ class HookSpecs:
 
     @_owner
     def new_group(
-        self, accelerator: Accelerator, ranks: Sequence[int] | None
+        self, accelerator: Accelerator, ranks: Sequence[int] | None, device_type: str | None
     ) -> ProcessGroup | None:
-        """Return a new process group; None for `ranks` means all."""
+        """Return a new process group; None for `ranks` means all.
+
+        Only its members call this. `device_type` is "cpu" for tensors in host memory, None for
+        the backend's own. Who has no torch group returns None: nothing then runs on a thread.
+        """
 
     @_owner
     def data_shard(self, accelerator: Accelerator) -> tuple[int, int]:
         """Return (index, count): which part of the data this rank reads."""
+        raise AssertionError
+
+    @_owner
+    def loss_shard(self, accelerator: Accelerator) -> tuple[int, int]:
+        """Return (index, count) among the ranks over which a loss is summed.
+
+        They are those with different samples, and those with different parts of one sample.
+        """
         raise AssertionError
 
     @_owner

@@ -1,14 +1,15 @@
 """Walking nested structures of tensors: lists, tuples, mappings and what their types are.
 
-A *tree* here is any nesting of lists, tuples, named tuples and mappings; everything else is a
-leaf. The order of the leaves is the order of iteration. Containers keep their type.
+A *tree* here is any nesting of lists, tuples, named tuples, mappings and instances of dataclasses;
+everything else is a leaf. The order of the leaves is that of iteration, or of the fields.
+Containers keep their type.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ __all__ = [
     "ignorant_find_batch_size",
     "initialize_tensors",
     "is_namedtuple",
+    "is_record",
     "is_tensor_information",
     "is_torch_tensor",
     "iterate_leaves",
     "listify",
     "map_leaves",
     "pad_input_tensors",
+    "rebuild_record",
+    "record_items",
     "recursively_apply",
     "send_to_device",
     "slice_tensors",
@@ -85,6 +89,26 @@ def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return type(data)(items)  # type: ignore[call-arg]
 
 
+def is_record(data: Any) -> bool:
+    """Say whether the object is an instance of a dataclass, and so an inner node of a tree."""
+    kind = type(data)
+    return hasattr(kind, "__dataclass_fields__") and kind is not TensorInformation
+
+
+def record_items(data: Any) -> dict[str, Any]:
+    """Return the fields of an instance of a dataclass by name, as far as they are set."""
+    names = [field.name for field in fields(data)]
+    return {name: getattr(data, name) for name in names if hasattr(data, name)}
+
+
+def rebuild_record(data: Any, items: Mapping[str, Any]) -> Any:
+    """Return a copy of an instance of a dataclass, frozen or not, with other values."""
+    rebuilt = copy.copy(data)
+    for name, value in items.items():
+        object.__setattr__(rebuilt, name, value)
+    return rebuilt
+
+
 def is_sequence(data: Any) -> bool:
     """Say whether the object is an inner node of a tree that holds its children by position."""
     return isinstance(data, (list, tuple)) and not isinstance(data, torch.Size)
@@ -92,21 +116,31 @@ def is_sequence(data: Any) -> bool:
 
 def map_leaves(func: Callable[[Any], Any], data: Any) -> Any:
     """Return the tree with `func` applied to every leaf, in leaf order."""
+    if isinstance(data, torch.Tensor):
+        return func(data)
     if is_sequence(data):
         return honor_type(data, [map_leaves(func, item) for item in data])
     if isinstance(data, Mapping):
         return _rebuild_mapping(data, {key: map_leaves(func, data[key]) for key in data})
+    if is_record(data):
+        items = record_items(data)
+        return rebuild_record(data, {name: map_leaves(func, items[name]) for name in items})
     return func(data)
 
 
 def iterate_leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield `(path, leaf)` for every leaf; the path reads like the code that gets there."""
-    if is_sequence(data):
+    if isinstance(data, torch.Tensor):
+        yield path, data
+    elif is_sequence(data):
         for index, item in enumerate(data):
             yield from iterate_leaves(item, f"{path}[{index}]")
     elif isinstance(data, Mapping):
         for key in data:
             yield from iterate_leaves(data[key], f"{path}[{key!r}]")
+    elif is_record(data):
+        for name, value in record_items(data).items():
+            yield from iterate_leaves(value, f"{path}.{name}")
     else:
         yield path, data
 
@@ -131,8 +165,8 @@ def recursively_apply(
             return func(leaf, *args, **kwargs)
         if error_on_other_type:
             raise TypeError(
-                f"{_name(func)} does not take a {type(leaf).__name__}: only nested lists, tuples "
-                f"and mappings of objects for which {_name(test_type)} is true."
+                f"{_name(func)} does not take a {type(leaf).__name__}: only nested lists, tuples, "
+                f"mappings and dataclasses of objects for which {_name(test_type)} is true."
             )
         return leaf
 
@@ -181,6 +215,12 @@ def _send(data: Any, device: torch.device, non_blocking: bool, skipped: tuple[st
         if all(moved[key] is data[key] for key in moved):
             return data
         return _rebuild_mapping(data, moved)
+    if is_record(data):
+        values = record_items(data)
+        moved = {name: _send(values[name], device, non_blocking, skipped) for name in values}
+        if all(moved[name] is values[name] for name in values):
+            return data
+        return rebuild_record(data, moved)
     return data
 
 
@@ -275,6 +315,11 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if isinstance(first, Mapping):
         return _rebuild_mapping(
             first, {key: concatenate([tree[key] for tree in data], dim) for key in first}
+        )
+    if is_record(first):
+        trees = [record_items(tree) for tree in data]
+        return rebuild_record(
+            first, {name: concatenate([tree[name] for tree in trees], dim) for name in trees[0]}
         )
     if not isinstance(first, torch.Tensor):
         raise TypeError(f"Only tensors can be concatenated, not a {type(first).__name__}.")

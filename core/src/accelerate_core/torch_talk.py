@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["ReduceOp", "Scope", "TorchTalk", "as_bytes"]
+__all__ = ["ReduceOp", "Scope", "TorchTalk", "as_bytes", "host_group"]
 
 Scope = Literal["data", "loss", "world"]
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -17,6 +18,24 @@ ReduceOp = Literal["sum", "mean", "max", "min"]
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as flat uint8, sharing its memory."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def host_group(
+    ranks: Sequence[int] | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup | None:
+    """Return a new group for tensors in host memory; None for `ranks` means all.
+
+    Only its members call this. None where torch has no such group.
+    """
+    if not dist.is_gloo_available():
+        return None
+    group: dist.ProcessGroup = dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout=timeout,
+        backend="gloo",
+        use_local_synchronization=ranks is not None,
+    )
+    return group
 
 
 class TorchTalk:

@@ -36,7 +36,7 @@ from accelerate_core.nested import (
     send_to_device,
     slice_tensors,
 )
-from accelerate_core.torch_talk import TorchTalk
+from accelerate_core.torch_talk import TorchTalk, host_group
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -60,6 +60,7 @@ __all__ = [
     "gather_uneven",
     "get_data_structure",
     "honor_type",
+    "host_group",
     "ignorant_find_batch_size",
     "initialize_tensors",
     "is_namedtuple",

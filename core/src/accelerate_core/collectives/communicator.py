@@ -6,12 +6,13 @@ inputs are not changed, and the mean of integers is a float.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
-from accelerate_core.torch_talk import ReduceOp, Scope
+from accelerate_core.torch_talk import ReduceOp, Scope, TorchTalk
 
 __all__ = ["Communicator", "ReduceOp", "Scope", "TalkHooks"]
 
@@ -71,6 +72,8 @@ class Communicator:
         scope: which processes take part, "world" by default.
         debug: compare the shapes of all ranks before a collective on nested structures, at the
             price of one more collective each, and raise instead of letting the group break.
+        open_group: makes a process group for tensors in host memory, of the given ranks of the
+            world (None: all); may return None where there is no such group.
 
     Every rank of the scope has to call the same methods in the same order.
     """
@@ -84,6 +87,7 @@ class Communicator:
         hooks: TalkHooks,
         scope: Scope = "world",
         debug: bool = False,
+        open_group: Callable[[Sequence[int] | None], Any] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -91,6 +95,7 @@ class Communicator:
         self.hooks = hooks
         self.scope: Scope = scope
         self.debug = debug
+        self._open_group = open_group
 
     def __repr__(self) -> str:
         return (
@@ -131,6 +136,27 @@ class Communicator:
     def all_to_all(self, t: torch.Tensor) -> torch.Tensor:
         """Send the i-th of `size` equal pieces of `t` to rank i; return those received."""
         return t if self.size == 1 else self.hooks.all_to_all(t, self.scope)
+
+    def apart(self) -> Communicator | None:
+        """Return the same ranks over a new group of their own, for tensors in host memory.
+
+        A thread that communicates needs one: nothing orders its collectives and those of other
+        threads in the same way on every rank. All ranks of the scope call this. None where the
+        backend has no such group.
+        """
+        if self.size == 1 or self._open_group is None:
+            return None
+        ranks = None if self.scope == "world" else self.gather_object(dist.get_rank())
+        group = self._open_group(ranks)
+        if group is None:
+            return None
+        return Communicator(
+            rank=self.rank,
+            size=self.size,
+            device=torch.device("cpu"),
+            hooks=TorchTalk(group),
+            scope=self.scope,
+        )
 
     def barrier(self) -> None:
         """Return once every rank has called this."""

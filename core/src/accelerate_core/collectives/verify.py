@@ -13,7 +13,7 @@ import torch
 
 from accelerate_core.collectives.communicator import Communicator
 from accelerate_core.errors import DistributedOperationException
-from accelerate_core.nested import is_sequence, iterate_leaves
+from accelerate_core.nested import is_record, is_sequence, iterate_leaves, record_items
 
 __all__ = ["describe", "verify"]
 
@@ -37,6 +37,9 @@ def describe(tree: Any) -> str:
         return f"[{inner}]" if isinstance(tree, list) else f"({inner})"
     if isinstance(tree, Mapping):
         return "{" + ", ".join(f"{key!r}: {describe(tree[key])}" for key in tree) + "}"
+    if is_record(tree):
+        inner = ", ".join(f"{name}={describe(x)}" for name, x in record_items(tree).items())
+        return f"{type(tree).__name__}({inner})"
     return f"<{type(tree).__name__}>"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from accelerate_core.collectives import honor_type, is_namedtuple, iterate_leaves
+from accelerate_core.nested import is_record, rebuild_record, record_items
 
 __all__ = ["batch_size_of", "concat_batches", "needs_move", "slice_batch"]
 
@@ -23,7 +24,13 @@ def _is_array(data: Any) -> bool:
 def _is_sample_list(data: Any) -> bool:
     if not isinstance(data, (list, tuple)) or is_namedtuple(data):
         return False
-    return not any(isinstance(item, (list, tuple, Mapping)) or _is_array(item) for item in data)
+    return not any(isinstance(item, (list, tuple, Mapping)) or _has_arrays(item) for item in data)
+
+
+def _has_arrays(item: Any) -> bool:
+    if is_record(item):
+        return any(_is_array(value) for value in record_items(item).values())
+    return _is_array(item)
 
 
 def batch_size_of(batch: Any) -> int | None:
@@ -34,6 +41,8 @@ def batch_size_of(batch: Any) -> int | None:
         return len(batch)
     if isinstance(batch, Mapping):
         children: Any = batch.values()
+    elif is_record(batch):
+        children = record_items(batch).values()
     elif isinstance(batch, (list, tuple)):
         children = batch
     else:
@@ -63,6 +72,9 @@ def slice_batch(batch: Any, part: slice, size: int | None = None) -> Any:
         return _rebuild(batch, {key: slice_batch(batch[key], part, size) for key in batch})
     if isinstance(batch, (list, tuple)):
         return honor_type(batch, [slice_batch(item, part, size) for item in batch])
+    if is_record(batch):
+        items = record_items(batch)
+        return rebuild_record(batch, {k: slice_batch(items[k], part, size) for k in items})
     return batch
 
 
@@ -91,6 +103,10 @@ def concat_batches(batches: Sequence[Any]) -> Any:
         return honor_type(
             first, [concat_batches([batch[i] for batch in batches]) for i in range(len(first))]
         )
+    if is_record(first):
+        items = [record_items(batch) for batch in batches]
+        joined = {name: concat_batches([each[name] for each in items]) for name in items[0]}
+        return rebuild_record(first, joined)
     if all(batch is first or batch == first for batch in batches):
         return first
     raise TypeError(f"Batches of type {type(first).__name__} cannot be joined.")

@@ -1,168 +1,177 @@
-"""Dispatching: one rank reads, every rank receives its part."""
+"""Dispatching: one rank reads, every rank receives its part, one step ahead."""
 
 from __future__ import annotations
 
-import io
-import pickle
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import random
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from accelerate_core.collectives import Communicator
+from accelerate_core.data.ahead import OneAhead
 from accelerate_core.data.steps import NOTHING, Step, StepReader
-from accelerate_core.errors import AccelerateError
+from accelerate_core.data.wire import SOURCE, DispatchError, Letter, Wire, sendable
 
-__all__ = ["DispatchError", "Message", "ObjectTransport", "Transport", "receive_steps"]
+__all__ = ["SOURCE", "Dispatch", "DispatchError", "Reading"]
 
-SOURCE = 0
-
-
-class DispatchError(AccelerateError, RuntimeError):
-    """The rank that reads the data for all failed in a way that cannot be sent as it is."""
+_Letters = list[Letter]
 
 
-@dataclass(slots=True)
-class Message:
-    """What a rank receives per global step.
+class Reading(Iterator[Any]):
+    """Batches out of `(batch, real, state)`; knows the loader's state after the latest.
 
-    `part` is `NOTHING` at the end of the data. `more`: another message will follow.
+    `draws` says whether the last batch that was `watched` was read with the help of a global
+    random number generator.
     """
 
-    part: Any = None
-    has_part: bool = False
-    last: bool = False
-    more: bool = False
-    real: int | None = None
-    failure: Exception | None = None
+    def __init__(self, items: Iterator[tuple[Any, int | None, Any]]) -> None:
+        self._items = items
+        self._state: Any = None
+        self.watched = 0
+        self.draws = False
 
-
-class Transport(Protocol):
-    """Carries one message per rank from the reading rank; all ranks call it in step."""
-
-    def exchange(self, messages: Sequence[Message] | None) -> Message:
-        """Give every rank its message (None on the ranks that do not read); return this one's."""
-
-
-class ObjectTransport:
-    """A transport over pickled objects; each rank's message holds its own part and no more."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    def exchange(self, messages: Sequence[Message] | None) -> Message:
-        """See `Transport`. The reading rank keeps its own message as it is."""
-        if messages is None:
-            data = self.comm.scatter_object(None, src=SOURCE)
-            message: Message = pickle.loads(data)
-            return message
-        packed: list[bytes] = []
-        try:
-            packed = [b"" if r == SOURCE else _pack(m) for r, m in enumerate(messages)]
-        except Exception as error:
-            messages = [Message(failure=error)] * self.comm.size
-            failure = Message(failure=sendable(error))
-            packed = [b"" if r == SOURCE else _pack(failure) for r in range(self.comm.size)]
-        self.comm.scatter_object(packed, src=SOURCE)
-        return messages[SOURCE]
-
-
-class _PartPickler(pickle.Pickler):
-    """Pickles of a tensor only what it shows: a slice would drag its whole batch along."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
-            return NotImplemented
-        tensor = obj.detach() if obj.grad_fn is not None else obj
-        if tensor.device.type != "cpu":
-            tensor = tensor.cpu()
-        elif tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
-            tensor = tensor.clone()
-        if tensor is obj:
-            return NotImplemented
-        reduce: Any = tensor.__reduce_ex__
-        return reduce(pickle.HIGHEST_PROTOCOL)
-
-
-def _pack(message: Message) -> bytes:
-    buffer = io.BytesIO()
-    _PartPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
-    return buffer.getvalue()
-
-
-def sendable(error: Exception) -> Exception:
-    """Return the exception as other ranks can raise it, told where it happened."""
-    where = "".join(traceback.format_exception(error)).rstrip()
-    note = f"Raised on process {SOURCE}, which reads the data for all:\n{where}"
-    try:
-        copy = pickle.loads(pickle.dumps(error))
-        if type(copy) is not type(error) or str(copy) != str(error):
-            raise ValueError("the exception does not survive pickling")
-    except Exception:
-        copy = DispatchError(f"{type(error).__name__}: {error}")
-    copy.add_note(note)
-    return copy  # type: ignore[no-any-return]
-
-
-def receive_steps(
-    reader: StepReader,
-    open_batches: Callable[[], Iterator[Any]],
-    skip: int,
-    comm: Communicator,
-    transport: Transport,
-    shard_of_rank: Sequence[int],
-) -> Iterator[tuple[Any, bool, int | None]]:
-    """Yield `(part, last, real)` of this rank for every step; the reading rank serves all.
-
-    `open_batches` is called on the reading rank only. `shard_of_rank[r]` says which part rank r
-    gets: ranks that work on the same samples share one.
-    """
-    steps = _guarded(reader, open_batches, skip) if comm.rank == SOURCE else None
-    more = True
-    while more:
-        if steps is None:
-            message = transport.exchange(None)
+    def __next__(self) -> Any:
+        if self.watched:
+            self.watched -= 1
+            before = _generators()
+            batch, _, self._state = next(self._items)
+            self.draws = not _same(before, _generators())
         else:
-            message = transport.exchange(_messages(next(steps), shard_of_rank))
-        if message.failure is not None:
-            raise message.failure
-        more = message.more
-        if message.has_part:
-            yield message.part, message.last, message.real
+            batch, _, self._state = next(self._items)
+        return batch
+
+    def state_now(self) -> Any:
+        """Return the loader's state after the batch read last, if it has one."""
+        return self._state
 
 
-def _guarded(
-    reader: StepReader, open_batches: Callable[[], Iterator[Any]], skip: int
-) -> Iterator[Step | Exception | None]:
-    """Yield steps, an exception in the place of the step it prevented, None for no data at all."""
-    more = True
-    try:
-        for step in reader.steps(open_batches(), skip):
-            more = step.more
-            yield step
-    except Exception as error:
-        yield error
-        return
-    if more:
-        yield None
+class Dispatch:
+    """One iteration of a loader that rank 0 reads for all.
+
+    Args:
+        reader: arranges batches in global steps.
+        opened: returns the open loader; called on the reading rank only.
+        skip: batches of the loader to pass over.
+        comm: the ranks, over a group that nobody else uses if `ahead`.
+        shard_of_rank: which part each rank gets; ranks that work on the same samples share one.
+        ahead: exchange the next step on a thread while this one is worked on.
+        read_ahead: let that thread read as well. Reading that draws from the global random number
+            generators is left to the caller's thread all the same: two threads that draw from one
+            generator would make every run differ.
+
+    Every rank is exactly one exchange ahead of its caller, so ranks that leave the loop at the
+    same step leave nothing half sent behind.
+    """
+
+    def __init__(
+        self,
+        reader: StepReader,
+        opened: Callable[[], Reading],
+        skip: int,
+        comm: Communicator,
+        shard_of_rank: Sequence[int],
+        *,
+        ahead: bool,
+        read_ahead: bool = True,
+    ) -> None:
+        self._wire = Wire(comm, SOURCE)
+        self._reader = reader
+        self._opened = opened
+        self._skip = skip
+        self._shard_of_rank = shard_of_rank
+        self._ahead = ahead
+        self._read_ahead = read_ahead
+        self._reads = comm.rank == SOURCE
+        self._reading: Reading | None = None
+        self._steps = self._guarded() if self._reads else None
+
+    def letters(self) -> Iterator[Letter]:
+        """Yield this rank's letter of every step of which it has a part."""
+        worker = OneAhead(self._exchange, "dispatch")
+        awaited = False  # whether the other ranks are an exchange ahead of this one
+        more = True
+        try:
+            while more:
+                awaited = False
+                letter = worker.take() if worker.started else self._exchange()
+                if letter.failure is not None:
+                    raise letter.failure
+                more = letter.more
+                if more and self._ahead:
+                    if self._may_go_ahead():
+                        worker.start()
+                    else:
+                        awaited = True
+                if letter.has_part:
+                    yield letter
+        finally:
+            if awaited:
+                self._wire.exchange([Letter() for _ in self._shard_of_rank])
+            worker.close()
+            if self._steps is not None:
+                self._steps.close()  # at once: a loader's workers end with its iterator
+
+    def _may_go_ahead(self) -> bool:
+        if not self._reads:
+            return True
+        return self._read_ahead and self._reading is not None and not self._reading.draws
+
+    def _exchange(self) -> Letter:
+        if self._steps is None:
+            return self._wire.exchange(None)
+        return self._wire.exchange(_letters(next(self._steps), self._shard_of_rank))
+
+    def _guarded(self) -> Generator[Step | Exception | None, None, None]:
+        """Yield steps, an exception in the place of the step it prevented, None for no data."""
+        more = True
+        try:
+            self._reading = self._opened()
+            # The first may draw the order of an epoch; by the second it shows what samples draw.
+            self._reading.watched = 2
+            steps = self._reader.steps(self._reading, self._skip, self._reading.state_now)
+            for step in steps:
+                more = step.more
+                yield step
+        except Exception as error:
+            yield error
+            return
+        if more:
+            yield None
 
 
-def _messages(step: Step | Exception | None, shard_of_rank: Sequence[int]) -> list[Message]:
+def _generators() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    state = numpy.random.get_state()[1:3] if numpy is not None else ((), 0)
+    return torch.get_rng_state(), random.getstate(), bytes(state[0]), state[1]
+
+
+def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    return before[1:] == after[1:] and torch.equal(before[0], after[0])
+
+
+def _letters(step: Step | Exception | None, shard_of_rank: Sequence[int]) -> _Letters:
     if step is None:
-        return [Message() for _ in shard_of_rank]
+        return [Letter() for _ in shard_of_rank]
     if isinstance(step, Exception):
         copy = sendable(step)
-        own = Message(failure=step)
+        own = Letter(failure=step)
         return [
-            own if rank == SOURCE else Message(failure=copy) for rank in range(len(shard_of_rank))
+            own if rank == SOURCE else Letter(failure=copy) for rank in range(len(shard_of_rank))
         ]
-    messages = []
+    letters = []
     for shard in shard_of_rank:
         part = step.parts[shard]
         has_part = part is not NOTHING
-        messages.append(
-            Message(part if has_part else None, has_part, step.last[shard], step.more, step.real)
+        letters.append(
+            Letter(
+                part if has_part else None,
+                has_part,
+                step.last[shard],
+                step.more,
+                step.real,
+                state=step.state,
+            )
         )
-    return messages
+    return letters

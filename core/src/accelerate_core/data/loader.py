@@ -244,13 +244,11 @@ class PreparedLoader(DataLoader[Any]):
         start = position.batches if resumed else 0
         if self._skip is not None:
             start = self._skip * source.per_step
-        stateful = getattr(source, "stateful", False)
-        restores = resumed and stateful and self._skip is None and position.loader_state is not None
+        state = position.loader_state if resumed and self._skip is None else None
         order = position.order if resumed else None
         position.begin(owner, start, order or OrderState.capture(generator))
-        if restores:
-            self.base.load_state_dict(position.loader_state)
-            return source.start(0, prime=False)
+        if state is not None:
+            return source.start(start, False, state)
         if order is None:
             return source.start(start, prime=False)
         with order.replayed(generator):
@@ -258,7 +256,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _serve(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
         state, position, per_step = self.gradient_state, self._position, self._source.per_step
-        stateful = getattr(self._source, "stateful", False)
+        source = self._source
         exhausted = False
         self._runs.append(served)
         if state is not None:
@@ -268,8 +266,7 @@ class PreparedLoader(DataLoader[Any]):
                 self.__dict__["_served"] = served
                 if position.owner is served:
                     position.batches += per_step
-                    if stateful:
-                        position.loader_state = self._source.state
+                    position.loader_state = source.state
                 if state is not None:
                     state.touched(self, served)
                 yield batch
@@ -296,18 +293,17 @@ class PreparedLoader(DataLoader[Any]):
 
     def _fed(self, items: Iterator[Item]) -> Iterator[Item]:
         marks: deque[tuple[bool, int | None, Any]] = deque()
-        source: Any = self._source
+        source: Source = self._source
 
         def batches() -> Iterator[Any]:
             for batch, last, real in items:
-                marks.append((last, real, getattr(source, "state", None)))
+                marks.append((last, real, source.state))
                 yield batch
 
         # A feed may read ahead, so what is known of a batch waits for it to come out.
         for batch in (self._feed or self._send)(batches()):
             last, real, state = marks.popleft()
-            if state is not None:
-                source.state = state
+            source.state = state
             yield batch, last, real
 
     def _send(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -90,6 +90,8 @@ def _drawn(sampler: Any) -> Iterator[Run]:
 
 def _shuffled(sampler: Any) -> Iterator[Run]:
     size, wanted, generator = len(sampler.data_source), sampler.num_samples, sampler.generator
+    # A generator that outlives the epoch has to see every draw, also those nobody uses.
+    outlives = generator is not None and not isinstance(sampler, SeedableRandomSampler)
     if generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -100,7 +102,8 @@ def _shuffled(sampler: Any) -> Iterator[Run]:
         return
     for _ in range(wanted // size):
         yield torch.randperm(size, generator=generator)
-    yield torch.randperm(size, generator=generator)[: wanted % size]
+    if wanted % size or outlives:
+        yield torch.randperm(size, generator=generator)[: wanted % size]
 
 
 class Cursor:

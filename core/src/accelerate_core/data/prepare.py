@@ -16,8 +16,7 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from accelerate_core.collectives import Communicator, TorchTalk
-from accelerate_core.data.dispatch import ObjectTransport
+from accelerate_core.collectives import Communicator, TorchTalk, host_group
 from accelerate_core.data.index import IndexStream
 from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, Feed, PreparedLoader
 from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
@@ -28,7 +27,6 @@ from accelerate_core.data.samplers import (
 )
 from accelerate_core.data.shard import (
     BatchSamplerShard,
-    CountingCollate,
     ItemShard,
     IterableDatasetShard,
     check_rank,
@@ -70,6 +68,7 @@ def prepare_data_loader(
     comm: Communicator | None = None,
     gradient_state: GradientState | None = None,
     feed: Feed | None = None,
+    read_ahead: bool = True,
 ) -> PreparedLoader:
     """Return a loader that gives this rank its part of the data, on its device.
 
@@ -88,6 +87,8 @@ def prepare_data_loader(
         comm: how the ranks talk; without it, and outside a process group, they do not.
         gradient_state: is told of iterations and batches.
         feed: iterator of batches -> iterator of batches on the device, for `put_on_device`.
+        read_ahead: when dispatching, read the next step on a thread while this one is worked on;
+            False for a dataset that only the thread that made it may use.
 
     With one process the batches, their order and the random numbers drawn are those of the plain
     loader. A prepared loader is returned as it is. Batches need not be moved are not touched.
@@ -125,7 +126,7 @@ def prepare_data_loader(
     if dispatches:
         assert comm is not None
         reader = _reader(base, count, split_batches, even_batches, slice_fn_for_dispatch)
-        source: Source = _dispatched_source(base, reader, index, comm)
+        source: Source = _dispatched_source(base, reader, index, comm, read_ahead)
         kind: type[PreparedLoader] = DataLoaderDispatcher
     else:
         source = _own_source(base, count, index, split_batches, even_batches)
@@ -179,7 +180,13 @@ def _default_communicator(count: int) -> Communicator | None:
     from accelerate_core.runtime import current_runtime
 
     runtime = current_runtime()
-    return Communicator(rank=dist.get_rank(), size=count, device=runtime.device, hooks=TorchTalk())
+    return Communicator(
+        rank=dist.get_rank(),
+        size=count,
+        device=runtime.device,
+        hooks=TorchTalk(),
+        open_group=lambda ranks: host_group(ranks, runtime.timeout),
+    )
 
 
 def _copy(loader: Any) -> Any:
@@ -324,7 +331,7 @@ def _indexed(loader: Any, plan: Any) -> IndexStream | None:
 
 
 def _dispatched_source(
-    base: Any, reader: StepReader, index: int, comm: Communicator
+    base: Any, reader: StepReader, index: int, comm: Communicator, read_ahead: bool
 ) -> DispatchedSource:
     stream = None
     if isinstance(base, DataLoader) and not _is_iterable(base) and _iterates_plainly(base):
@@ -332,7 +339,7 @@ def _dispatched_source(
     shards = list(range(comm.size))
     if comm.size != reader.num_processes or index != comm.rank:
         shards = comm.gather_object(index)
-    return DispatchedSource(base, stream, reader, index, comm, ObjectTransport(comm), shards)
+    return DispatchedSource(base, stream, reader, index, comm, shards, read_ahead)
 
 
 def _own_source(
@@ -346,9 +353,9 @@ def _own_source(
                 return source
         elif count > 1 and _shard_stream(base, count, index, split_batches, even_batches):
             per_step = 1 if split_batches else count
-            return StreamSource(base, per_step, hasattr(base, "state_dict"))
+            return StreamSource(base, per_step)
     if count == 1:
-        return StreamSource(base, 1, _is_iterable(base) and hasattr(base, "state_dict"))
+        return StreamSource(base, 1)
     return DealtSource(
         base, _reader(base, count, split_batches, even_batches, None, [index]), index
     )
@@ -382,9 +389,7 @@ def _shard_stream(
     shard = IterableDatasetShard(
         base.dataset, size or 1, bool(base.drop_last), count, index, split_batches, even_batches
     )
-    replaced = _replace(
-        base, dataset=shard, collate_fn=CountingCollate(shard, base.collate_fn, size is None)
-    )
+    replaced = _replace(base, dataset=shard)
     if replaced and split_batches:
         width = size // count
         sampler = copy.copy(base.batch_sampler)

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
 from accelerate_core.data.order import is_plain, parts_of
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["BatchSamplerShard", "CountingCollate", "IterableDatasetShard", "ItemShard", "Tagged"]
+__all__ = ["BatchSamplerShard", "IterableDatasetShard", "ItemShard"]
 
 
 def check_split(batch_size: int | None, num_processes: int) -> None:
@@ -253,7 +252,10 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: `batch_size` is that of all ranks together.
         even_batches: whether to fill up at all.
 
-    While a filled up step is handed out, `real` is the number of its real samples, else None.
+    While a filled up step is handed out, `real` is the number of its real samples, else None. The
+    next iteration passes over the first `skip` samples of all ranks together. The stream's own
+    state, where it has one, is that of all ranks together too: between a rank's batches whole
+    global steps have been read.
 
     Raises:
         ConfigurationError: `split_batches` with a batch size that cannot be split equally.
@@ -280,10 +282,10 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.real: int | None = None
+        self.skip = 0
 
     def __getattr__(self, name: str) -> Any:
-        # The stream's own state runs ahead of what a rank has seen of it, so it is not ours.
-        if name.startswith("__") or name in ("dataset", "state_dict", "load_state_dict"):
+        if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -314,17 +316,20 @@ class IterableDatasetShard(IterableDataset[Any]):
         first: list[Any] = []
         own: list[Any] = []
         place = 0
-        in_first = True
         self.real = None
+        skip, self.skip = self.skip, 0
         for sample in self.dataset:
-            if in_first and fills:
+            if fills and len(first) < step:
                 first.append(sample)
+            if skip:
+                skip -= 1
+                continue
             if low <= place < high:
                 own.append(sample)
             place += 1
             if place == step:
                 yield from own
-                own, place, in_first = [], 0, False
+                own, place = [], 0
         if not place or self.drop_last:
             return
         if fills:
@@ -333,39 +338,3 @@ class IterableDatasetShard(IterableDataset[Any]):
             begin = max(low - place, 0)
             own += islice(cycle(first), begin, begin + missing)
         yield from own
-
-
-class Tagged:
-    """A batch of a global step that was filled up, on its way from a worker.
-
-    `real` counts samples, or batches where `in_batches`.
-    """
-
-    __slots__ = ("batch", "in_batches", "real")
-
-    def __init__(self, batch: Any, real: int, in_batches: bool) -> None:
-        self.batch = batch
-        self.real = real
-        self.in_batches = in_batches
-
-    def pin_memory(self, device: Any = None) -> Tagged:
-        """Pin the batch; called by the loader's pinning thread."""
-        pin: Any = torch.utils.data._utils.pin_memory.pin_memory
-        return Tagged(pin(self.batch, device), self.real, self.in_batches)
-
-
-class CountingCollate:
-    """Collate samples, and tag the batch if the stream says that its step was filled up.
-
-    It lives where the stream is read, in a worker or not, so the two always agree.
-    """
-
-    def __init__(self, shard: IterableDatasetShard, collate: Any, in_batches: bool) -> None:
-        self.shard = shard
-        self.collate = collate
-        self.in_batches = in_batches
-
-    def __call__(self, samples: Any) -> Any:
-        batch = self.collate(samples)
-        real = self.shard.real
-        return batch if real is None else Tagged(batch, real, self.in_batches)

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 from accelerate_core.collectives import Communicator
 from accelerate_core.data.batch import batch_size_of
-from accelerate_core.data.dispatch import Transport, receive_steps
+from accelerate_core.data.dispatch import SOURCE, Dispatch, Reading
 from accelerate_core.data.index import IndexStream
-from accelerate_core.data.shard import ItemShard, IterableDatasetShard, Tagged
-from accelerate_core.data.steps import NOTHING, StepReader
+from accelerate_core.data.shard import ItemShard, IterableDatasetShard
+from accelerate_core.data.steps import NOTHING, Step, StepReader
+from accelerate_core.data.tap import Tap
 
 __all__ = ["DealtSource", "DispatchedSource", "IndexedSource", "Item", "Source", "StreamSource"]
 
@@ -24,16 +25,23 @@ _END: Any = object()
 class Source(Protocol):
     """Batches of one rank.
 
-    `per_step`: batches of the single-process loader that make one global step.
+    `per_step`: batches of the single-process loader that make one global step. `keeps_state`: the
+    data has a state of its own; `state` is then that after the batch handed out last.
     """
 
     per_step: int
     even_batches: bool
+    state: Any
 
-    def start(self, batches: int, prime: bool) -> Iterator[Item]:
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the data has a state of its own that is known here."""
+
+    def start(self, batches: int, prime: bool, state: Any = None) -> Iterator[Item]:
         """Begin an iteration `batches` (of the single-process loader) into the epoch.
 
-        With `prime` the order is drawn before this returns.
+        With `prime` the order is drawn before this returns. A `state` of the data's own goes
+        before the count.
         """
 
     def length(self) -> int:
@@ -42,6 +50,9 @@ class Source(Protocol):
 
 class IndexedSource:
     """A map-style loader that reads the indices of an `IndexStream`: nothing is read early."""
+
+    keeps_state = False
+    state: Any = None
 
     def __init__(self, base: Any, stream: IndexStream, per_step: int) -> None:
         self.base = base
@@ -60,7 +71,7 @@ class IndexedSource:
     def length(self) -> int:
         return len(self.stream)
 
-    def start(self, batches: int, prime: bool) -> Iterator[Item]:
+    def start(self, batches: int, prime: bool, state: Any = None) -> Iterator[Item]:
         self.stream.start = batches
         iterator = iter(self.base)
         index = self.stream.latest
@@ -86,16 +97,17 @@ class IndexedSource:
 
 
 class StreamSource:
-    """A loader whose end shows only by reading on: it is read one batch ahead.
+    """A loader whose end shows only by reading on: it is read one batch ahead."""
 
-    `state` is the base loader's own state as it was before that.
-    """
-
-    def __init__(self, base: Any, per_step: int, stateful: bool) -> None:
+    def __init__(self, base: Any, per_step: int) -> None:
         self.base = base
         self.per_step = per_step
-        self.stateful = stateful
+        self.tap = Tap(base)
         self.state: Any = None
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.tap.keeps_state
 
     @property
     def even_batches(self) -> bool:
@@ -114,32 +126,33 @@ class StreamSource:
     def length(self) -> int:
         return len(self.base)
 
-    def start(self, batches: int, prime: bool) -> Iterator[Item]:
-        iterator = iter(self.base)
+    def start(self, batches: int, prime: bool, state: Any = None) -> Iterator[Item]:
+        if state is not None:
+            return self._items(self.tap.batches(state))
+        shard = self._shard()
+        if shard is not None and not getattr(self.base, "num_workers", 0):
+            # Samples can be counted where one process reads them all, whatever the ranks were.
+            shard.skip = batches * shard.batch_size
+            return self._items(self.tap.batches())
+        items = self.tap.batches()
         for _ in range(batches // self.per_step):
-            next(iterator, None)
-        return self._items(iterator)
+            next(items, None)
+        return self._items(items)
 
-    def _items(self, iterator: Iterator[Any]) -> Iterator[Item]:
-        batch = next(iterator, _END)
-        while batch is not _END:
-            state = self.base.state_dict() if self.stateful else None
+    def _items(self, items: Iterator[tuple[Any, int | None, Any]]) -> Iterator[Item]:
+        item = next(items, _END)
+        while item is not _END:
             failure: Exception | None = None
             following = _END
             try:
-                following = next(iterator, _END)
+                following = next(items, _END)
             except Exception as error:
                 failure = error
-            real = None
-            if isinstance(batch, Tagged):
-                size = batch_size_of(batch.batch) if batch.in_batches else 1
-                real = None if size is None else batch.real * size
-                batch = batch.batch
-            self.state = state
+            batch, real, self.state = item
             yield batch, failure is None and following is _END, real
             if failure is not None:
                 raise failure
-            batch = following
+            item = following
 
 
 class DealtSource:
@@ -150,6 +163,12 @@ class DealtSource:
         self.reader = reader
         self.process_index = process_index
         self.per_step = 1 if reader.split_batches else reader.num_processes
+        self.tap = Tap(base)
+        self.state: Any = None
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.tap.keeps_state
 
     @property
     def even_batches(self) -> bool:
@@ -162,18 +181,21 @@ class DealtSource:
     def length(self) -> int:
         return steps_of(len(self.base), self.reader, self.process_index)
 
-    def start(self, batches: int, prime: bool) -> Iterator[Item]:
-        return self._items(iter(self.base), batches // self.per_step)
+    def start(self, batches: int, prime: bool, state: Any = None) -> Iterator[Item]:
+        reading = Reading(self.tap.batches(state))
+        skip = 0 if state is not None else batches
+        return self._items(self.reader.steps(reading, skip, reading.state_now))
 
-    def _items(self, iterator: Iterator[Any], skip: int) -> Iterator[Item]:
-        for step in self.reader.steps(iterator, skip):
+    def _items(self, steps: Iterator[Step]) -> Iterator[Item]:
+        for step in steps:
             part = step.parts[self.process_index]
             if part is not NOTHING:
+                self.state = step.state
                 yield part, step.last[self.process_index], step.real
 
 
 class DispatchedSource:
-    """A loader that rank 0 reads for all."""
+    """A loader that rank 0 reads for all. Only there is its state known."""
 
     def __init__(
         self,
@@ -182,17 +204,25 @@ class DispatchedSource:
         reader: StepReader,
         process_index: int,
         comm: Communicator,
-        transport: Transport,
         shard_of_rank: Sequence[int],
+        read_ahead: bool = True,
     ) -> None:
         self.base = base
         self.stream = stream
         self.reader = reader
         self.process_index = process_index
         self.comm = comm
-        self.transport = transport
         self.shard_of_rank = shard_of_rank
+        self.read_ahead = read_ahead
         self.per_step = 1 if reader.split_batches else reader.num_processes
+        self.tap = Tap(base) if stream is None and comm.rank == SOURCE else None
+        self.state: Any = None
+        self._apart: Communicator | None = None
+        self._has_apart = False
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.tap is not None and self.tap.keeps_state
 
     @property
     def even_batches(self) -> bool:
@@ -205,32 +235,61 @@ class DispatchedSource:
     def length(self) -> int:
         return steps_of(len(self.base), self.reader, self.process_index)
 
-    def start(self, batches: int, prime: bool) -> Iterator[Item]:
-        iterator: Iterator[Any] | None = None
+    def start(self, batches: int, prime: bool, state: Any = None) -> Iterator[Item]:
+        if not self._has_apart:  # made once all ranks iterate, and kept
+            self._apart, self._has_apart = self.comm.apart(), True
+        reading: Reading | None = None
         failure: Exception | None = None
-        skip = batches // self.per_step
-        if self.comm.rank == 0:
-            if self.stream is not None:
-                self.stream.start = batches
-                self.stream.keep = self.per_step if self.reader.fills else 0
-                # The batches kept for filling come first and are read over like skipped ones.
-                skip = 1 if batches and self.stream.keep else 0
+        skip = 0 if state is not None else batches
+        if self.comm.rank == SOURCE:
             try:
-                iterator = iter(self.base)
-                if prime and self.stream is not None and self.stream.latest is not None:
-                    self.stream.latest.prime()
+                if self.stream is not None:
+                    skip = self._aim(batches)
+                    reading = Reading((batch, None, None) for batch in iter(self.base))
+                    if self.stream.latest is not None:
+                        # Before it is watched whether reading draws from the generators.
+                        self.stream.latest.prime()
+                elif self.tap is not None:
+                    reading = Reading(self.tap.batches(state))
             except Exception as error:  # the others wait for the first message: tell them there
                 failure = error
 
-        def opened() -> Iterator[Any]:
+        def opened() -> Reading:
             if failure is not None:
                 raise failure
-            assert iterator is not None
-            return iterator
+            assert reading is not None
+            return reading
 
-        return receive_steps(
-            self.reader, opened, skip, self.comm, self.transport, self.shard_of_rank
+        dispatch = Dispatch(
+            self.reader,
+            opened,
+            skip,
+            self._apart or self.comm,
+            self.shard_of_rank,
+            ahead=self._apart is not None,
+            read_ahead=self.read_ahead,
         )
+        return self._items(dispatch)
+
+    def _items(self, dispatch: Dispatch) -> Iterator[Item]:
+        for letter in dispatch.letters():
+            self.state = letter.state
+            yield letter.part, letter.last, letter.real
+
+    def _aim(self, batches: int) -> int:
+        """Let the indices begin at a batch; return how many that come before it are passed over.
+
+        What fills up the end of the epoch is read all the same, and comes first.
+        """
+        assert self.stream is not None
+        self.stream.start = batches
+        self.stream.keep = self.per_step if self.reader.fills else 0
+        if not batches:
+            return 0
+        try:
+            return min(self.stream.keep, len(self.stream))
+        except TypeError:
+            return self.stream.keep
 
 
 def steps_of(batches: int, reader: StepReader, process_index: int) -> int:

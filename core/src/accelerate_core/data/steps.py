@@ -22,13 +22,15 @@ class Step:
     """One global step: a part per rank (`NOTHING` where there is none), and how it continues.
 
     `last[r]`: rank r gets nothing after this. `more`: some rank still gets something.
-    `real`: number of real samples if the step was filled up, else None.
+    `real`: number of real samples if the step was filled up, else None. `state`: that of the
+    loader after the step, if it has one.
     """
 
     parts: list[Any]
     last: list[bool]
     more: bool
     real: int | None
+    state: Any = None
 
 
 class StepReader:
@@ -71,13 +73,19 @@ class StepReader:
         """Whether the start of the epoch is needed to fill up its end."""
         return self.even_batches and not self.drop_last
 
-    def steps(self, batches: Iterator[Any], skip: int = 0) -> Iterator[Step]:
-        """Yield the steps of an epoch, without the first `skip`."""
+    def steps(
+        self, batches: Iterator[Any], skip: int = 0, state: Callable[[], Any] = lambda: None
+    ) -> Iterator[Step]:
+        """Yield the steps of an epoch, without the first `skip` batches.
+
+        `state` tells that of the loader after the batch read last.
+        """
         self._first, self._size = [], self.batch_size
-        for _ in range(skip):
-            self._read(batches)
+        if skip:
+            self._pass_over(batches, skip)
         group = self._read(batches)
         while group:
+            reached = state()
             failure: Exception | None = None
             following: list[Any] = []
             try:
@@ -87,6 +95,7 @@ class StepReader:
             more = failure is not None or bool(following)
             step = self._arrange(group, is_last=not more)
             step.more = more
+            step.state = reached
             step.last = [
                 not more or (failure is None and not self._has_part(following, rank))
                 for rank in range(self.num_processes)
@@ -96,15 +105,30 @@ class StepReader:
                 raise failure
             group = following
 
-    def _read(self, batches: Iterator[Any]) -> list[Any]:
-        wanted = 1 if self.split_batches else self.num_processes
-        group = list(islice(batches, wanted))
+    @property
+    def _wanted(self) -> int:
+        """Batches per step."""
+        return 1 if self.split_batches else self.num_processes
+
+    def _pass_over(self, batches: Iterator[Any], count: int) -> None:
+        first = list(islice(batches, min(count, self._wanted)))
+        self._remember(first)
+        for _ in islice(batches, count - len(first)):
+            pass
+
+    def _remember(self, group: list[Any]) -> None:
+        """Note the size of a batch, and the start of the epoch if it may be needed."""
         if group and self._size is None:
             self._size = batch_size_of(group[0])
             if self.split_batches:
                 check_split(self._size, self.num_processes)
         if not self._first and self.fills:
             self._first = group
+
+    def _read(self, batches: Iterator[Any]) -> list[Any]:
+        wanted = self._wanted
+        group = list(islice(batches, wanted))
+        self._remember(group)
         if self.drop_last and len(group) < wanted:
             return []
         return group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, cast
 
 from accelerate_core.configuration import DistributedType
@@ -28,6 +29,11 @@ class Place(FacadeBase):
     def multi_device(self) -> bool:
         """Whether more than one device is in use."""
         return self.use_distributed
+
+    @property
+    def group_timeout(self) -> timedelta | None:
+        """How long a collective may take; None is torch's default."""
+        return self._process.timeout
 
     @property
     def mixed_precision(self) -> str:

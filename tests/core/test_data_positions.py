@@ -1,0 +1,158 @@
+"""Positions: a run interrupted at any batch goes on exactly there, also in streams with a state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from accelerate_core.data import prepare_data_loader, skip_first_batches
+from accelerate_core.errors import ConfigurationError
+
+
+class Stream(IterableDataset):
+    """Numbers with a place of its own; worker w of n reads w, w + n, ..."""
+
+    def __init__(self, size):
+        self.size = size
+        self.at = 0
+        self.reads = 0
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        while first + self.at * step < self.size:
+            value = first + self.at * step
+            self.at += 1
+            self.reads += 1
+            yield value
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Plain(IterableDataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+def samples(batches):
+    return [value for batch in batches for value in batch.tolist()]
+
+
+def stream_loader(workers, size=17, **options):
+    plain = DataLoader(Stream(size), 2, num_workers=workers)
+    return prepare_data_loader(plain, None, 1, 0, **options)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_a_stream_with_a_state_goes_on_through_it(workers):
+    whole = samples(stream_loader(workers))
+    assert sorted(whole) == list(range(17))
+    running = stream_loader(workers)
+    seen, states = [], []
+    for batch in running:
+        seen += batch.tolist()
+        states.append((len(seen), running.state_dict()))
+    for count, state in states[:-1]:
+        resumed = stream_loader(workers)
+        resumed.load_state_dict(state)
+        assert samples(resumed) == whole[count:]
+
+
+def test_going_on_does_not_read_again_what_was_read():
+    running = stream_loader(0)
+    iterator = iter(running)
+    for _ in range(5):
+        next(iterator)
+    resumed = stream_loader(0)
+    resumed.load_state_dict(running.state_dict())
+    assert samples(resumed) == list(range(10, 17))
+    assert resumed.dataset.reads == 7
+    assert samples(resumed) == list(range(17))
+
+
+def test_an_interruption_of_what_was_resumed():
+    for workers in (0, 2):
+        whole = samples(stream_loader(workers))
+        loader, seen = stream_loader(workers), []
+        for _ in range(4):
+            iterator = iter(loader)
+            seen += next(iterator).tolist() + next(iterator).tolist()
+            state = loader.state_dict()
+            loader = stream_loader(workers)
+            loader.load_state_dict(state)
+        assert seen + samples(loader) == whole
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_another_number_of_workers_is_refused():
+    loader = stream_loader(2)
+    next(iter(loader))
+    resumed = stream_loader(3)
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(ConfigurationError, match=r"2 reading processes .* 3.*num_workers"):
+        next(iter(resumed))
+
+
+@pytest.mark.parametrize("kind", [Stream, Plain])
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 2), (4, 1), (1, 3)])
+def test_a_stream_on_another_number_of_processes(kind, worlds):
+    before, after = worlds
+
+    def parts(count):
+        return [prepare_data_loader(DataLoader(kind(40), 2), None, count, r) for r in range(count)]
+
+    loaders = parts(before)
+    iterators = [iter(loader) for loader in loaders]
+    seen = [next(iterator).tolist() for _ in range(3) for iterator in iterators]
+    assert sorted(value for part in seen for value in part) == list(range(6 * before))
+    state = loaders[0].state_dict()
+    rest, real = [], 40 - 6 * before
+    resumed = parts(after)
+    for loader in resumed:
+        loader.load_state_dict(state)
+    for step in zip(*resumed, strict=True):
+        rest += [value for part in step for value in part.tolist()]
+    assert rest[:real] == list(range(6 * before, 40))
+    assert len(rest) - real < 2 * after  # the rest fills up the last step
+
+
+def test_skipping_does_not_take_a_streams_state():
+    loader = stream_loader(0)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    resumed = stream_loader(0)
+    resumed.load_state_dict(loader.state_dict())
+    assert samples(skip_first_batches(resumed, 1)) == list(range(2, 17))
+
+
+class Counting(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.size = size
+        self.loaded = 0
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.loaded += 1
+        return index
+
+
+def test_skipping_loads_nothing_and_walks_nothing():
+    data = Counting(10**7)
+    plain = DataLoader(data, 5)
+    for loader in (plain, prepare_data_loader(plain, None, 4, 1)):
+        first = next(iter(skip_first_batches(loader, 100_000)))
+        assert len(first) == 5
+    assert data.loaded <= 20
+    assert first.tolist()[0] == 100_000 * 20 + 5
