@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from accelerate_core.torch_talk import ReduceOp, Scope, TorchTalk
+from accelerate_core.torch_talk import ReduceOp, Scope
 
 __all__ = ["Communicator", "ReduceOp", "Scope", "TalkHooks"]
 
@@ -137,26 +137,18 @@ class Communicator:
         """Send the i-th of `size` equal pieces of `t` to rank i; return those received."""
         return t if self.size == 1 else self.hooks.all_to_all(t, self.scope)
 
-    def apart(self) -> Communicator | None:
-        """Return the same ranks over a new group of their own, for tensors in host memory.
+    def open_group(self) -> dist.ProcessGroup | None:
+        """Return a new process group of the same ranks, for tensors in host memory.
 
-        A thread that communicates needs one: nothing orders its collectives and those of other
-        threads in the same way on every rank. All ranks of the scope call this. None where the
-        backend has no such group.
+        Whoever communicates beside the main thread needs one: nothing orders its transfers and
+        those of others in the same way on every rank. All ranks of the scope call this. None
+        where the backend has no such group.
         """
         if self.size == 1 or self._open_group is None:
             return None
         ranks = None if self.scope == "world" else self.gather_object(dist.get_rank())
-        group = self._open_group(ranks)
-        if group is None:
-            return None
-        return Communicator(
-            rank=self.rank,
-            size=self.size,
-            device=torch.device("cpu"),
-            hooks=TorchTalk(group),
-            scope=self.scope,
-        )
+        group: dist.ProcessGroup | None = self._open_group(ranks)
+        return group
 
     def barrier(self) -> None:
         """Return once every rank has called this."""

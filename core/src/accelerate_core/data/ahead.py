@@ -17,13 +17,16 @@ T = TypeVar("T")
 class OneAhead(Generic[T]):
     """Calls `make` on a thread of its own, one call at a time, one result ahead.
 
+    After each result the thread calls `then`, which must not raise: to get ready for the next.
+
     `start` asks for the next result, `take` waits for it. `close` waits for what was started, so
     that nothing is under way afterwards, and ends the thread. The thread is a daemon: a run that
     dies does not wait for it.
     """
 
-    def __init__(self, make: Callable[[], T], name: str) -> None:
+    def __init__(self, make: Callable[[], T], name: str, then: Callable[[], None]) -> None:
         self._make = make
+        self._then = then
         self._name = name
         self._jobs: queue.SimpleQueue[Future[T] | None] = queue.SimpleQueue()
         self._pending: Future[T] | None = None
@@ -67,3 +70,4 @@ class OneAhead(Generic[T]):
             except BaseException as error:
                 job.set_exception(error)
             job = None  # do not keep a batch alive while waiting
+            self._then()

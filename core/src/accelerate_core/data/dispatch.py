@@ -12,11 +12,19 @@ import torch
 from accelerate_core.collectives import Communicator
 from accelerate_core.data.ahead import OneAhead
 from accelerate_core.data.steps import NOTHING, Step, StepReader
-from accelerate_core.data.wire import SOURCE, DispatchError, Letter, Wire, sendable
+from accelerate_core.data.wire import (
+    SOURCE,
+    CommPost,
+    DispatchError,
+    GroupPost,
+    Letter,
+    Wire,
+    sendable,
+)
 
 __all__ = ["SOURCE", "Dispatch", "DispatchError", "Reading"]
 
-_Letters = list[Letter]
+_END: Any = object()
 
 
 class Reading(Iterator[Any]):
@@ -54,15 +62,16 @@ class Dispatch:
         reader: arranges batches in global steps.
         opened: returns the open loader; called on the reading rank only.
         skip: batches of the loader to pass over.
-        comm: the ranks, over a group that nobody else uses if `ahead`.
+        comm: the ranks.
         shard_of_rank: which part each rank gets; ranks that work on the same samples share one.
-        ahead: exchange the next step on a thread while this one is worked on.
-        read_ahead: let that thread read as well. Reading that draws from the global random number
-            generators is left to the caller's thread all the same: two threads that draw from one
-            generator would make every run differ.
+        group: a process group of these ranks that nobody else uses. With it the letter of the
+            next step is under way while this one is worked on.
+        read_ahead: read and send on a thread then. Reading that draws from the global random
+            number generators is left to the caller's thread all the same: two threads that draw
+            from one generator would make every run differ.
 
-    Every rank is exactly one exchange ahead of its caller, so ranks that leave the loop at the
-    same step leave nothing half sent behind.
+    With a group every rank is exactly one letter ahead of its caller, so ranks that leave the loop
+    at the same step leave nothing half sent behind.
     """
 
     def __init__(
@@ -73,29 +82,48 @@ class Dispatch:
         comm: Communicator,
         shard_of_rank: Sequence[int],
         *,
-        ahead: bool,
+        group: Any = None,
         read_ahead: bool = True,
     ) -> None:
-        self._wire = Wire(comm, SOURCE)
+        self._wire = Wire(CommPost(comm) if group is None else GroupPost(group), comm.size)
         self._reader = reader
         self._opened = opened
         self._skip = skip
         self._shard_of_rank = shard_of_rank
-        self._ahead = ahead
+        self._ahead = group is not None
         self._read_ahead = read_ahead
         self._reads = comm.rank == SOURCE
         self._reading: Reading | None = None
-        self._steps = self._guarded() if self._reads else None
+        self._steps = self._guarded()
+        self._ready: list[Letter] | None = None
 
     def letters(self) -> Iterator[Letter]:
         """Yield this rank's letter of every step of which it has a part."""
-        worker = OneAhead(self._exchange, "dispatch")
-        awaited = False  # whether the other ranks are an exchange ahead of this one
+        return self._sent() if self._reads else self._received()
+
+    def _received(self) -> Iterator[Letter]:
+        more = True
+        try:
+            while more:
+                letter = self._wire.receive()
+                if letter.failure is not None:
+                    raise letter.failure
+                more = letter.more
+                if more and self._ahead:
+                    self._wire.expect()
+                if letter.has_part:
+                    yield letter
+        finally:
+            self._wire.close()
+
+    def _sent(self) -> Iterator[Letter]:
+        worker = OneAhead(self._send, "dispatch", then=self._get_ready)
+        awaited = False  # whether the other ranks are a letter ahead of this one
         more = True
         try:
             while more:
                 awaited = False
-                letter = worker.take() if worker.started else self._exchange()
+                letter = worker.take() if worker.started else self._send()
                 if letter.failure is not None:
                     raise letter.failure
                 more = letter.more
@@ -108,20 +136,25 @@ class Dispatch:
                     yield letter
         finally:
             if awaited:
-                self._wire.exchange([Letter() for _ in self._shard_of_rank])
+                self._wire.send([Letter() for _ in self._shard_of_rank])
             worker.close()
-            if self._steps is not None:
-                self._steps.close()  # at once: a loader's workers end with its iterator
+            self._wire.close()
+            self._steps.close()  # at once: a loader's workers end with its iterator
 
     def _may_go_ahead(self) -> bool:
-        if not self._reads:
-            return True
         return self._read_ahead and self._reading is not None and not self._reading.draws
 
-    def _exchange(self) -> Letter:
-        if self._steps is None:
-            return self._wire.exchange(None)
-        return self._wire.exchange(_letters(next(self._steps), self._shard_of_rank))
+    def _send(self) -> Letter:
+        letters, self._ready = self._ready, None
+        if letters is None:
+            letters = _letters(next(self._steps), self._shard_of_rank)
+        return self._wire.send(letters)
+
+    def _get_ready(self) -> None:
+        """Read the step after the one just sent; what is read shows to no other rank yet."""
+        step = next(self._steps, _END)
+        if step is not _END:
+            self._ready = _letters(step, self._shard_of_rank)
 
     def _guarded(self) -> Generator[Step | Exception | None, None, None]:
         """Yield steps, an exception in the place of the step it prevented, None for no data."""
@@ -151,7 +184,7 @@ def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
     return before[1:] == after[1:] and torch.equal(before[0], after[0])
 
 
-def _letters(step: Step | Exception | None, shard_of_rank: Sequence[int]) -> _Letters:
+def _letters(step: Step | Exception | None, shard_of_rank: Sequence[int]) -> list[Letter]:
     if step is None:
         return [Letter() for _ in shard_of_rank]
     if isinstance(step, Exception):

@@ -217,8 +217,8 @@ class DispatchedSource:
         self.per_step = 1 if reader.split_batches else reader.num_processes
         self.tap = Tap(base) if stream is None and comm.rank == SOURCE else None
         self.state: Any = None
-        self._apart: Communicator | None = None
-        self._has_apart = False
+        self._group: Any = None
+        self._has_group = False
 
     @property
     def keeps_state(self) -> bool:
@@ -236,8 +236,8 @@ class DispatchedSource:
         return steps_of(len(self.base), self.reader, self.process_index)
 
     def start(self, batches: int, prime: bool, state: Any = None) -> Iterator[Item]:
-        if not self._has_apart:  # made once all ranks iterate, and kept
-            self._apart, self._has_apart = self.comm.apart(), True
+        if not self._has_group:  # made once all ranks iterate, and kept
+            self._group, self._has_group = self.comm.open_group(), True
         reading: Reading | None = None
         failure: Exception | None = None
         skip = 0 if state is not None else batches
@@ -264,9 +264,9 @@ class DispatchedSource:
             self.reader,
             opened,
             skip,
-            self._apart or self.comm,
+            self.comm,
             self.shard_of_rank,
-            ahead=self._apart is not None,
+            group=self._group,
             read_ahead=self.read_ahead,
         )
         return self._items(dispatch)

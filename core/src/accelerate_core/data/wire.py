@@ -1,24 +1,26 @@
-"""Messages from the rank that reads to the others, as bytes: one collective per global step.
+"""Letters from the rank that reads to the others, as bytes: one transfer per global step.
 
-A message is a head of fixed size, the description of the part if it is not that of the message
-before, and the part's tensors. All ranks know the room a message may take; one that needs more
-announces the rest in its head, which follows in a second collective, and the room grows to it. So
-batches of one structure take one collective each, and the structure travels once.
+A letter is a head of fixed size, the description of the part if it is not that of the letter
+before, and the part's tensors. All ranks know the room a letter may take; one that needs more
+announces the rest in its head, which follows in a second transfer, and the room grows to it. So
+batches of one structure take one transfer each, and the structure travels once.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import struct
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from accelerate_core.collectives import Communicator
-from accelerate_core.collectives.packing import Layout, layout_of, pack, unpack
+from accelerate_core.collectives.packing import Layout, layout_of, unpack
 from accelerate_core.errors import AccelerateError
 from accelerate_core.nested import (
     TensorInformation,
@@ -30,10 +32,11 @@ from accelerate_core.nested import (
     record_items,
 )
 
-__all__ = ["SOURCE", "DispatchError", "Letter", "Wire", "sendable"]
+__all__ = ["SOURCE", "CommPost", "DispatchError", "GroupPost", "Letter", "Wire", "sendable"]
 
 SOURCE = 0  # the rank that reads
-_HEAD = 64  # bytes: eight int64
+_HEAD = 64  # bytes
+_FIELDS = struct.Struct("=qqqq")  # flags, real, bytes of description, bytes that follow
 _HAS_PART, _LAST, _MORE, _FAILED = 1, 2, 4, 8
 
 
@@ -63,7 +66,7 @@ class Letter:
 class _Packed:
     flags: int
     real: int
-    described: bytes  # empty: as in the message before
+    described: bytes  # empty: as in the letter before
     tensors: list[torch.Tensor]
     layout: Layout | None
 
@@ -74,7 +77,7 @@ class _Packed:
 
 def _after(size: int) -> int:
     """Return where tensors begin behind a description of so many bytes."""
-    return -(-size // 64) * 64
+    return -(-size // 64) * 64  # every dtype may begin there
 
 
 class _Unsendable(Exception):
@@ -99,46 +102,130 @@ def sendable(error: Exception) -> Exception:
     return copy  # type: ignore[no-any-return]
 
 
+class Post(Protocol):
+    """Carries runs of bytes from the reading rank to the others, in order."""
+
+    def send(self, rows: Sequence[torch.Tensor]) -> None:
+        """Send row r, uint8 of equal lengths, to rank r. The rows are free at the next `send`."""
+
+    def expect(self, size: int) -> Callable[[], torch.Tensor]:
+        """Get ready for `size` bytes; the result waits for them and returns them, in host memory."""
+
+    def settle(self) -> None:
+        """Return when everything sent has left."""
+
+
+class CommPost:
+    """A post over a communicator: one scatter each, when it is waited for."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def send(self, rows: Sequence[torch.Tensor]) -> None:
+        parts = [row.to(self.comm.device) for row in rows]
+        self.comm.scatter(parts, parts[SOURCE], SOURCE)
+
+    def expect(self, size: int) -> Callable[[], torch.Tensor]:
+        def wait() -> torch.Tensor:
+            like = torch.empty(size, dtype=torch.uint8, device=self.comm.device)
+            return self.comm.scatter(None, like, SOURCE).cpu()
+
+        return wait
+
+    def settle(self) -> None:
+        pass
+
+
+class GroupPost:
+    """A post over a group that nobody else uses: point to point, under way while others work.
+
+    A scatter of gloo waits for all ranks; what is sent to one rank need not wait for another.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._sent: list[Any] = []
+
+    def send(self, rows: Sequence[torch.Tensor]) -> None:
+        self.settle()
+        self._sent = [
+            dist.isend(row, group=self.group, group_dst=rank)
+            for rank, row in enumerate(rows)
+            if rank != SOURCE
+        ]
+
+    def expect(self, size: int) -> Callable[[], torch.Tensor]:
+        # New memory for each: the tensors of a part are views of it.
+        buffer = torch.empty(size, dtype=torch.uint8)
+        work: Any = dist.irecv(buffer, group=self.group, group_src=SOURCE)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return buffer
+
+        return wait
+
+    def settle(self) -> None:
+        for work in self._sent:
+            work.wait()
+        self._sent = []
+
+
 class Wire:
-    """One end of the connection between the reading rank and one of the others.
+    """One end of the connection between the reading rank and the others.
 
     Args:
-        comm: the ranks; each calls `exchange` once per global step.
-        source: the rank that reads.
+        post: carries the bytes.
+        size: number of ranks.
         room: bytes to start with.
     """
 
-    def __init__(self, comm: Communicator, source: int = SOURCE, room: int = 4096) -> None:
-        self.comm = comm
-        self.source = source
+    def __init__(self, post: Post, size: int, room: int = 4096) -> None:
+        self.post = post
+        self.size = size
         self.room = room
-        self._device = torch.device("cpu") if comm.device.type == "cpu" else comm.device
-        self._signatures: list[Any] = [None] * comm.size
-        self._layouts: list[Layout | None] = [None] * comm.size
+        self._signatures: list[Any] = [None] * size
+        self._layouts: list[Layout | None] = [None] * size
         self._structure: Any = None
         self._layout: Layout | None = None
-        self._out: torch.Tensor | None = None
+        self._sheets: list[_Sheet] = []
+        self._arriving: Callable[[], torch.Tensor] | None = None
 
-    def exchange(self, letters: Sequence[Letter] | None) -> Letter:
-        """Send every rank its letter (None on the ranks that do not read); return this one's.
-
-        The reading rank's own letter is returned as it is.
-        """
-        if letters is None:
-            return self._receive()
+    def send(self, letters: Sequence[Letter]) -> Letter:
+        """Send every rank its letter; return that of the reading rank, as it is."""
         try:
-            self._send(self._pack(letters))
+            packed = self._pack(letters)
         except _Unsendable as error:
-            self._send(self._pack([Letter(failure=sendable(error.reason))] * self.comm.size))
+            self._send(self._pack([Letter(failure=sendable(error.reason))] * self.size))
             return Letter(failure=error.reason)
-        return letters[self.source]
+        self._send(packed)
+        return letters[SOURCE]
+
+    def expect(self) -> None:
+        """Get ready for the next letter, so that it can arrive before it is asked for."""
+        if self._arriving is None:
+            self._arriving = self.post.expect(self.room)
+
+    def receive(self) -> Letter:
+        """Wait for the next letter and return it."""
+        self.expect()
+        assert self._arriving is not None
+        body = self._arriving()
+        self._arriving = None
+        return self._opened(body)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        if self._arriving is not None:
+            self.receive()
+        self.post.settle()
 
     # -- the reading rank ----------------------------------------------------------------------
 
     def _pack(self, letters: Sequence[Letter]) -> list[_Packed | None]:
         try:
             return [
-                None if rank == self.source else self._packed(rank, letter)
+                None if rank == SOURCE else self._packed(rank, letter)
                 for rank, letter in enumerate(letters)
             ]
         except Exception as error:  # what cannot be pickled raises all kinds
@@ -147,33 +234,29 @@ class Wire:
     def _send(self, packed: list[_Packed | None]) -> None:
         need = max((each.size for each in packed if each is not None), default=0)
         follows = _HEAD + need > self.room
-        rows = self._rows(self.room)
-        for row, each in zip(rows, packed, strict=True):
-            if each is None:
-                continue
-            head = [each.flags, each.real, len(each.described), need if follows else 0, 0, 0, 0, 0]
-            row[:_HEAD].view(torch.int64).copy_(torch.tensor(head))
-            if not follows:
-                _write(row[_HEAD:], each)
-        self._scatter(rows)
+        sheet = self._sheet(self.room)
+        for rank, each in enumerate(packed):
+            if each is not None:
+                head = (each.flags, each.real, len(each.described), need if follows else 0)
+                _FIELDS.pack_into(sheet.memory, rank * sheet.width, *head)
+                if not follows:
+                    sheet.write(rank, _HEAD, each)
+        self.post.send(sheet.rows)
         if follows:
             self.room = _HEAD + _after(need)
-            rows = self._rows(_after(need))
-            for row, each in zip(rows, packed, strict=True):
+            sheet = self._sheet(_after(need))
+            for rank, each in enumerate(packed):
                 if each is not None:
-                    _write(row, each)
-            self._scatter(rows)
+                    sheet.write(rank, 0, each)
+            self.post.send(sheet.rows)
 
-    def _rows(self, width: int) -> torch.Tensor:
-        out = self._out
-        if out is None or out.shape[1] < width:
-            out = torch.empty(self.comm.size, width, dtype=torch.uint8)
-            self._out = out
-        return out[:, :width]
-
-    def _scatter(self, rows: torch.Tensor) -> None:
-        parts = [row.to(self._device) for row in rows]
-        self.comm.scatter(parts, parts[self.source], self.source)
+    def _sheet(self, width: int) -> _Sheet:
+        # Two in turn: the one before may still be on its way.
+        sheet = self._sheets.pop(0) if len(self._sheets) == 2 else None
+        if sheet is None or sheet.width != width:
+            sheet = _Sheet(self.size, width)
+        self._sheets.append(sheet)
+        return sheet
 
     def _packed(self, rank: int, letter: Letter) -> _Packed:
         flags = (
@@ -199,13 +282,12 @@ class Wire:
 
     # -- the others ------------------------------------------------------------------------------
 
-    def _receive(self) -> Letter:
-        body = self._receive_bytes(self.room)
-        flags, real, described, follows = body[:_HEAD].view(torch.int64).tolist()[:4]
+    def _opened(self, body: torch.Tensor) -> Letter:
+        flags, real, described, follows = body[:32].view(torch.int64).tolist()
         body = body[_HEAD:]
         if follows:
-            body = self._receive_bytes(_after(follows))
             self.room = _HEAD + _after(follows)
+            body = self.post.expect(_after(follows))()
         text = body[:described].numpy().tobytes() if described else b""
         letter = Letter(
             has_part=bool(flags & _HAS_PART),
@@ -228,24 +310,32 @@ class Wire:
             )
         return letter
 
-    def _receive_bytes(self, size: int) -> torch.Tensor:
-        # New memory for each: the tensors of a part are views of it.
-        like = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self.comm.scatter(None, like, self.source).cpu()
 
+class _Sheet:
+    """Memory for a letter to every rank."""
 
-def _write(row: torch.Tensor, packed: _Packed) -> None:
-    if packed.described:
-        text = torch.frombuffer(bytearray(packed.described), dtype=torch.uint8)
-        row[: len(text)] = text
-    if packed.layout is not None and packed.tensors:
-        begin = _after(len(packed.described))
-        target = row[begin : begin + packed.layout.total]
-        if target.storage_offset() % packed.layout.alignment:
-            target.copy_(pack(packed.tensors, packed.layout, torch.device("cpu")))
+    def __init__(self, size: int, width: int) -> None:
+        self.width = width
+        self.memory = bytearray(size * width)
+        self.rows = list(torch.frombuffer(self.memory, dtype=torch.uint8).view(size, width))
+        self._places: list[tuple[Layout | None, int, list[torch.Tensor]]] = [(None, 0, [])] * size
+
+    def write(self, rank: int, begin: int, packed: _Packed) -> None:
+        """Write description and tensors into a rank's letter, from byte `begin` on."""
+        if packed.described:
+            start = rank * self.width + begin
+            self.memory[start : start + len(packed.described)] = packed.described
+        layout = packed.layout
+        if layout is None or not packed.tensors:
             return
-        for tensor, place in zip(packed.tensors, unpack(target, packed.layout), strict=True):
-            place.copy_(tensor.detach())
+        begin += _after(len(packed.described))
+        known, where, places = self._places[rank]
+        if known is not layout or where != begin:
+            # Views of the memory, made once for all letters of one structure.
+            places = unpack(self.rows[rank][begin : begin + layout.total], layout)
+            self._places[rank] = (layout, begin, places)
+        for tensor, place in zip(packed.tensors, places, strict=True):
+            place.copy_(tensor)
 
 
 def _is_info(leaf: Any) -> bool:
