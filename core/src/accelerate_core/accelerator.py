@@ -37,7 +37,7 @@ from accelerate_core.plugins import ActivePlugins, find, installed
 from accelerate_core.plugins.digest import agree
 from accelerate_core.plugins.selection import plugin_arguments
 from accelerate_core.state import absent_attribute
-from accelerate_core.step import GradientState
+from accelerate_core.step import GradientState, ItemCount
 from accelerate_core.tracking import TrackerHub, normalise_log_with
 
 __all__ = ["Accelerator"]
@@ -185,8 +185,11 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         self.gradient_state = GradientState(**_fields(built.accumulation))
         self.step = 0
         self._divides_loss = "accumulation" not in self.backend.owns
+        self._items = ItemCount()
+        self._counted_models = ()
         self._communicator = self._make_communicator("world")
         self._data_communicator = self._make_communicator("data")
+        self._loss_communicator = self._make_communicator("loss")
         self.models = []
         self.optimizers = []
         self.schedulers = []

@@ -6,6 +6,7 @@ one process and for the default group, which is why a small backend is small.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -35,7 +36,8 @@ class Backend:
     Class attributes are declarations the core, its error texts and the docs read:
 
     * `supports`: `precisions` (names, or None for all), `mesh` (dimension names),
-      `devices` (device types, or None for all), `no_sync`, `join`, `compile`.
+      `devices` (device types, or None for all), `no_sync`, `join`, `compile`, `num_items` (of
+      one that owns accumulation: whether it can divide by a number of items).
     * `owns`: what the core leaves to this backend: `precision` (autocast of forward),
       `device_placement`, `accumulation` (dividing the loss), `checkpoint`
       (model and optimizer files, written in `on_save`).
@@ -197,6 +199,25 @@ class Backend:
     ) -> None:
         """Call `loss.backward(**kwargs)`."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def scale_gradients(
+        self, accelerator: Accelerator, models: Sequence[torch.nn.Module], factor: torch.Tensor
+    ) -> None:
+        """Multiply every gradient in place, those of one device and dtype together."""
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        for parameter in dict.fromkeys(p for model in models for p in model.parameters()):
+            if parameter.grad is not None:
+                grad = parameter.grad
+                groups[grad.device, grad.dtype].append(grad)
+        for (device, dtype), grads in groups.items():
+            # Rounding it to a short format would change every gradient by the same error.
+            by = factor.to(device, torch.promote_types(dtype, torch.float32))
+            dense = [grad for grad in grads if not grad.is_sparse]
+            if dense:
+                torch._foreach_mul_(dense, by)
+            for grad in grads:
+                if grad.is_sparse:
+                    grad.mul_(by)
 
     def no_sync(self, accelerator: Accelerator, model: Any) -> AbstractContextManager[Any]:
         """Do nothing: nothing is synchronised."""

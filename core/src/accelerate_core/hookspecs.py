@@ -179,6 +179,17 @@ class HookSpecs:
         """Run backward on a loss already divided by the accumulation steps and scaled."""
 
     @_owner
+    def scale_gradients(
+        self, accelerator: Accelerator, models: Sequence[torch.nn.Module], factor: torch.Tensor
+    ) -> None:
+        """Multiply the models' gradients by a 0-d tensor, after they were synchronised.
+
+        Called once per cycle of which the items were counted, after the backward that
+        synchronises. `factor` takes the gradients to be the mean over the loss scope; a backend
+        that adds them up instead divides by the number of ranks here.
+        """
+
+    @_owner
     def no_sync(self, accelerator: Accelerator, model: Any) -> AbstractContextManager[Any]:
         """Return a context in which backward does not reduce gradients between ranks."""
         raise AssertionError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,7 +24,12 @@ from accelerate_core.plugins import ActivePlugins, Hooks
 from accelerate_core.precision import Precision
 from accelerate_core.runtime import Runtime
 from accelerate_core.state import ProcessVerbs
-from accelerate_core.step import AcceleratedOptimizer, AcceleratedScheduler, GradientState
+from accelerate_core.step import (
+    AcceleratedOptimizer,
+    AcceleratedScheduler,
+    GradientState,
+    ItemCount,
+)
 from accelerate_core.tracking import TrackerHub
 
 if TYPE_CHECKING:
@@ -71,12 +76,15 @@ class FacadeBase(ProcessVerbs):
     _process: Runtime
     _communicator: Communicator
     _data_communicator: Communicator
+    _loss_communicator: Communicator
     _hub: TrackerHub
     _scaler: Any | None
     _unscaled: set[int]
     _scaled_steps: set[int]
     _step_listeners: list[Any]
     _divides_loss: bool
+    _items: ItemCount
+    _counted_models: Sequence[torch.nn.Module]
 
     @property
     def _whole(self) -> Accelerator:

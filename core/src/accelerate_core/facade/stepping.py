@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast
 
 import torch
@@ -52,8 +52,9 @@ class Stepping(Place):
             self.step += 1
             state.sync_gradients = self.step % state.num_steps == 0
 
-    @contextmanager
-    def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
+    def accumulate(
+        self, *models: torch.nn.Module, num_items: int | float | torch.Tensor | None = None
+    ) -> AbstractContextManager[None]:
         """Make the block one micro-batch of an accumulation cycle.
 
         Gradients are synchronised, and prepared optimizers and schedulers move,
@@ -61,13 +62,41 @@ class Stepping(Place):
 
         Args:
             models: the models trained in the block; all prepared ones if none is given.
+            num_items: over how many items (tokens, samples) of this rank the block's loss is
+                *summed*: a number, or a tensor of one element, which is not read back. The
+                gradients of the cycle are then those of the sum of all losses divided by the
+                number of all items, of all micro-batches and ranks, as of one big batch; nothing
+                is divided by the accumulation steps. Give it for every block of a cycle.
+
+        Raises:
+            ConfigurationError: `num_items` is given for some blocks of a cycle only, or the
+                backend accumulates by itself and cannot.
+
+            with accelerator.accumulate(model, num_items=(labels != -100).sum()):
+                logits = model(tokens).flatten(0, 1)
+                loss = cross_entropy(logits, labels.flatten(), reduction="sum")
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
         """
-        self._advance()
-        if self.gradient_state.sync_gradients or self.gradient_state.sync_each_batch:
-            yield
-        else:
-            with self._no_sync(models or self.models):
-                yield
+        return _MicroBatch(self, models, num_items)
+
+    def _count(
+        self,
+        items: int | float | torch.Tensor | None,
+        models: Sequence[torch.nn.Module],
+        first: bool,
+    ) -> None:
+        can = self._divides_loss or self.backend.supports.get("num_items", False)
+        if items is not None and not can:
+            raise ConfigurationError(
+                f"The backend {self.backend.name!r} accumulates by itself and cannot count "
+                "items: leave num_items out, and let each loss be a mean."
+            )
+        self._items.add(items, first)
+        self._counted_models = models or self.models
+        if items is not None and self.gradient_state.sync_gradients:
+            self._items.settle(self._loss_communicator)
 
     def no_sync(self, model: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
         """Return a context in which backward does not synchronise gradients.
@@ -112,12 +141,18 @@ class Stepping(Place):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward on a loss: divided by the accumulation steps, scaled, synchronised.
 
+        Where `accumulate` was told `num_items`, the loss is a sum, and its gradients are divided
+        by the number of items once the cycle's last one is there.
+
         Args:
             loss: scalar tensor.
             kwargs: passed on to `Tensor.backward`; `learning_rate` goes to `lomo_backward`.
         """
-        learning_rate = kwargs.pop("learning_rate", None)
-        if self._divides_loss and self.gradient_state.num_steps > 1:
+        learning_rate = kwargs.pop("learning_rate", None) if kwargs else None
+        counted = self._items.open
+        if counted:
+            loss = self._items.divided(loss)
+        elif self._divides_loss and self.gradient_state.num_steps > 1:
             loss = loss / self.gradient_state.num_steps
         if learning_rate is not None and self._fused_optimizers():
             self.lomo_backward(loss, learning_rate)
@@ -127,6 +162,9 @@ class Stepping(Place):
                 self._update_scaler()
             loss = self.hooks.scale_loss(self, loss)
         self.hooks.backward(self, loss, kwargs)
+        if counted and not self._items.applied and self._items.factor is not None:
+            self.hooks.scale_gradients(self, self._counted_models, self._items.factor)
+            self._items.applied = True
 
     def _fused_optimizers(self) -> list[Any]:
         return [o.optimizer for o in self.optimizers if hasattr(o.optimizer, "fused_backward")]
@@ -246,6 +284,41 @@ class Stepping(Place):
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context that profiles with `torch.profiler` and yields its profiler."""
         return profiling.profile(profile_handler or self.profile_handler, self.process_index)
+
+
+class _MicroBatch:
+    """The context of `accumulate`; a class, since a generator costs more than all it does."""
+
+    __slots__ = ("_accelerator", "_models", "_num_items", "_unsynced")
+
+    def __init__(
+        self,
+        accelerator: Stepping,
+        models: Sequence[torch.nn.Module],
+        num_items: int | float | torch.Tensor | None,
+    ) -> None:
+        self._accelerator = accelerator
+        self._models = models
+        self._num_items = num_items
+        self._unsynced: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        accelerator = self._accelerator
+        state = accelerator.gradient_state
+        first = state.sync_gradients
+        accelerator._advance()
+        if self._num_items is not None or accelerator._items.open:
+            accelerator._count(self._num_items, self._models, first)
+        if not (state.sync_gradients or state.sync_each_batch) and accelerator.use_distributed:
+            self._unsynced = accelerator._no_sync(self._models or accelerator.models)
+            self._unsynced.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        accelerator = self._accelerator
+        if accelerator._items.open and accelerator.gradient_state.sync_gradients:
+            accelerator._items.close()
+        unsynced, self._unsynced = self._unsynced, None
+        return None if unsynced is None else unsynced.__exit__(*error)
 
 
 def _as_list(parameters: Any) -> list[torch.Tensor]:
