@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -191,6 +192,34 @@ def a_reversed_group_counts_ranks_in_its_own_order(comm: Communicator) -> None:
 
 
 # --- gather ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Scores:
+    values: torch.Tensor
+    names: dict[str, torch.Tensor]
+    extra: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+
+
+@case
+def gather_walks_dataclasses(comm: Communicator) -> None:
+    own = Scores(torch.full((2,), comm.rank), {"a": torch.tensor(comm.rank)})
+    own.extra = torch.ones(1)
+    tree = [own, Frozen(torch.tensor([comm.rank]))]
+    watched, calls = counted(comm)
+    scores, frozen = gather(tree, watched)
+    assert calls == ["gather"]
+    assert isinstance(scores, Scores)
+    assert isinstance(frozen, Frozen)
+    same(scores.values, torch.arange(comm.size).repeat_interleave(2))
+    same(scores.names["a"], torch.arange(comm.size))
+    same(frozen.x, torch.arange(comm.size))
+    same(own.values, torch.full((2,), comm.rank))  # the input is as it was
 
 
 @case
@@ -474,6 +503,21 @@ def pad_to_the_longest(comm: Communicator) -> None:
     flags = pad_across_processes(torch.ones(own, 2, dtype=torch.bool), comm=comm)
     same(flags, torch.arange(longest)[:, None].lt(own).expand(longest, 2))
     same(gather(result["ids"], comm)[:, -1], torch.full((2 * comm.size,), 5))
+
+
+@case
+def pad_along_several_dimensions(comm: Communicator) -> None:
+    own = comm.rank + 1
+    watched, calls = counted(comm)
+    tree = {"image": torch.full((own, 2, 2 * own), own), "flat": torch.ones(own)}
+    padded = pad_across_processes(tree, (0, -1), 7, comm=watched)
+    assert calls == ["gather"]
+    expected = torch.full((comm.size, 2, 2 * comm.size), 7)
+    expected[:own, :, : 2 * own] = own
+    same(padded["image"], expected)
+    # Dimension 0 and -1 are the same one here, and it is as long as the longest afterwards.
+    assert padded["flat"].tolist() == [1.0] * own + [7.0] * (comm.size - own)
+    assert len(gather(padded, comm)["image"]) == comm.size**2
 
 
 @case

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -85,7 +85,7 @@ def gather_uneven(tree: Any, comm: Communicator) -> Any:
     """
     if comm.size == 1:
         return tree
-    verify("gather_uneven", tree, comm, free_dim=0)
+    verify("gather_uneven", tree, comm, free_dim=(0,))
     tensors = _tensors("gather_uneven", tree)
     if not tensors:
         return tree
@@ -320,7 +320,7 @@ def _cut(tree: Any, layout: Layout, comm: Communicator) -> list[torch.Tensor]:
 
 def pad_across_processes(
     tree: Any,
-    dim: int = 0,
+    dim: int | Sequence[int] = 0,
     pad_index: float = 0,
     pad_first: bool = False,
     *,
@@ -328,15 +328,17 @@ def pad_across_processes(
 ) -> Any:
     """Lengthen every tensor along `dim` to the longest of all processes, ready to be gathered.
 
-    New entries are `pad_index`, after the old ones or, with `pad_first`, before them. Tensors
-    without such a dimension are kept, as are nested tensors, with a warning. One collective of a
-    few integers for the whole tree. Raises `TypeError` for a leaf that is no tensor.
+    `dim` may name several dimensions. New entries are `pad_index`, after the old ones or, with
+    `pad_first`, before them. Tensors without such a dimension are kept, as are nested tensors,
+    with a warning. One collective of a few integers for the whole tree. Raises `TypeError` for a
+    leaf that is no tensor.
 
         ids = pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id, comm=comm)
     """
     if comm.size == 1:
         return tree
-    verify("pad_across_processes", tree, comm, free_dim=dim)
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    verify("pad_across_processes", tree, comm, free_dim=dims)
     leaves = _tensors("pad_across_processes", tree, dense=False)
     if any(leaf.is_nested for leaf in leaves):
         warnings.warn(
@@ -345,15 +347,16 @@ def pad_across_processes(
             CannotPadNestedTensorWarning,
             stacklevel=2,
         )
-    concerned = [_has_dim(leaf, dim) for leaf in leaves]
-    if not any(concerned):
+    concerned = [[each for each in dims if _has_dim(leaf, each)] for leaf in leaves]
+    own = [leaf.shape[at] for leaf, its in zip(leaves, concerned, strict=True) for at in its]
+    if not own:
         return tree
-    own = [leaf.shape[dim] for leaf, pads in zip(leaves, concerned, strict=True) if pads]
     longest = (max(column) for column in zip(*_gather_integers(own, comm), strict=True))
-    padded = [
-        _pad(leaf, dim, next(longest), pad_index, pad_first) if pads else leaf
-        for leaf, pads in zip(leaves, concerned, strict=True)
-    ]
+    padded = []
+    for leaf, its in zip(leaves, concerned, strict=True):
+        for at in its:
+            leaf = _pad(leaf, at, next(longest), pad_index, pad_first)
+        padded.append(leaf)
     return _refill(tree, padded)
 
 

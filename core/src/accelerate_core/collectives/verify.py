@@ -6,7 +6,7 @@ comparison has to come first, over a collective that takes any size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _fingerprint(tree: Any, free_dim: int | None) -> list[tuple[Any, ...]]:
-    """Return what has to be equal on all ranks; the length along `free_dim` is left out."""
+def _fingerprint(tree: Any, free_dim: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Return what has to be equal on all ranks; lengths along `free_dim` are left out."""
     return [
         (path, _fixed_shape(leaf, free_dim), _dtype(leaf.dtype))
         if isinstance(leaf, torch.Tensor)
@@ -57,17 +57,18 @@ def _fingerprint(tree: Any, free_dim: int | None) -> list[tuple[Any, ...]]:
     ]
 
 
-def _fixed_shape(leaf: torch.Tensor, free_dim: int | None) -> tuple[int, ...]:
+def _fixed_shape(leaf: torch.Tensor, free_dim: Sequence[int]) -> tuple[int, ...]:
     shape = list(leaf.shape)
-    if free_dim is not None and -len(shape) <= free_dim < len(shape):
-        shape[free_dim] = -1
+    for dim in free_dim:
+        if -len(shape) <= dim < len(shape):
+            shape[dim] = -1
     return tuple(shape)
 
 
-def verify(verb: str, tree: Any, comm: Communicator, free_dim: int | None = None) -> None:
+def verify(verb: str, tree: Any, comm: Communicator, free_dim: Sequence[int] = ()) -> None:
     """Raise `DistributedOperationException` on every rank if the trees do not fit together.
 
-    Does nothing unless `comm.debug`. `free_dim` is the dimension whose length may differ.
+    Does nothing unless `comm.debug`. `free_dim` are the dimensions whose lengths may differ.
     """
     if not comm.debug or comm.size == 1:
         return

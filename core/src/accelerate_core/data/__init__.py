@@ -1,5 +1,6 @@
 """Data: which part of it a rank reads, in which order, and where an epoch stands."""
 
+from accelerate_core.data.batch import gather_samples
 from accelerate_core.data.dispatch import DispatchError
 from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, PreparedLoader
 from accelerate_core.data.prepare import prepare_data_loader
@@ -21,6 +22,7 @@ __all__ = [
     "PreparedLoader",
     "SeedableRandomSampler",
     "SkipBatchSampler",
+    "gather_samples",
     "override_even_batches",
     "prepare_data_loader",
     "skip_first_batches",

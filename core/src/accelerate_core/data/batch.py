@@ -11,10 +11,16 @@ from typing import Any
 
 import torch
 
-from accelerate_core.collectives import honor_type, is_namedtuple, iterate_leaves
+from accelerate_core.collectives import (
+    Communicator,
+    gather_object,
+    honor_type,
+    is_namedtuple,
+    iterate_leaves,
+)
 from accelerate_core.nested import is_record, rebuild_record, record_items
 
-__all__ = ["batch_size_of", "concat_batches", "needs_move", "slice_batch"]
+__all__ = ["batch_size_of", "concat_batches", "gather_samples", "needs_move", "slice_batch"]
 
 
 def _is_array(data: Any) -> bool:
@@ -110,6 +116,27 @@ def concat_batches(batches: Sequence[Any]) -> Any:
     if all(batch is first or batch == first for batch in batches):
         return first
     raise TypeError(f"Batches of type {type(first).__name__} cannot be joined.")
+
+
+def gather_samples(objects: Any, real: int, comm: Communicator) -> Any:
+    """Join the ranks' objects in one list, as `gather_object` does, and drop what is not real.
+
+    Args:
+        objects: a list of samples, or fields (a tuple or mapping of lists) of as many samples.
+        real: number of real samples of all ranks together, in rank order; 0 if all are.
+    """
+    fields = isinstance(objects, Mapping) or (
+        isinstance(objects, tuple) and bool(objects) and not _is_sample_list(objects)
+    )
+    if not real or not fields:
+        gathered = gather_object(objects, comm)
+        return gathered[:real] if real else gathered
+    cut = []
+    for each in comm.gather_object(objects):
+        size = batch_size_of(each) or 0
+        cut.append(slice_batch(each, slice(0, min(real, size)), size))
+        real -= min(real, size)
+    return cut if isinstance(objects, Mapping) else [field for each in cut for field in each]
 
 
 def needs_move(batch: Any, device: torch.device) -> bool:

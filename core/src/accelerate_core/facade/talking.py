@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from accelerate_core import collectives
+from accelerate_core import collectives, data
 from accelerate_core.facade.place import Place
 
 __all__ = ["Talking"]
@@ -19,28 +20,34 @@ class Talking(Place):
         """Concatenate each tensor of a nested structure over the ranks, along dimension 0.
 
         A tensor [b, ...] becomes [n * b, ...], a 0-d one [n]; all ranks get the
-        result. One collective for the whole structure.
+        result. One collective for the whole structure. Ranks that work on the same
+        samples are counted once.
         """
-        return collectives.gather(tensor, self._communicator)
+        return collectives.gather(tensor, self._data_communicator)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what was computed from a batch, without the samples repeated to fill the last one.
 
         Args:
-            input_data: nested structure of tensors, or objects.
+            input_data: nested structure of tensors; or objects: a list of samples, or fields
+                (a tuple or mapping of lists) of samples each.
             use_gather_object: gather as objects whatever they are (tensors of differing sizes).
+
+        Returns:
+            Tensors as `gather` does; objects as `gather_object` does, in one list. All ranks
+            get the result, and nobody waits for more than this one collective.
         """
+        comm = self._data_communicator
         leaves = [leaf for _, leaf in collectives.iterate_leaves(input_data)]
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        remainder = self.gradient_state.metrics_remainder()
+        remainder = self.gradient_state.metrics_remainder() if comm.size > 1 else 0
         if as_objects:
-            gathered = collectives.gather_object(input_data, self._communicator)
-            return gathered[:remainder] if remainder and self.use_distributed else gathered
-        if self.use_distributed and not self.even_batches:
+            return data.gather_samples(input_data, remainder, comm)
+        if comm.size > 1 and not self.even_batches:
             # Sizes may differ at any step: a rank's last batch is not another's.
-            return collectives.gather_uneven(input_data, self._communicator)
-        gathered = self.gather(input_data)
-        if not remainder or not self.use_distributed:
+            return collectives.gather_uneven(input_data, comm)
+        gathered = collectives.gather(input_data, comm)
+        if not remainder:
             return gathered
         return collectives.recursively_apply(
             lambda tensor: tensor[:remainder] if tensor.ndim else tensor, gathered
@@ -52,15 +59,28 @@ class Talking(Place):
         Args:
             reduction: `sum`, `mean` or `none`.
             scale: used by backends that scale inside the reduction; else no effect.
+
+        Ranks that work on the same samples are counted once.
         """
-        return collectives.reduce(tensor, reduction, comm=self._communicator)
+        return collectives.reduce(tensor, reduction, comm=self._loss_communicator)
 
     def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+        self,
+        tensor: Any,
+        dim: int | Sequence[int] = 0,
+        pad_index: int = 0,
+        pad_first: bool = False,
     ) -> Any:
-        """Pad each tensor to the largest size any rank has along `dim`, so that it can be gathered."""
+        """Pad each tensor to the largest size any rank has along `dim`, so that it can be gathered.
+
+        Args:
+            tensor: nested structure of tensors.
+            dim: the dimension, or several.
+            pad_index: value of the new entries.
+            pad_first: put them before the old ones instead of after.
+        """
         return collectives.pad_across_processes(
-            tensor, dim, pad_index, pad_first, comm=self._communicator
+            tensor, dim, pad_index, pad_first, comm=self._data_communicator
         )
 
     def set_trigger(self) -> None:
