@@ -29,6 +29,7 @@ __all__ = [
     "is_tensor_information",
     "is_torch_tensor",
     "iterate_leaves",
+    "leaves_of",
     "listify",
     "map_leaves",
     "pad_input_tensors",
@@ -143,6 +144,29 @@ def iterate_leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from iterate_leaves(value, f"{path}.{name}")
     else:
         yield path, data
+
+
+def leaves_of(data: Any) -> list[Any]:
+    """Return the leaves of a tree in order."""
+    leaves: list[Any] = []
+    _collect(data, leaves)
+    return leaves
+
+
+def _collect(data: Any, into: list[Any]) -> None:
+    if isinstance(data, torch.Tensor):
+        into.append(data)
+    elif is_sequence(data):
+        for item in data:
+            _collect(item, into)
+    elif isinstance(data, Mapping):
+        for key in data:
+            _collect(data[key], into)
+    elif is_record(data):
+        for value in record_items(data).values():
+            _collect(value, into)
+    else:
+        into.append(data)
 
 
 def recursively_apply(

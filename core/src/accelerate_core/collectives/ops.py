@@ -28,6 +28,7 @@ from accelerate_core.nested import (
     get_data_structure,
     initialize_tensors,
     iterate_leaves,
+    leaves_of,
     map_leaves,
     recursively_apply,
 )
@@ -445,22 +446,31 @@ def copy_tensor_to_devices(
 
 def _tensors(verb: str, tree: Any, *, dense: bool = True) -> list[torch.Tensor]:
     """Return the leaves of a tree, all of which have to be tensors."""
-    tensors = []
+    leaves = leaves_of(tree)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or (dense and not _is_dense(leaf)):
+            _refuse(verb, tree, dense)
+    return leaves
+
+
+def _is_dense(leaf: torch.Tensor) -> bool:
+    return leaf.layout is torch.strided and not leaf.is_nested
+
+
+def _refuse(verb: str, tree: Any, dense: bool) -> None:
     for path, leaf in iterate_leaves(tree):
         at = f" at {path}" if path else ""
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
-                f"{verb} takes tensors in nested lists, tuples and mappings, not "
+                f"{verb} takes tensors in nested lists, tuples, mappings and dataclasses, not "
                 f"a {type(leaf).__name__}{at}. For other objects use gather_object or "
                 f"broadcast_object_list."
             )
-        if dense and (leaf.layout != torch.strided or leaf.is_nested):
+        if dense and not _is_dense(leaf):
             raise TypeError(
                 f"{verb} takes dense tensors, and the one{at} is not (layout {leaf.layout}). "
                 "Convert it with to_dense or to_padded_tensor first."
             )
-        tensors.append(leaf)
-    return tensors
 
 
 def _refill(tree: Any, tensors: list[torch.Tensor]) -> Any:

@@ -2,8 +2,8 @@
 
 Moving data between processes needs no arithmetic, so a collective need not know a dtype. A
 `Layout` says where in a flat uint8 buffer each tensor lies; both ends compute it from shapes and
-dtypes alone. Every segment starts on a multiple of the widest element, since a view of bytes as
-wider elements must be aligned.
+dtypes alone. A view of bytes as wider elements must be aligned, so the widest come first: then
+every segment is, without gaps, and those of one dtype lie side by side.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 
 import torch
 
@@ -32,24 +34,43 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The segments of a buffer of `total` bytes."""
+    """The segments of a buffer of `total` bytes, in the order of the tensors.
+
+    `order` lists the tensors as they lie in the buffer, in runs of one dtype; `gap` is the number
+    of bytes after the last.
+    """
 
     segments: tuple[Segment, ...]
     total: int
     alignment: int
+    order: tuple[tuple[int, ...], ...]
+    gap: int
 
 
 def layout_of(tensors: Iterable[torch.Tensor | TensorInformation]) -> Layout:
-    """Lay out tensors in a row; the same shapes and dtypes give the same layout everywhere."""
-    infos = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    alignment = max((dtype.itemsize for _, dtype in infos), default=1)
-    segments = []
+    """Lay out tensors; the same shapes and dtypes give the same layout everywhere."""
+    return _layout(tuple([(tensor.shape, tensor.dtype) for tensor in tensors]))
+
+
+@lru_cache(maxsize=256)
+def _layout(infos: tuple[tuple[torch.Size, torch.dtype], ...]) -> Layout:
+    def key(index: int) -> tuple[int, str]:
+        dtype = infos[index][1]
+        return -dtype.itemsize, str(dtype)
+
+    order = tuple(tuple(run) for _, run in groupby(sorted(range(len(infos)), key=key), key=key))
+    segments: dict[int, Segment] = {}
     offset = 0
-    for shape, dtype in infos:
-        stop = offset + math.prod(shape) * dtype.itemsize
-        segments.append(Segment(shape, dtype, offset, stop))
-        offset = math.ceil(stop / alignment) * alignment
-    return Layout(tuple(segments), offset, alignment)
+    for run in order:
+        for index in run:
+            shape, dtype = infos[index]
+            stop = offset + math.prod(shape) * dtype.itemsize
+            segments[index] = Segment(shape, dtype, offset, stop)
+            offset = stop
+    alignment = max((dtype.itemsize for _, dtype in infos), default=1)
+    total = math.ceil(offset / alignment) * alignment
+    in_order = tuple(segments[index] for index in range(len(infos)))
+    return Layout(in_order, total, alignment, order, total - offset)
 
 
 def pack(tensors: Sequence[torch.Tensor], layout: Layout, device: torch.device) -> torch.Tensor:
@@ -58,11 +79,20 @@ def pack(tensors: Sequence[torch.Tensor], layout: Layout, device: torch.device) 
     A single contiguous tensor is not copied: the buffer then shares its memory.
     """
     if len(tensors) == 1:
-        return as_bytes(tensors[0].detach().to(device).resolve_conj().resolve_neg().contiguous())
-    buffer = torch.empty(layout.total, dtype=torch.uint8, device=device)
-    for tensor, place in zip(tensors, unpack(buffer, layout), strict=True):
-        place.copy_(tensor.detach())
-    return buffer
+        return _bytes(tensors[0], device)
+    pieces = [_bytes(tensors[index], device) for run in layout.order for index in run]
+    if layout.gap:
+        pieces.append(torch.zeros(layout.gap, dtype=torch.uint8, device=device))
+    return torch.cat(pieces)
+
+
+def _bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.device != device:
+        tensor = tensor.to(device)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return as_bytes(tensor if tensor.is_contiguous() else tensor.contiguous())
 
 
 def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -81,13 +111,21 @@ def unpack_rows(buffer: torch.Tensor, layout: Layout, rows: int) -> list[torch.T
     only one.
     """
     table = _aligned(buffer, layout).view(rows, layout.total)
-    return [_segment(table, place).reshape(_joined(place.shape, rows)) for place in layout.segments]
-
-
-def _segment(table: torch.Tensor, place: Segment) -> torch.Tensor:
-    if table.numel() == 0:  # its strides are arbitrary, so it cannot be viewed as wider elements
-        return table.to(place.dtype)
-    return table[:, place.start : place.stop].view(place.dtype)
+    places = layout.segments
+    joined: list[torch.Tensor] = [table] * len(places)
+    for run in layout.order:
+        dtype = places[run[0]].dtype
+        first, last = places[run[0]].start, places[run[-1]].stop
+        # An empty view has arbitrary strides and cannot be seen as wider elements.
+        bare = first == last or table.numel() == 0
+        values = table.new_empty(rows, 0, dtype=dtype) if bare else table[:, first:last].view(dtype)
+        if len(run) == 1:
+            joined[run[0]] = values.reshape(_joined(places[run[0]].shape, rows))
+            continue
+        sizes = [(places[index].stop - places[index].start) // dtype.itemsize for index in run]
+        for index, piece in zip(run, values.split_with_sizes(sizes, 1), strict=True):
+            joined[index] = piece.reshape(_joined(places[index].shape, rows))
+    return joined
 
 
 def _joined(shape: torch.Size, rows: int) -> tuple[int, ...]:

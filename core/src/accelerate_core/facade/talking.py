@@ -38,7 +38,7 @@ class Talking(Place):
             get the result, and nobody waits for more than this one collective.
         """
         comm = self._data_communicator
-        leaves = [leaf for _, leaf in collectives.iterate_leaves(input_data)]
+        leaves = collectives.leaves_of(input_data)
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
         remainder = self.gradient_state.metrics_remainder() if comm.size > 1 else 0
         if as_objects:
