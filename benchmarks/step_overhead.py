@@ -1,123 +1,171 @@
-"""What a wrapper adds to one training step of a tiny model on the CPU.
-
-All contenders run in one process, in turn, for several rounds; the figures are medians over
-the rounds, the ratio is taken within each round. Peers that are not installed are left out.
-"""
+"""What a wrapper adds to one training step of a tiny model, with and without accumulation."""
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from harness import (
+    FABRIC,
+    OURS,
+    PEER,
+    RAW,
+    Contender,
+    Limit,
+    Result,
+    arguments,
+    measure,
+    save,
+    show,
+    those_installed,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
-Step = Callable[[], None]
+STEPS, BATCH = 512, 8
 
 
-def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, DataLoader]:
+def parts(device: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, DataLoader]:
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
+    model = torch.nn.Linear(4, 1).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    data = TensorDataset(torch.randn(4096, 4), torch.randn(4096, 1))
-    return model, optimizer, scheduler, DataLoader(data, batch_size=8)
+    data = TensorDataset(torch.randn(STEPS * BATCH, 4), torch.randn(STEPS * BATCH, 1))
+    return model, optimizer, scheduler, DataLoader(data, batch_size=BATCH)
 
 
-def loop(
-    model: Any, optimizer: Any, scheduler: Any, loader: Any, backward: Any, within: Any
-) -> Step:
+def loop(model: Any, optimizer: Any, scheduler: Any, loader: Any, backward: Any) -> Contender:
     """Return a function that runs one epoch of 512 steps."""
     loss_function = torch.nn.functional.mse_loss
 
-    def epoch() -> None:
+    def epoch() -> int:
         for x, y in loader:
-            with within(model):
-                loss = loss_function(model(x), y)
-                backward(loss)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
+            loss = loss_function(model(x), y)
+            backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return STEPS
 
     return epoch
 
 
-class Nothing:
-    def __init__(self, _: Any) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
+def accumulating(
+    accelerator: Any, model: Any, optimizer: Any, scheduler: Any, loader: Any
+) -> Contender:
+    """The same with `accumulate`, 4 micro-batches per optimizer step."""
+    loss_function = torch.nn.functional.mse_loss
+
+    def epoch() -> int:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = loss_function(model(x), y)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        return STEPS
+
+    return epoch
 
 
-def raw() -> Step:
-    model, optimizer, scheduler, loader = parts()
-    return loop(model, optimizer, scheduler, loader, lambda loss: loss.backward(), Nothing)
+def raw(device: str) -> Contender:
+    model, optimizer, scheduler, loader = parts(device)
+    inner = loop(model, optimizer, scheduler, loader, lambda loss: loss.backward())
+    if device == "cpu":
+        return inner
+    loss_function = torch.nn.functional.mse_loss
+
+    def epoch() -> int:
+        for x, y in loader:
+            loss = loss_function(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        torch.get_device_module(device).synchronize()
+        return STEPS
+
+    return epoch
 
 
-def ours() -> Step:
+def raw_accumulating(device: str) -> Contender:
+    """By hand: divide, and step and clear every fourth time."""
+    model, optimizer, scheduler, loader = parts(device)
+    loss_function = torch.nn.functional.mse_loss
+
+    def epoch() -> int:
+        for index, (x, y) in enumerate(loader, 1):
+            loss = loss_function(model(x.to(device)), y.to(device)) / 4
+            loss.backward()
+            if index % 4 == 0:
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        return STEPS
+
+    return epoch
+
+
+def wrapped(make: Callable[..., Any], device: str, accumulate: bool) -> Contender:
+    accelerator = make(cpu=device == "cpu", gradient_accumulation_steps=4 if accumulate else 1)
+    prepared = accelerator.prepare(*parts(device))
+    if accumulate:
+        return accumulating(accelerator, *prepared)
+    return loop(*prepared, accelerator.backward)
+
+
+def ours(device: str, accumulate: bool) -> Contender:
     from accelerate_core import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, scheduler, loader = accelerator.prepare(*parts())
-    return loop(model, optimizer, scheduler, loader, accelerator.backward, accelerator.accumulate)
+    return wrapped(Accelerator, device, accumulate)
 
 
-def accelerate() -> Step:
+def peer(device: str, accumulate: bool) -> Contender:
     from accelerate import Accelerator
+    from accelerate.state import GradientState
 
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, scheduler, loader = accelerator.prepare(*parts())
-    return loop(model, optimizer, scheduler, loader, accelerator.backward, accelerator.accumulate)
+    GradientState._reset_state()  # it is one for the process: the settings would stay
+    return wrapped(Accelerator, device, accumulate)
 
 
-def fabric() -> Step:
+def fabric(device: str) -> Contender:
     from lightning_fabric import Fabric
 
-    engine = Fabric(accelerator="cpu", devices=1)
+    engine = Fabric(accelerator="cpu" if device == "cpu" else "cuda", devices=1)
     engine.launch()
-    model, optimizer, scheduler, loader = parts()
+    model, optimizer, scheduler, loader = parts(device)
     model, optimizer = engine.setup(model, optimizer)
-    loader = engine.setup_dataloaders(loader)
-    return loop(model, optimizer, scheduler, loader, engine.backward, Nothing)
+    return loop(model, optimizer, scheduler, engine.setup_dataloaders(loader), engine.backward)
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--rounds", type=int, default=15)
-    rounds = arguments.parse_args().rounds
+    options = arguments(__doc__, rounds=15)
     torch.set_num_threads(1)
-    contenders: dict[str, Step] = {}
-    for name, make in (
-        ("raw PyTorch", raw),
-        ("accelerate-core", ours),
-        ("Hugging Face Accelerate", accelerate),
-        ("Lightning Fabric", fabric),
+    device = options.device
+    plain = {RAW: raw, OURS: partial(ours, accumulate=False), PEER: partial(peer, accumulate=False)}
+    results = []
+    for title, makers in (
+        ("One training step", {**plain, FABRIC: fabric}),
+        (
+            "One micro-batch with accumulate, 4 per optimizer step",
+            {
+                RAW: raw_accumulating,
+                OURS: partial(ours, accumulate=True),
+                PEER: partial(peer, accumulate=True),
+            },
+        ),
     ):
-        try:
-            contenders[name] = make()
-        except ImportError:
-            Console().print(f"{name} is not installed; left out")
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for epoch in contenders.values():
-        epoch()  # warm-up
-    for _ in range(rounds):
-        for name, epoch in contenders.items():
-            start = time.perf_counter()
-            epoch()
-            times[name].append((time.perf_counter() - start) / 512 * 1e6)
-    table = Table(title=f"One training step, Linear(4, 1), batch 8, median of {rounds} rounds")
-    for column in ("", "µs per step", "added µs", "ratio to raw"):
-        table.add_column(column, justify="left" if not column else "right")
-    base = times["raw PyTorch"]
-    for name, values in times.items():
-        added = statistics.median(v - b for v, b in zip(values, base, strict=True))
-        ratio = statistics.median(v / b for v, b in zip(values, base, strict=True))
-        table.add_row(name, f"{statistics.median(values):.0f}", f"{added:+.0f}", f"{ratio:.2f}")
-    Console().print(table)
+        contenders = those_installed({name: partial(make, device) for name, make in makers.items()})
+        result = Result(
+            f"{title}: Linear(4, 1), batch {BATCH}, AdamW, {device}", "step", RAW,
+            measure(contenders, options.rounds),
+            [Limit(PEER, 0.25, added=True), Limit(FABRIC, 0.5, added=True)],
+        )  # fmt: skip
+        show(result)
+        results.append(result)
+    save("step_overhead", results, options.out)
 
 
 if __name__ == "__main__":
