@@ -9,6 +9,7 @@ import json
 import random
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -458,6 +459,32 @@ def case_dispatch_structures_that_change():
             assert a.other is None
         else:
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def case_dispatch_at_any_pace():
+    """Callers that take their time or not, or leave: the thread and the caller never both read."""
+    draw = random.Random(5)
+    for _ in range(60):
+        size, stop = draw.randrange(80), draw.choice([None, None, draw.randrange(12)])
+        pace = draw.choice([0.0, 0.0005, None])
+        own = []
+        for index, batch in enumerate(prepare(DataLoader(Numbers(size), 3))):
+            own += batch.tolist()
+            wait = draw.choice([0.0, 0.0005]) if pace is None else pace
+            if wait:
+                time.sleep(wait)
+            if index == stop:
+                break
+        steps = -(-size // (3 * WORLD))
+        taken = steps if stop is None else min(stop + 1, steps)
+        wanted = [
+            number % size
+            for step in range(taken)
+            for number in range((step * WORLD + RANK) * 3, (step * WORLD + RANK) * 3 + 3)
+        ]
+        if taken and taken == steps and size % (3 * WORLD):
+            wanted[-3:] = own[-3:]  # what fills up is checked elsewhere
+        assert own == wanted, (size, stop)
 
 
 def case_dispatch_sends_the_structure_once():

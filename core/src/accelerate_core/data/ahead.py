@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 __all__ = ["OneAhead"]
 
@@ -28,8 +28,10 @@ class OneAhead(Generic[T]):
         self._make = make
         self._then = then
         self._name = name
-        self._jobs: queue.SimpleQueue[Future[T] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[T], threading.Event] | None]
+        self._jobs = queue.SimpleQueue()
         self._pending: Future[T] | None = None
+        self._idle: threading.Event | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -37,8 +39,8 @@ class OneAhead(Generic[T]):
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._pending = Future()
-        self._jobs.put(self._pending)
+        self._pending, self._idle = Future(), threading.Event()
+        self._jobs.put((self._pending, self._idle))
 
     @property
     def started(self) -> bool:
@@ -50,6 +52,11 @@ class OneAhead(Generic[T]):
         pending, self._pending = self._pending, None
         assert pending is not None
         return pending.result()
+
+    def rest(self) -> None:
+        """Wait until the thread does nothing: what it uses may be used by the caller then."""
+        if self._idle is not None:
+            self._idle.wait()
 
     def close(self) -> None:
         """Wait for what was started, drop it, and end the thread."""
@@ -63,11 +70,12 @@ class OneAhead(Generic[T]):
         self._thread = None
 
     def _run(self) -> None:
-        job: Any
         while (job := self._jobs.get()) is not None:
+            result, idle = job
             try:
-                job.set_result(self._make())
+                result.set_result(self._make())
             except BaseException as error:
-                job.set_exception(error)
-            job = None  # do not keep a batch alive while waiting
+                result.set_exception(error)
+            del job, result  # do not keep a batch alive while waiting
             self._then()
+            idle.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from accelerate_core.data.wire import (
 __all__ = ["SOURCE", "Dispatch", "DispatchError", "Reading"]
 
 _END: Any = object()
+# Seconds of work on a batch below which handing over to the thread and back costs more.
+_WORTH_A_THREAD = 1e-4
 
 
 class Reading(Iterator[Any]):
@@ -119,23 +122,30 @@ class Dispatch:
     def _sent(self) -> Iterator[Letter]:
         worker = OneAhead(self._send, "dispatch", then=self._get_ready)
         awaited = False  # whether the other ranks are a letter ahead of this one
-        more = True
+        more = busy = True
         try:
             while more:
                 awaited = False
-                letter = worker.take() if worker.started else self._send()
+                if worker.started:
+                    letter = worker.take()
+                else:
+                    worker.rest()
+                    letter = self._send()
                 if letter.failure is not None:
                     raise letter.failure
                 more = letter.more
                 if more and self._ahead:
-                    if self._may_go_ahead():
+                    if busy and self._may_go_ahead():
                         worker.start()
                     else:
                         awaited = True
                 if letter.has_part:
+                    began = time.perf_counter()
                     yield letter
+                    busy = time.perf_counter() - began > _WORTH_A_THREAD
         finally:
             if awaited:
+                worker.rest()
                 self._wire.send([Letter() for _ in self._shard_of_rank])
             worker.close()
             self._wire.close()
