@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from accelerate_core import runtime
 from accelerate_core.errors import ConfigurationError
+from accelerate_core.feeding import feed
 from accelerate_core.hookspecs import API_VERSION, Scope
-from accelerate_core.nested import send_to_device
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision, mark_hooks
 from accelerate_core.torch_talk import TorchTalk, host_group
@@ -166,9 +166,8 @@ class Backend:
     def feed_device(
         self, accelerator: Accelerator, batches: Iterator[Any], non_blocking: bool
     ) -> Iterator[Any]:
-        """Move each batch to the device."""
-        for batch in batches:
-            yield send_to_device(batch, accelerator.device, non_blocking=non_blocking)
+        """Move the batches to the device, one ahead where it has streams."""
+        return feed(batches, accelerator.device, non_blocking)
 
     def unwrap_model(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model as it is."""

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate_core.collectives import Communicator, send_to_device
+from accelerate_core.collectives import Communicator
 from accelerate_core.data.batch import needs_move
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
 from accelerate_core.data.samplers import SeedableRandomSampler
 from accelerate_core.data.sources import Item, Source
+from accelerate_core.feeding import feed
 from accelerate_core.step.gradient_state import GradientState, Served
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "Feed", "PreparedLoader"]
@@ -307,8 +308,7 @@ class PreparedLoader(DataLoader[Any]):
             yield batch, last, real
 
     def _send(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            yield send_to_device(batch, self.device, non_blocking=self.non_blocking)
+        return feed(batches, self.device, self.non_blocking)
 
 
 class DataLoaderShard(PreparedLoader):

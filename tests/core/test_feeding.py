@@ -1,0 +1,110 @@
+"""Feeding a device: what happens in which order. No stream of a real device was used here."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from accelerate_core.feeding import feed
+
+
+class Streams:
+    """Writes down what is asked of a device's streams, by the names torch.cuda documents."""
+
+    def __init__(self):
+        self.said = []
+        self.copies = 0
+
+    def Stream(self, device):
+        return "side"
+
+    def Event(self):
+        number, said = self.copies, self.said
+        self.copies += 1
+
+        class Event:
+            def record(self, stream):
+                said.append(("copied", number, stream))
+
+            def __repr__(self):
+                return f"event {number}"
+
+        return Event()
+
+    @contextmanager
+    def stream(self, stream):
+        self.said.append(("on", stream))
+        yield
+        self.said.append(("off", stream))
+
+    def current_stream(self, device):
+        said = self.said
+
+        class Current:
+            def wait_event(self, event):
+                said.append(("waits for", repr(event)))
+
+        return Current()
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    streams = Streams()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: streams.said.append("pinned") or tensor
+    )
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: streams.said.append("kept")
+    )
+    return streams
+
+
+def test_the_next_batch_is_copied_before_this_one_is_handed_over(streams):
+    batches = ({"x": torch.full((2,), i)} for i in range(3))
+    seen = []
+    for batch in feed(batches, torch.device("meta"), streams=streams):
+        seen.append(batch)
+        streams.said.append("worked on")
+    assert len(seen) == 3
+    assert all(batch["x"].device.type == "meta" for batch in seen)
+    copy = lambda i: [("on", "side"), "pinned", ("copied", i, "side"), ("off", "side")]  # noqa: E731
+    hand = lambda i: [("waits for", f"event {i}"), "kept", "worked on"]  # noqa: E731
+    assert streams.said == [*copy(0), *copy(1), *hand(0), *copy(2), *hand(1), *hand(2)]
+
+
+def test_a_failure_comes_after_the_batch_before_it(streams):
+    def batches():
+        yield torch.zeros(1)
+        raise OSError("disk")
+
+    feeding = feed(batches(), torch.device("meta"), streams=streams)
+    assert next(feeding).device.type == "meta"
+    with pytest.raises(OSError, match="disk"):
+        next(feeding)
+
+
+def test_without_streams_each_is_moved_in_its_turn():
+    drawn = []
+
+    def batches():
+        for i in range(3):
+            drawn.append(i)
+            yield torch.tensor([i])
+
+    feeding = feed(batches(), torch.device("cpu"))
+    assert next(feeding).tolist() == [0]
+    assert drawn == [0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_device():
+    device = torch.device("cuda", torch.cuda.current_device())
+    batches = [{"x": torch.randn(1 << 16), "n": [i]} for i in range(20)]
+    for fed, batch in zip(feed(iter(batches), device), batches, strict=True):
+        total = fed["x"].double().sum()
+        assert fed["x"].device == device
+        assert fed["n"] == batch["n"]
+        assert torch.allclose(total.cpu(), batch["x"].double().sum())
