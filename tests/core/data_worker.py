@@ -16,6 +16,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -91,6 +93,20 @@ def gathered(loader, field=None):
         part = tolist(batch if field is None else batch[field])
         step = [s for piece in comm().gather_object(part) for s in piece]
         out += step[: state.metrics_remainder() or None]
+    return out
+
+
+def epoch(loader):
+    """As `gathered`, for ranks that may have different numbers of batches."""
+    state = GradientState()
+    object.__setattr__(loader, "gradient_state", state)
+    own = [(batch.tolist(), state.metrics_remainder()) for batch in loader]
+    ranks = everyone(own)
+    out = []
+    for i in range(max(map(len, ranks))):
+        parts = [rank[i] for rank in ranks if i < len(rank)]
+        step = [sample for part, _ in parts for sample in part]
+        out += step[: parts[0][1] or None]
     return out
 
 
@@ -459,6 +475,62 @@ def case_dispatch_structures_that_change():
             assert a.other is None
         else:
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+SETUPS = {
+    "size": st.integers(0, 30),
+    "batch": st.integers(1, 4),
+    "split": st.booleans(),
+    "drop_last": st.booleans(),
+    "even": st.booleans(),
+    "kind": st.sampled_from(["order", "shuffle", "stream"]),
+    "taken": st.integers(0, 6),
+}
+
+
+def case_dispatch_properties():
+    """Every rank draws the same examples: the epoch is shared out, once, also if interrupted."""
+
+    @given(**SETUPS)
+    @settings(
+        max_examples=120,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),  # they go by the clock, which ranks do not share
+    )
+    def check(size, batch, split, drop_last, even, kind, taken):
+        def build():
+            data = Numbers(size) if kind == "stream" else range(size)
+            shuffle = kind == "shuffle" and size > 0
+            generator = torch.Generator().manual_seed(3)
+            each = batch * WORLD if split else batch
+            return DataLoader(data, each, shuffle=shuffle, drop_last=drop_last, generator=generator)
+
+        def ours():
+            return prepare(build(), dispatch_batches=True, split_batches=split, even_batches=even)
+
+        plain = [sample for one in build() for sample in one.tolist()]
+        seen = epoch(ours())
+        step = batch * WORLD
+        assert seen == (plain[: len(plain) // step * step] if drop_last else plain)
+
+        loader, done = ours(), []
+        iterator = iter(loader)
+        for _ in range(taken):
+            one = next(iterator, None)
+            parts = everyone([] if one is None else one.tolist())
+            done += [sample for part in parts for sample in part]
+        state = loader.state_dict()
+        iterator.close()
+        if taken * step >= len(plain):
+            return
+        resumed = ours()
+        resumed.load_state_dict(state)
+        assert done + epoch(resumed) == seen
+
+    check()
 
 
 def case_dispatch_at_any_pace():
