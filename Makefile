@@ -65,11 +65,16 @@ dist: $(VENV)/dev.stamp
 	for member in $(MEMBERS); do $(BIN)/python -m build --no-isolation --outdir dist $$member || exit 1; done
 	$(BIN)/python -m pytest tests/packaging --wheels dist
 
+# The peers and the commands that run them in pairs of processes.
+PAIR = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2
 bench: $(VENV)/dev.stamp
 	$(PIP) install -c constraints.txt accelerate==1.15.0 lightning-fabric==2.6.6
 	$(BIN)/python benchmarks/step_overhead.py
-	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/gather_nested.py
+	$(PAIR) benchmarks/collectives.py
+	$(PAIR) benchmarks/loaders.py
+	$(BIN)/python benchmarks/sampler_scale.py
 	$(BIN)/python benchmarks/cli_start.py
+	$(BIN)/python benchmarks/plot.py
 
 clean:
 	rm -rf $(VENV) dist build *_output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

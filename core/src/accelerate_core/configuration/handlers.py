@@ -109,6 +109,9 @@ class DataLoaderConfiguration:
     data_seed: int | None = option(default=None, help="seed of the seedable sampler")
     non_blocking: bool = option(default=False, help="copy batches to the device asynchronously")
     use_stateful_dataloader: bool = option(default=False, help="use torchdata's StatefulDataLoader")
+    read_ahead: bool = option(
+        default=True, help="when dispatching, read the next step on a thread meanwhile"
+    )
 
 
 @settings

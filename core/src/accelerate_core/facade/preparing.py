@@ -91,6 +91,7 @@ class Preparing(Place):
             comm=self._data_communicator,
             gradient_state=self.gradient_state,
             feed=partial(self._feed, self.hooks.feed_device) if place else None,
+            read_ahead=config.read_ahead,
         )
         self.loaders.append(prepared)
         return prepared
