@@ -117,6 +117,16 @@ def is_sequence(data: Any) -> bool:
 
 def map_leaves(func: Callable[[Any], Any], data: Any) -> Any:
     """Return the tree with `func` applied to every leaf, in leaf order."""
+    # The usual types first: asking whether something is a Mapping is slow.
+    kind = type(data)
+    if kind is torch.Tensor:
+        return func(data)
+    if kind is tuple:
+        return tuple([map_leaves(func, item) for item in data])
+    if kind is list:
+        return [map_leaves(func, item) for item in data]
+    if kind is dict:
+        return {key: map_leaves(func, item) for key, item in data.items()}
     if isinstance(data, torch.Tensor):
         return func(data)
     if is_sequence(data):
@@ -154,7 +164,16 @@ def leaves_of(data: Any) -> list[Any]:
 
 
 def _collect(data: Any, into: list[Any]) -> None:
-    if isinstance(data, torch.Tensor):
+    kind = type(data)
+    if kind is torch.Tensor:
+        into.append(data)
+    elif kind is tuple or kind is list:
+        for item in data:
+            _collect(item, into)
+    elif kind is dict:
+        for item in data.values():
+            _collect(item, into)
+    elif isinstance(data, torch.Tensor):
         into.append(data)
     elif is_sequence(data):
         for item in data:

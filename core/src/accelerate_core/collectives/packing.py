@@ -87,7 +87,8 @@ def pack(tensors: Sequence[torch.Tensor], layout: Layout, device: torch.device) 
 
 
 def _bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.device != device:
         tensor = tensor.to(device)
     if tensor.is_conj() or tensor.is_neg():
