@@ -46,6 +46,21 @@ def test_a_nested_loop_answers_while_it_runs(state):
     assert seen == [((True, end), (True, end), 0) for end in (False, False, True)]
 
 
+def test_an_iterator_kept_for_later_says_nothing_about_the_loop(state):
+    train, val = loader_of(state, 8, world=1), loader_of(state, 6, world=1)
+    ends, kept = [], None
+    for index, _ in enumerate(train):
+        if index == 1:
+            kept = iter(val)
+            next(kept)
+            assert state.active_dataloader is val
+            continue
+        ends.append((state.active_dataloader is train, state.end_of_dataloader))
+    assert ends == [(True, False), (True, False), (True, True)]
+    assert state.active_dataloader is val
+    del kept
+
+
 def test_a_loader_inside_itself(state):
     loader = loader_of(state, 8)
     ends = []

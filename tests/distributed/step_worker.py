@@ -39,6 +39,43 @@ def batch(index: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return batches(size * SIZE * (index + 1), size)[index * SIZE + RANK]
 
 
+@case
+def clipping_inside_a_cycle_of_fp16() -> None:
+    norms = {}
+    for precision in ("no", "fp16"):
+        scaler = GradScalerKwargs(init_scale=256.0)
+        with accelerate(
+            gradient_accumulation_steps=2, mixed_precision=precision, kwargs_handlers=[scaler]
+        ) as accelerator:
+            net = make_net()
+            model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            norms[precision] = []
+            for index in range(2):
+                with accelerator.accumulate(model):
+                    accelerator.backward(cross_entropy(*_forward(model, batch(index))))
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                    norms[precision].append(float(norm))
+    for plain, scaled in zip(norms["no"], norms["fp16"], strict=True):
+        assert abs(plain - scaled) < 0.05 * plain, norms
+
+
+@case
+def a_fused_optimizer_says_that_it_skipped() -> None:
+    for fused in (False, True):
+        with accelerate(mixed_precision="fp16") as accelerator:
+            net = make_net()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+            before = flat(model)
+            accelerator.backward(cross_entropy(*_forward(model, batch(0))) * float("inf"))
+            optimizer.step()
+            schedule.step()
+            assert torch.equal(flat(model), before)
+            assert accelerator.optimizer_step_was_skipped
+            assert schedule.get_last_lr() == [0.1]
+
+
 # --- accumulation -----------------------------------------------------------------------------
 
 

@@ -262,8 +262,14 @@ class Backend:
         taken = _steps_taken(optimizer)
         with taken:
             scaler.step(optimizer)
+        overflowed = False
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # A fused optimizer is always called and leaves the step out by itself.
+            overflowed = any(
+                bool(found.item()) for found in scaler._found_inf_per_device(optimizer).values()
+            )
         accelerator.scaler_stepped(optimizer)
-        return taken.count > 0
+        return taken.count > 0 and not overflowed
 
     def zero_grad(self, accelerator: Accelerator, optimizer: Any, set_to_none: bool) -> None:
         """Clear gradients."""

@@ -239,13 +239,25 @@ class Stepping(Place):
         """
         tensors = _as_list(parameters)
         self._unscale_owners(tensors)
+        scale = self._scale_left()
+        if scale != 1.0:
+            return self.hooks.clip_grad_norm(self, tensors, max_norm * scale, norm_type) / scale
         return self.hooks.clip_grad_norm(self, tensors, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every gradient element to [-clip_value, clip_value]."""
         tensors = _as_list(parameters)
         self._unscale_owners(tensors)
-        self.hooks.clip_grad_value(self, tensors, clip_value)
+        self.hooks.clip_grad_value(self, tensors, clip_value * self._scale_left())
+
+    def _scale_left(self) -> float:
+        """Return what gradients are multiplied by inside a cycle, where they stay scaled.
+
+        Only then is it read from the device; on the boundary they are unscaled before.
+        """
+        if self._scaler is None or self.sync_gradients:
+            return 1.0
+        return float(self._scaler.get_scale())
 
     def _unscale_owners(self, tensors: Sequence[torch.Tensor]) -> None:
         """Unscale the optimizers of these parameters only: another may be mid-cycle."""

@@ -31,7 +31,7 @@ class GradientState:
         sync_each_batch: synchronise gradients on every micro-batch.
 
     A loader calls `open` when an iteration begins, `touched` for each batch it hands out, and
-    `close` when the iteration ends. Accumulation asks the innermost *open* loader whether its
+    `close` when the iteration ends. Accumulation asks the *open* loader that served last whether its
     data ends; metrics ask about the batch handed out *last*, even if its loader was abandoned.
     Loaders are held by weak references.
     """
@@ -94,6 +94,19 @@ class GradientState:
         """Return how many samples of the global batch served last are real, 0 if all are."""
         return (self._touched.real or 0) if self._touched is not None else 0
 
+    def _active(self) -> tuple[Any, Served] | None:
+        """Return the open loader that served last, else the one opened last.
+
+        An iterator that is kept for later stays open and says nothing about the loop around it.
+        """
+        touched = self._touched
+        for reference, served in self._open:
+            if served is touched:
+                loader = reference()
+                if loader is not None:
+                    return loader, served
+        return self._innermost()
+
     def _innermost(self) -> tuple[Any, Served] | None:
         while self._open:
             reference, served = self._open[-1]
@@ -117,23 +130,23 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Any | None:
-        """The innermost open loader, or None outside of every loop."""
-        innermost = self._innermost()
+        """The open loader that served last, or None outside of every loop."""
+        innermost = self._active()
         return innermost[0] if innermost else None
 
     @property
     def in_dataloader(self) -> bool:
         """Whether an iteration is open."""
-        return self._innermost() is not None
+        return self._active() is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the innermost open loader has served its last batch."""
-        innermost = self._innermost()
+        """Whether the open loader that served last has served its last batch."""
+        innermost = self._active()
         return innermost is not None and innermost[1].last
 
     @property
     def remainder(self) -> int:
-        """The innermost open loader's `remainder`; -1 if there is none or it does not know."""
-        innermost = self._innermost()
+        """The `remainder` of the open loader that served last; -1 if there is none or it does not know."""
+        innermost = self._active()
         return int(getattr(innermost[0], "remainder", -1)) if innermost else -1
