@@ -8,12 +8,14 @@ import sys
 import weakref
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from worker import PG_TIMEOUT, RANK, SIZE, case, flat, run_cases, same_on_ranks
 
 from accelerate_core import Accelerator
+from accelerate_core.errors import RuntimeConflictError
 from accelerate_core.utils import InitProcessGroupKwargs
 
 
@@ -119,6 +121,14 @@ def an_exception_on_all_ranks_lets_the_next_one_work() -> None:
 
 
 @case
+def another_timeout_is_refused_while_the_group_runs() -> None:
+    first = accelerate()
+    with pytest.raises(RuntimeConflictError, match=r"timeout of 5 s .* already runs with"):
+        Accelerator(cpu=True, process_group_timeout=5)
+    first.end_training()
+
+
+@case
 def one_that_was_dropped_is_no_matter_of_the_collectors_mood() -> None:
     """When the garbage collector runs differs by rank; when the group ends must not."""
     gc.collect()
@@ -131,7 +141,7 @@ def one_that_was_dropped_is_no_matter_of_the_collectors_mood() -> None:
         if RANK == 0:
             gc.collect()
         second.end_training()
-        with Accelerator(cpu=True, process_group_timeout=10) as third:
+        with accelerate() as third:
             work(third)
     finally:
         gc.enable()

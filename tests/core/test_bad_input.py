@@ -37,6 +37,37 @@ class Foreign(KwargsHandler): ...
 
 
 CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "steps that are no whole number": (
+        {"gradient_accumulation_steps": 2.5},
+        ConfigurationError,
+        ["gradient_accumulation_steps=2.5", "not a valid int"],
+    ),
+    "a plugin of another class": (
+        {"dynamo_plugin": 3},
+        ConfigurationError,
+        ["dynamo_plugin", "takes a TorchDynamoPlugin, not int"],
+    ),
+    "an accumulation plugin of another class": (
+        {"gradient_accumulation_plugin": 3},
+        ConfigurationError,
+        ["takes a GradientAccumulationPlugin"],
+    ),
+    "a switch in words": (
+        {"device_placement": "no"},
+        ConfigurationError,
+        ["device_placement", "True or False", "'no'"],
+    ),
+    "a generator that is none": (
+        {"rng_types": ["generater"]},
+        ConfigurationError,
+        ["'generater'", "Did you mean 'generator'?"],
+    ),
+    "no time at all": (
+        {"process_group_timeout": -1},
+        ConfigurationError,
+        ["process_group_timeout", "at least 1"],
+    ),
+    "a project that is no path": ({"project_dir": 3}, ConfigurationError, ["takes a path"]),
     "unknown argument": ({"colour": 1}, UnknownArgumentError, ["no argument 'colour'"]),
     "slip of the seeds": (
         {"kwarg_handler": []},

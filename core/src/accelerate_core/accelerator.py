@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate_core import data
 from accelerate_core import runtime as runtimes
 from accelerate_core.assemble import CORE_ARGUMENTS, assemble
 from accelerate_core.backend import Backend
@@ -168,7 +169,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         built = self._built
         self.closed = False
         self.device_placement = arguments["device_placement"]
-        self.rng_types = list(arguments["rng_types"] or ["generator"])
+        self.rng_types = data.check_rng_types(arguments["rng_types"])
         self.step_scheduler_with_optimizer = arguments["step_scheduler_with_optimizer"]
         self.dataloader_config = built.dataloader
         self.project_configuration = built.project
@@ -223,7 +224,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
             device=self.device,
             hooks=talk,
             scope=scope,
-            debug=self._process.debug,
+            debug=bool(self.because["debug"].value),
             open_group=lambda ranks: self.hooks.new_group(self, ranks, "cpu"),
         )
 

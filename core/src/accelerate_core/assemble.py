@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from accelerate_core.backend import Backend
 from accelerate_core.configuration import (
     AutocastKwargs,
     Because,
@@ -26,13 +27,22 @@ from accelerate_core.configuration import (
 )
 from accelerate_core.configuration.core import CORE_SETTINGS
 from accelerate_core.configuration.resolve import warn_near_misses
+from accelerate_core.configuration.schema import settings_fields
 from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import PluginRecord, check_api_version, find, installed
+from accelerate_core.plugins.discovery import (
+    PluginRecord,
+    check_api_version,
+    disabled_names,
+    find,
+    installed,
+)
+from accelerate_core.plugins.manager import blame
 from accelerate_core.plugins.selection import (
     Request,
     Selection,
     check_arguments,
+    check_owners,
     select_backend,
     select_extensions,
 )
@@ -118,10 +128,12 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
     check_arguments(arguments, CORE_ARGUMENTS)
     given = {**CORE_ARGUMENTS, **arguments}
     _map_older_names(given)
+    _check_plain(given)
     environ = dict(os.environ)
     sources = Sources.of(environ)
     known = [name for setting in CORE_SETTINGS for name in setting.env]
     warn_near_misses(environ, [*known, *installed().triggers, *catalog.VARIABLES])
+    _warn_of_unknown_plugins(environ)
     passed = {k: v for k, v in given.items() if k in {s.name for s in CORE_SETTINGS}}
     if passed["cpu"] is False:
         passed["cpu"] = None  # the default of the signature is no wish
@@ -132,6 +144,10 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
         "constructor argument backend" if given["backend"] is not None else values["backend"].origin
     )
     selection = select_backend(wanted, origin, request)
+    _check_backend(selection)
+    if selection.plugin.Settings is not None:
+        fields = settings_fields(selection.plugin.Settings, owner=selection.record.name)
+        warn_near_misses(environ, [name for field in fields for name in field.env])
     handlers = _sort_handlers(given["kwargs_handlers"])
     backend, backend_because = _make_backend(selection, given, sources, handlers)
     detected = {
@@ -144,6 +160,8 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
     extensions = [
         (r, p() if isinstance(p, type) else p, why) for r, p, why in select_extensions(request)
     ]
+    active = {selection.record.name, *(record.name for record, _, _ in extensions)}
+    check_owners(arguments, selection, {*active, precision_record.name})
     _refuse_unclaimed(handlers, [backend, precision, *(p for _, p, _ in extensions)])
     accumulation = _accumulation(given, values)
     assembly = Assembly(
@@ -216,6 +234,26 @@ def _refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> No
         )
 
 
+def _warn_of_unknown_plugins(environ: Mapping[str, str]) -> None:
+    known = {record.name for record in installed().plugins}.union(*catalog.NAMES.values())
+    for name in disabled_names(environ) - known:
+        warnings.warn(
+            f"ACCELERATE_DISABLED_PLUGINS names {name!r}, and no such plugin is installed."
+            f"{did_you_mean(name, known)}",
+            stacklevel=4,
+        )
+
+
+def _check_backend(selection: Selection) -> None:
+    plugin: Any = selection.plugin
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    if not issubclass(cls, Backend):
+        raise PluginError(
+            f"The backend plugin {selection.record.label} is no accelerate_core.Backend but "
+            f"{plugin!r}: let the class be a subclass."
+        )
+
+
 def _make_backend(
     selection: Selection, given: Mapping[str, Any], sources: Sources, handlers: Mapping[type, Any]
 ) -> tuple[Any, dict[str, Because]]:
@@ -225,7 +263,7 @@ def _make_backend(
     plugin: Any = selection.plugin
     mine = [h for h in handlers.values() if isinstance(h, tuple(plugin.handlers))]
     if plugin.Settings is None:
-        return plugin(None, mine), {}
+        return _made(selection, None, mine), {}
     _, _, argument = getattr(plugin.Settings, "__settings_names__", ("", "", ""))
     passed = given.get(argument or f"{name}_plugin")
     passed = passed if passed is not None else handlers.get(plugin.Settings)
@@ -235,7 +273,15 @@ def _make_backend(
             f"not {type(passed).__name__}."
         )
     settings, because = resolve_settings(plugin.Settings, passed, sources, owner=name)
-    return plugin(settings, mine), because
+    return _made(selection, settings, mine), because
+
+
+def _made(selection: Selection, settings: Any, handlers: list[Any]) -> Any:
+    try:
+        return selection.plugin(settings, handlers)
+    except Exception as error:
+        blame(error, "__init__", selection.record)
+        raise
 
 
 def _make_precision(wanted: Because) -> tuple[Any, PluginRecord]:
@@ -264,6 +310,7 @@ def _accumulation(
 ) -> GradientAccumulationPlugin:
     plugin: GradientAccumulationPlugin | None = given["gradient_accumulation_plugin"]
     steps = values["gradient_accumulation_steps"]
+    _expect("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is None:
         return GradientAccumulationPlugin(num_steps=steps.value)
     if given["gradient_accumulation_steps"] not in (None, 1):
@@ -315,6 +362,7 @@ def _dynamo(given: Mapping[str, Any], sources: Sources) -> TorchDynamoPlugin:
     plugin, backend = given["dynamo_plugin"], given["dynamo_backend"]
     if plugin is not None and backend is not None:
         raise ConfigurationError("Pass dynamo_backend or dynamo_plugin, not both.")
+    _expect("dynamo_plugin", plugin, TorchDynamoPlugin)
     if backend is not None:
         plugin = TorchDynamoPlugin(backend=str(getattr(backend, "value", backend)))
     resolved, _ = resolve_settings(TorchDynamoPlugin, plugin, sources)
@@ -322,6 +370,27 @@ def _dynamo(given: Mapping[str, Any], sources: Sources) -> TorchDynamoPlugin:
         resolved.backend = "inductor"  # a plugin without a backend asks for torch's own choice
     made: TorchDynamoPlugin = resolved
     return made
+
+
+def _expect(name: str, value: Any, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigurationError(
+            f"Accelerator({name}=...) takes a {kind.__name__}, not {type(value).__name__}."
+        )
+
+
+def _check_plain(given: Mapping[str, Any]) -> None:
+    """Check the arguments that are neither settings nor plugins."""
+    for name in ("device_placement", "step_scheduler_with_optimizer"):
+        if not isinstance(given[name], bool):
+            raise ConfigurationError(
+                f"Accelerator({name}=...) takes True or False, not {given[name]!r}."
+            )
+    if given["project_dir"] is not None and not isinstance(given["project_dir"], str | os.PathLike):
+        raise ConfigurationError(
+            f"Accelerator(project_dir=...) takes a path, not {given['project_dir']!r}."
+        )
+    _expect("project_config", given["project_config"], ProjectConfiguration)
 
 
 def _timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> timedelta | None:

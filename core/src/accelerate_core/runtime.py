@@ -207,7 +207,7 @@ def acquire(
             init_group,
         )
     else:
-        _check_fits(_current, cpu, device, comm_backend)
+        _check_fits(_current, cpu, device, timeout, comm_backend)
     if user is not None:
         _current.users.append(weakref.ref(user))
         _current.unended += 1
@@ -241,7 +241,6 @@ def _start(
     choose_device: DeviceChooser | None,
     init_group: Callable[[GroupStart], None] | None,
 ) -> Runtime:
-    import torch
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -249,7 +248,7 @@ def _start(
     else:
         topology = read_topology(os.environ)
     if device is not None:
-        chosen = torch.device(device)
+        chosen = _named_device(device)
         _select(chosen)
     else:
         chosen = (choose_device or default_device)(topology, cpu)
@@ -370,7 +369,25 @@ def start_group(start: GroupStart) -> None:
     )
 
 
-def _check_fits(runtime: Runtime, cpu: bool, device: str | None, comm_backend: str | None) -> None:
+def _named_device(name: str) -> torch.device:
+    import torch
+
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigurationError(
+            f"torch_device={name!r} (ACCELERATE_TORCH_DEVICE) is no device of torch: {reason}"
+        ) from None
+
+
+def _check_fits(
+    runtime: Runtime,
+    cpu: bool,
+    device: str | None,
+    timeout: timedelta | None,
+    comm_backend: str | None,
+) -> None:
     how = "End the earlier Accelerator with end_training() first, or ask for the same."
     if cpu and runtime.device.type != "cpu":
         raise RuntimeConflictError(
@@ -379,6 +396,16 @@ def _check_fits(runtime: Runtime, cpu: bool, device: str | None, comm_backend: s
     if device is not None and device.split(":")[0] != runtime.device.type:
         raise RuntimeConflictError(
             f"Device {device} was asked for, but this process already runs on {runtime.device}. {how}"
+        )
+    if timeout is not None and runtime.owns_group and timeout != runtime.timeout:
+        now = (
+            "torch's default"
+            if runtime.timeout is None
+            else f"{runtime.timeout.total_seconds():g} s"
+        )
+        raise RuntimeConflictError(
+            f"A process group timeout of {timeout.total_seconds():g} s was asked for, but the group "
+            f"already runs with {now}. {how}"
         )
     if comm_backend and runtime.comm_backend and comm_backend != runtime.comm_backend:
         raise RuntimeConflictError(

@@ -56,7 +56,7 @@ CORE_SETTINGS: tuple[Setting, ...] = (
     _setting(
         "debug", bool, False, "check shapes before collectives", env=("ACCELERATE_DEBUG_MODE",)
     ),
-    _setting("process_group_timeout", float, None, "seconds a collective may wait"),
+    _setting("process_group_timeout", float, None, "seconds a collective may wait", minimum=1),
     _setting("upcast_outputs", bool, True, "convert half precision outputs of models to fp32"),
 )
 

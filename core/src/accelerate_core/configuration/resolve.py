@@ -84,7 +84,9 @@ def _convert(setting: Setting, value: Any, origin: str) -> Any:
         return _to_bool(setting.name, value, origin)
     try:
         made = setting.kind(value)
-    except (TypeError, ValueError):
+        if setting.kind is int and isinstance(value, float) and made != value:
+            raise ValueError("not a whole number")
+    except (TypeError, ValueError, OverflowError):
         raise ConfigurationError(
             f"{setting.name}={value!r} (from {origin}) is not a valid {setting.kind.__name__}."
         ) from None

@@ -150,9 +150,7 @@ class GroupPost:
         self.settle()
         # The group's own methods: the functions around them cost as much again.
         self._sent = [
-            self.group.send([row], rank, 0)
-            for rank, row in enumerate(rows)
-            if rank != SOURCE
+            self.group.send([row], rank, 0) for rank, row in enumerate(rows) if rank != SOURCE
         ]
 
     def expect(self, size: int) -> Callable[[], torch.Tensor]:

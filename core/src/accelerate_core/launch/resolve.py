@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ _SWITCHES = {
     **dict.fromkeys(("yes", "true", "on", "1"), True),
     **dict.fromkeys(("no", "false", "off", "0"), False),
 }
+logger = logging.getLogger(__name__)
+
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _THREADS = "OMP_NUM_THREADS"
@@ -62,6 +65,8 @@ def make_plan(
         module=bool(value["module"]),
         no_python=bool(value["no_python"]),
     )
+    if config is not None:
+        chosen["backend"] = _backend_of(config, chosen["backend"])
     _check_names(chosen)
     chosen["num_processes"] = _processes(chosen, environ)
     _check_machines(chosen)
@@ -96,7 +101,22 @@ def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | N
     if environ.get(CONFIG_VARIABLE):
         return read_config(environ[CONFIG_VARIABLE])
     default = default_config_path(environ)
-    return read_config(default) if default.is_file() else None
+    if default.is_file():
+        return read_config(default)
+    theirs = _peers_config(environ)
+    if theirs.is_file():
+        logger.warning(
+            "There is a configuration made for another tool, %s, and none of ours. It is not used: "
+            "name it with --config_file to use it as it is.",
+            theirs,
+        )
+    return None
+
+
+def _peers_config(environ: Mapping[str, str]) -> Path:
+    """Return where the tool whose files we read keeps its default configuration."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(environ.get("HF_HOME") or cache / "huggingface") / "accelerate/default_config.yaml"
 
 
 def refuse_nesting(environ: Mapping[str, str], num_machines: int = 1) -> None:
@@ -161,6 +181,16 @@ def _check_keys(config: ConfigFile) -> None:
         if key not in known and difflib.get_close_matches(str(key), known, n=1, cutoff=0.85):
             hint = did_you_mean(str(key), known)
             raise ConfigurationError(f"Unknown key {str(key)!r} in {config.where(str(key))}.{hint}")
+
+
+def _backend_of(config: ConfigFile, backend: Because) -> Because:
+    """Take the backend that a file's `distributed_type` asks for, unless one is named."""
+    from accelerate_core.plugins import catalog
+
+    kind = str(config.get("distributed_type", "")).upper()
+    if backend.value is not None or kind not in catalog.DISTRIBUTED_TYPES:
+        return backend
+    return Because(catalog.DISTRIBUTED_TYPES[kind], config.where("distributed_type"))
 
 
 def _check_names(chosen: Mapping[str, Because]) -> None:

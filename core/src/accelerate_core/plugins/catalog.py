@@ -8,6 +8,7 @@ from collections.abc import Iterable
 __all__ = [
     "ABSENT_ATTRIBUTES",
     "ARGUMENTS",
+    "DISTRIBUTED_TYPES",
     "EXPORTS",
     "PROBES",
     "VARIABLES",
@@ -63,6 +64,15 @@ VARIABLES = {
     "ACCELERATE_USE_FSDP": "fsdp2",
     "ACCELERATE_USE_MEGATRON_LM": "megatron",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "fsdp2",
+}
+
+#: `distributed_type` of a peer's config file -> the backend it asks for.
+DISTRIBUTED_TYPES = {
+    "FSDP": "fsdp2",
+    "DEEPSPEED": "deepspeed",
+    "MEGATRON_LM": "megatron",
+    "XLA": "xla",
+    "TPU": "xla",
 }
 
 #: Attributes of an Accelerator or its state while no active plugin serves them.

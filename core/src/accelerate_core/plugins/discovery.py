@@ -80,7 +80,7 @@ class PluginRecord:
         if self._loaded is None and self._failure is None:
             try:
                 self._loaded = load_target(self.target)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # vendors' stacks exit without hardware
                 self._failure = error
         if self._failure is not None:
             raise PluginError(

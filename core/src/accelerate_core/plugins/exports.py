@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from accelerate_core.errors import MissingPluginError
+from accelerate_core.errors import MissingPluginError, PluginError
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, installed, load_target
 
@@ -18,11 +18,19 @@ def resolve(name: str) -> Any:
 
     Raises:
         MissingPluginError: a known plugin would bring it; the text has the pip command.
+        PluginError: the plugin that lends it is broken.
         AttributeError: nobody knows the name.
     """
     found = installed().exports.get(name)
     if found is not None and found[1] not in disabled_names():
-        return load_target(found[0])
+        target, distribution = found
+        try:
+            return load_target(target)
+        except (Exception, SystemExit) as error:
+            raise PluginError(
+                f"{name} is lent by {distribution}, which is broken: loading {target} raised "
+                f"{type(error).__name__}: {error}. Reinstall or upgrade {distribution}."
+            ) from error
     if name in catalog.EXPORTS:
         extra = catalog.EXPORTS[name]
         raise MissingPluginError(

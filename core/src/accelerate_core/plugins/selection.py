@@ -12,6 +12,8 @@ from accelerate_core.errors import (
     ConfigurationError,
     MissingPluginError,
     PluginConflictError,
+    PluginError,
+    PluginVersionError,
     did_you_mean,
     listing,
 )
@@ -177,11 +179,12 @@ def _ask(
     try:
         plugin = record.load()
         check_api_version(record, plugin)
-        claim: Claim | None = plugin.detect(request)
+        claim = _claim(record, plugin, request)
     except AccelerateError as error:
         if asked_by_name:
             raise
-        state = "broken" if record.failure is not None else "refused"
+        version = isinstance(error, PluginVersionError)
+        state = "broken" if isinstance(error, PluginError) and not version else "refused"
         considered.append(Considered(record, state, str(error)))
         return None
     if claim is None:
@@ -191,6 +194,25 @@ def _ask(
     else:
         considered.append(
             Considered(record, "passed over", f"{claim.reason}, priority {claim.priority}")
+        )
+    return claim
+
+
+def _claim(record: PluginRecord, plugin: Any, request: Request) -> Claim | None:
+    try:
+        claim = plugin.detect(request)
+    except AccelerateError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"The {record.kind} plugin {record.label} is broken: its detect() raised "
+            f"{type(error).__name__}: {error}. Keep it out with "
+            f"ACCELERATE_DISABLED_PLUGINS={record.name}."
+        ) from error
+    if claim is not None and not isinstance(claim, Claim):
+        raise PluginError(
+            f"The {record.kind} plugin {record.label} is broken: its detect() returned {claim!r}, "
+            "which is neither a Claim nor None."
         )
     return claim
 
@@ -235,9 +257,8 @@ def select_extensions(request: Request) -> list[tuple[PluginRecord, Any, str]]:
 
     Each comes with its loaded class and the reason.
     """
-    named = [
-        n.strip() for n in request.environ.get("ACCELERATE_PLUGINS", "").split(",") if n.strip()
-    ]
+    text = request.environ.get("ACCELERATE_PLUGINS", "")
+    named = list(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
     chosen: list[tuple[PluginRecord, Any, str]] = []
     for name in named:
         record = find("extension", name, because="ACCELERATE_PLUGINS", environ=request.environ)
@@ -260,6 +281,27 @@ def plugin_arguments() -> set[str]:
     """Return the triggers that are constructor arguments: lower case, and no reserved word."""
     reserved = {"always", "multi_process"}
     return {n for n in installed().triggers if n.isidentifier() and n == n.lower()} - reserved
+
+
+def check_owners(arguments: Mapping[str, Any], selection: Selection, active: set[str]) -> None:
+    """Refuse constructor arguments whose plugins are installed and not active: nobody reads them.
+
+    Args:
+        arguments: those that were passed.
+        selection: the chosen backend.
+        active: names of the active plugins.
+    """
+    for name in plugin_arguments() & {key for key, value in arguments.items() if value is not None}:
+        owners = installed().triggers[name]
+        if not any(record.name in active for record in owners):
+            states = {c.record.name: f"{c.state}: {c.because}" for c in selection.considered}
+            owner = owners[0]
+            why = states.get(owner.name, f"the backend is {selection.record.name!r}")
+            raise ConfigurationError(
+                f"Accelerator({name}=...) belongs to the plugin {owner.label}, which is not active "
+                f"({why}; {selection.record.name!r} was chosen because of {selection.because}). "
+                f"Leave the argument out, or let the plugin be active."
+            )
 
 
 def check_arguments(arguments: Mapping[str, Any], core_names: Mapping[str, Any]) -> None:

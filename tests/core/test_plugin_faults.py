@@ -1,0 +1,152 @@
+"""Plugins that misbehave are named, with their distribution, and harm nobody who did not ask."""
+
+from __future__ import annotations
+
+import pytest
+from dummies import distribution, run
+
+CODE = """
+from accelerate_core import Backend, BackendSettings, Claim, settings
+
+class Raises(Backend):
+    name = "raises"
+    api_version = (1, 0)
+    @classmethod
+    def detect(cls, request):
+        raise KeyError("boom")
+
+class NoClaim(Raises):
+    name = "noclaim"
+    @classmethod
+    def detect(cls, request):
+        return True
+
+class Init(Backend):
+    name = "init"
+    api_version = (1, 0)
+    def __init__(self, *arguments):
+        raise ValueError("boom")
+
+class Nothing:
+    name = "nothing"
+    api_version = (1, 0)
+
+class Mine(Backend):
+    name = "mine"
+    api_version = (1, 0)
+    @settings
+    class Settings(BackendSettings):
+        chunk_mb: int = 25
+    @classmethod
+    def detect(cls, request):
+        return Claim(60, "mine_plugin given")
+
+class Extension:
+    name = "extra"
+    api_version = (1, 0)
+"""
+
+TRY = """
+from accelerate_core import Accelerator
+try:
+    accelerator = Accelerator(cpu=True, **{arguments})
+except Exception as error:
+    out([type(error).__name__, str(error) + " ".join(getattr(error, "__notes__", ()))])
+else:
+    out(["", accelerator.backend.name])
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("faulty")
+    names = {"raises": "Raises", "noclaim": "NoClaim", "init": "Init", "nothing": "Nothing"}
+    groups = {
+        "backends": {**names, "mine": "Mine"},
+        "triggers": {"TRY_RAISES": "Raises", "TRY_NOCLAIM": "NoClaim", "mine_plugin": "Mine"},
+        "extensions": {"extra": "Extension"},
+        "exports": {"LentAndGone": "Gone"},
+    }
+    distribution(root, "faulty", CODE, groups)
+    exits = {"backends": {"exits": "X"}, "triggers": {"TRY_EXITS": "X"}}
+    distribution(root, "exits", "raise SystemExit('no such hardware')", exits)
+    return root
+
+
+@pytest.mark.parametrize("variable", ["TRY_RAISES", "TRY_NOCLAIM", "TRY_EXITS"])
+def test_who_cannot_answer_is_passed_over_and_listed(root, variable):
+    assert run(root, TRY.format(arguments={}), {variable: "1"}) == ["", "single"]
+    listed = run(
+        root,
+        """
+        from accelerate_core.plugins import report
+        out([[row.name, row.state, row.because] for row in report()])
+        """,
+        {variable: "1"},
+    )
+    name = variable.removeprefix("TRY_").lower()
+    state, because = next((s, b) for n, s, b in listed if n == name)
+    assert state == "broken"
+    assert any(word in because for word in ("boom", "returned True", "no such hardware"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [("init", "ValueError", "hook '__init__'"), ("nothing", "PluginError", "no accelerate_core")],
+)
+def test_who_is_asked_for_by_name_is_named(root, name, kind, words):
+    got, text = run(root, TRY.format(arguments={"backend": name}))
+    assert got == kind
+    assert "dummy-faulty" in text
+    assert words in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [("backend='single', ", {}), ("", {"ACCELERATE_DISABLED_PLUGINS": "mine"})],
+)
+def test_settings_that_nobody_reads_are_refused(root, arguments, environment):
+    code = f"""
+    from accelerate_core import Accelerator
+    from dummy_faulty import Mine
+    try:
+        Accelerator(cpu=True, {arguments}mine_plugin=Mine.Settings(1))
+    except Exception as error:
+        out([type(error).__name__, str(error)])
+    """
+    kind, text = run(root, code, environment)
+    assert kind == "ConfigurationError"
+    assert "mine_plugin" in text
+    assert "not active" in text
+
+
+def test_slips_of_the_pen_are_said(root):
+    code = """
+    import warnings
+    from accelerate_core import Accelerator
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Accelerator(cpu=True, backend="mine")
+    out(" ".join(str(one.message) for one in caught))
+    """
+    said = run(
+        root, code, {"ACCELERATE_DISABLED_PLUGINS": "extrra", "ACCELERATE_MINE_CHUNK_MBS": "3"}
+    )
+    assert "'extrra'" in said
+    assert "Did you mean 'extra'?" in said
+    assert "Did you mean 'ACCELERATE_MINE_CHUNK_MB'?" in said
+
+
+def test_a_broken_loan_and_an_extension_named_twice(root):
+    code = """
+    import accelerate_core
+    try:
+        accelerate_core.LentAndGone
+    except Exception as error:
+        said = [type(error).__name__, str(error)]
+    accelerator = accelerate_core.Accelerator(cpu=True)
+    out(said)
+    """
+    kind, text = run(root, code, {"ACCELERATE_PLUGINS": "extra,extra"})
+    assert kind == "PluginError"
+    assert "dummy-faulty" in text
