@@ -15,8 +15,8 @@ from torch import nn
 from worker import PG_TIMEOUT, RANK, SIZE, case, flat, run_cases, same_on_ranks
 
 from accelerate_core import Accelerator
-from accelerate_core.errors import RuntimeConflictError
-from accelerate_core.utils import InitProcessGroupKwargs
+from accelerate_core.errors import ConfigurationError, RuntimeConflictError
+from accelerate_core.utils import DataLoaderConfiguration, InitProcessGroupKwargs
 
 
 def accelerate(**arguments: Any) -> Accelerator:
@@ -118,6 +118,13 @@ def an_exception_on_all_ranks_lets_the_next_one_work() -> None:
         work(accelerate())
     del accelerator
     gc.collect()
+
+
+@case
+def loaders_configured_differently_are_named() -> None:
+    config = DataLoaderConfiguration(dispatch_batches=RANK == 1)
+    with pytest.raises(ConfigurationError, match=r"dataloader_config\.dispatch_batches is False"):
+        accelerate(dataloader_config=config)
 
 
 @case

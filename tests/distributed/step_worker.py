@@ -76,6 +76,74 @@ def a_fused_optimizer_says_that_it_skipped() -> None:
             assert schedule.get_last_lr() == [0.1]
 
 
+@case
+def gradients_are_unscaled_once_whoever_steps_between() -> None:
+    scaler = GradScalerKwargs(init_scale=256.0)
+    with accelerate(mixed_precision="fp16", kwargs_handlers=[scaler]) as accelerator:
+        nets = [torch.nn.Linear(2, 1) for _ in range(2)]
+        sgd = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        one, two, first, second = accelerator.prepare(*nets, *sgd)
+        before = one.module.bias.detach().clone()
+        accelerator.backward(one(torch.ones(1, 2)).sum())
+        accelerator.clip_grad_norm_(one.parameters(), 100.0)
+        for _ in range(2):
+            accelerator.backward(two(torch.ones(1, 2)).sum())
+            second.step()
+            second.zero_grad()
+        first.step()
+        moved = (one.module.bias.detach() - before).abs()
+        assert (moved - 0.1).abs().max() < 1e-3, moved
+
+
+class Duck:
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, {}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A torch optimizer that does not call its base's constructor."""
+
+    __init__ = Duck.__init__
+    step = Duck.step
+    zero_grad = Duck.zero_grad
+
+
+@case
+def a_wrapped_optimizer_steps_in_fp16() -> None:
+    with accelerate(mixed_precision="fp16") as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, Wrapper(torch.optim.SGD(net.parameters(), 0.1)))
+        for factor, skipped in ((1.0, False), (float("inf"), True)):
+            accelerator.backward(cross_entropy(*_forward(model, batch(0))) * factor)
+            optimizer.step()
+            assert accelerator.optimizer_step_was_skipped is skipped
+            optimizer.zero_grad()
+
+
+@case
+def a_model_is_wrapped_once() -> None:
+    with accelerate() as one, accelerate() as two:
+        for accelerator, model in (
+            (two, one.prepare(make_net())),
+            (one, by_hand_model()),
+        ):
+            again = accelerator.prepare(model)
+            assert not isinstance(again.module, DistributedDataParallel)
+            assert list(accelerator.get_state_dict(again)) == list(make_net().state_dict())
+
+
 # --- accumulation -----------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,8 @@ class Assembly:
             "gradient_accumulation_steps": self.accumulation.num_steps,
             "compiler": self.dynamo.backend if self.dynamo.enabled else "no",
         }
+        for one in dataclasses.fields(self.dataloader):
+            facts[f"dataloader_config.{one.name}"] = getattr(self.dataloader, one.name)
         for name, value in self.backend_because.items():
             if isinstance(value.value, str | int | float | bool | None):
                 facts[f"{self.selection.record.name}.{name}"] = value.value

@@ -386,7 +386,8 @@ class _steps_taken:
     """Count how often an optimizer really steps inside the block.
 
     `GradScaler.step` calls `optimizer.step` only when no gradient overflowed, and says
-    nothing about it; torch's own step hook does, without reading the scale back.
+    nothing about it; torch's own step hook does, without reading the scale back. An optimizer
+    that is none of torch's has its `step` replaced for the moment.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -394,11 +395,21 @@ class _steps_taken:
         self.count = 0
 
     def __enter__(self) -> _steps_taken:
-        self._handle = self._optimizer.register_step_post_hook(self._count)
+        try:
+            self._remove = self._optimizer.register_step_post_hook(self._count).remove
+        except AttributeError:
+            step = self._optimizer.step
+
+            def counted(*arguments: Any, **more: Any) -> Any:
+                self.count += 1
+                return step(*arguments, **more)
+
+            self._optimizer.step = counted
+            self._remove = lambda: delattr(self._optimizer, "step")
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._handle.remove()
+        self._remove()
 
     def _count(self, *_: Any) -> None:
         self.count += 1

@@ -68,6 +68,8 @@ class DDPBackend(Backend):
         """Wrap a model that has something to train."""
         if evaluation_mode or accelerator.num_processes == 1:
             return model
+        if isinstance(model, DistributedDataParallel):  # the user's own, or another Accelerator's
+            return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         arguments = self.settings.constructor_arguments()

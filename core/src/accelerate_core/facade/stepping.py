@@ -226,10 +226,23 @@ class Stepping(Place):
             self._update_scaler()
 
     def _update_scaler(self) -> None:
-        if self._scaler is not None:
-            self._scaler.update()
+        """Update the scale; who is unscaled and has not stepped yet stays so.
+
+        `GradScaler.update` forgets all of them, and would divide their gradients once more.
+        """
+        if self._scaler is None:
+            return
+        waiting = [
+            optimizer.optimizer
+            for optimizer in self.optimizers
+            if id(optimizer.optimizer) in self._unscaled and _has_gradients(optimizer.optimizer)
+        ]
+        states = self._scaler._per_optimizer_states
+        kept = {id(optimizer): states[id(optimizer)] for optimizer in waiting}
+        self._scaler.update()
+        self._scaler._per_optimizer_states.update(kept)
         self._scaled_steps.clear()
-        self._unscaled.clear()
+        self._unscaled.intersection_update(kept)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the norm of all gradients taken together.

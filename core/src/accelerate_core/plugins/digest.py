@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, RuntimeConflictError
 from accelerate_core.runtime import Runtime
 
 __all__ = ["agree"]
@@ -18,6 +18,7 @@ def agree(runtime: Runtime, facts: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigurationError: on every rank, naming the ranks and the facts that differ.
+        RuntimeConflictError: a rank did not come within the time limit of the group.
     """
     if runtime.num_processes == 1 or runtime.store is None:
         return
@@ -28,17 +29,32 @@ def agree(runtime: Runtime, facts: Mapping[str, Any]) -> None:
     wait = runtime.timeout or timedelta(minutes=5)
     if runtime.process_index != 0:
         store.set(f"{prefix}/{runtime.process_index}", mine)
-        store.wait([f"{prefix}/verdict"], wait)
+        _wait(store, [f"{prefix}/verdict"], wait, runtime)
         verdict = store.get(f"{prefix}/verdict").decode()
     else:
         others = range(1, runtime.num_processes)
         keys = [f"{prefix}/{rank}" for rank in others]
-        store.wait(keys, wait)
+        _wait(store, keys, wait, runtime)
         theirs = {rank: json.loads(store.get(key)) for rank, key in zip(others, keys, strict=True)}
         verdict = _compare(json.loads(mine), theirs)
         store.set(f"{prefix}/verdict", verdict)
     if verdict:
         raise ConfigurationError(f"The processes are not configured alike: {verdict}")
+
+
+def _wait(store: Any, keys: list[str], wait: timedelta, runtime: Runtime) -> None:
+    try:
+        store.wait(keys, wait)
+    except Exception as error:  # stores have classes of their own for this
+        missing = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
+        names = ["0"] if missing == ["verdict"] else missing
+        if not names:
+            raise
+        raise RuntimeConflictError(
+            f"Rank {runtime.process_index} constructs an Accelerator and waited "
+            f"{wait.total_seconds():g} s for rank {', '.join(names)} to do so too. Every rank has "
+            "to construct it: take it out of blocks that only some of them run."
+        ) from error
 
 
 def _compare(reference: dict[str, Any], others: Mapping[int, dict[str, Any]]) -> str:
