@@ -12,11 +12,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_core import Accelerator
+from accelerate_core import Accelerator, Backend, DistributedType
 from accelerate_core.errors import (
     CheckpointError,
     ConfigurationError,
     MissingPluginError,
+    PluginError,
     PrepareError,
 )
 from accelerate_core.utils import (
@@ -413,3 +414,65 @@ def test_loading_runs_no_code_unless_trusted(tmp_path):
         assert odd.loaded is None
         accelerator.load_state(tmp_path, trust=True)
         assert isinstance(odd.loaded["why"], ValueError)
+
+
+class Replacing(Backend):
+    """Replaces a parameter, as sharding and low precision formats do."""
+
+    name = "replacing"
+    api_version = (1, 0)
+
+    def prepare_model(self, model):
+        model.weight = torch.nn.Parameter(model.weight.detach().clone())
+        return model
+
+
+def test_an_optimizer_prepared_before_its_model_is_rebound():
+    with Accelerator(cpu=True, backend=Replacing) as accelerator:
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        model = accelerator.prepare(model)
+        before = model.weight.detach().clone()
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        assert not torch.equal(before, model.weight)
+
+
+class Forgetful(Backend):
+    name = "forgetful"
+    api_version = (1, 0)
+
+    def prepare_model(self, model):
+        pass
+
+
+def test_a_hook_that_forgets_to_return_is_named():
+    with (
+        Accelerator(cpu=True, backend=Forgetful) as accelerator,
+        pytest.raises(
+            PluginError, match=r"'prepare_model' of the backend 'forgetful' returned None"
+        ),
+    ):
+        accelerator.prepare(torch.nn.Linear(1, 1))
+
+
+def test_members_are_one_object_each():
+    with Accelerator(cpu=True) as accelerator:
+        assert accelerator.distributed_type is DistributedType.NO
+    assert DistributedType["NO"] is DistributedType.NO
+    with pytest.raises(KeyError):
+        DistributedType["NOTHING_SUCH"]
+
+
+def test_a_one_cycle_schedule_reaches_its_end():
+    def last(prepare):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
+        if prepare:
+            optimizer, schedule = Accelerator(cpu=True).prepare(optimizer, schedule)
+        for _ in range(10):
+            optimizer.step()
+            schedule.step()
+        return schedule.last_epoch, schedule.get_last_lr()
+
+    assert last(True) == last(False)

@@ -222,5 +222,36 @@ def each_rank_writes_a_trace() -> None:
         assert "traceEvents" in (folder / f"profile_{RANK}.json").read_text()
 
 
+class Named(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": torch.tensor(index), "name": str(index)}
+
+
+@case
+def metrics_of_mixed_fields_lose_what_was_added() -> None:
+    with accelerate() as accelerator:
+        names = []
+        for batch in accelerator.prepare(DataLoader(Named(), 2)):
+            for part in accelerator.gather_for_metrics(batch):
+                assert len(part["index"]) == len(part["name"])
+                names += part["name"]
+        assert sorted(names) == list("01234")
+
+
+@case
+def what_was_gathered_from_more_than_the_last_batch_stays() -> None:
+    with accelerate() as accelerator:
+        loader = accelerator.prepare(DataLoader(range(9), 2))
+        kept = []
+        for index, batch in enumerate(loader):
+            kept += batch.tolist()
+            if index == len(loader) - 1:
+                break
+        assert set(accelerator.gather_for_metrics(torch.tensor(kept)).tolist()) == set(range(9))
+
+
 if __name__ == "__main__":
     run_cases(sys.argv[1:])

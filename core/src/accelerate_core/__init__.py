@@ -59,6 +59,7 @@ _HOMES = {
     "find_executable_batch_size": "accelerate_core.helpers.memory",
     "get_logger": "accelerate_core.logging",
     "hookimpl": "accelerate_core.hookspecs",
+    "is_rich_available": "accelerate_core.utils",
     "notebook_launcher": "accelerate_core.launch",
     "release_memory": "accelerate_core.helpers.memory",
     "skip_first_batches": "accelerate_core.data",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_core import runtime
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, PluginError
 from accelerate_core.feeding import feed
 from accelerate_core.hookspecs import API_VERSION, Scope
 from accelerate_core.plugins.selection import Claim, Request
@@ -135,8 +135,10 @@ class Backend:
         """Prepare models, then optimizers, then schedulers, one by one."""
         plan.each(
             "model",
-            lambda model, entry: accelerator.hooks.prepare_model(
-                accelerator, model, entry.evaluation_mode
+            lambda model, entry: _returned(
+                accelerator,
+                "prepare_model",
+                accelerator.hooks.prepare_model(accelerator, model, entry.evaluation_mode),
             ),
         )
         plan.rebind()
@@ -374,6 +376,15 @@ class Backend:
     def consolidate(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
         """Return the unwrapped model's state dict: it is whole on every rank."""
         return dict(accelerator.unwrap_model(model).state_dict())
+
+
+def _returned(accelerator: Accelerator, hook: str, value: Any) -> Any:
+    if value is None:
+        raise PluginError(
+            f"Hook {hook!r} of the backend {accelerator.backend.name!r} returned None; it returns "
+            "what is to be used from now on."
+        )
+    return value
 
 
 class SingleProcess(Backend):

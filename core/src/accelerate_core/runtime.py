@@ -398,14 +398,18 @@ def _check_fits(
             f"Device {device} was asked for, but this process already runs on {runtime.device}. {how}"
         )
     if timeout is not None and runtime.owns_group and timeout != runtime.timeout:
-        now = (
-            "torch's default"
-            if runtime.timeout is None
-            else f"{runtime.timeout.total_seconds():g} s"
+        said = (
+            f"A process group timeout of {timeout.total_seconds():g} s was asked for, but the group"
         )
-        raise RuntimeConflictError(
-            f"A process group timeout of {timeout.total_seconds():g} s was asked for, but the group "
-            f"already runs with {now}. {how}"
+        if runtime.timeout is not None:
+            raise RuntimeConflictError(
+                f"{said} already runs with {runtime.timeout.total_seconds():g} s. {how}"
+            )
+        # Something as harmless as a seed per rank may have started it.
+        warnings.warn(
+            f"{said} was started before, with torch's default, which holds. Construct the "
+            "Accelerator first.",
+            stacklevel=6,
         )
     if comm_backend and runtime.comm_backend and comm_backend != runtime.comm_backend:
         raise RuntimeConflictError(

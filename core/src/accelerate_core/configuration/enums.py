@@ -26,6 +26,11 @@ class _OpenMeta(type):
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
         return cls(cls._spell(name))
 
+    def __getitem__(cls, name: str) -> Any:
+        if name.upper() not in {value.upper() for value in cls._known}:
+            raise KeyError(name)
+        return cls(name)
+
     def __iter__(cls) -> Iterator[Any]:
         return iter(cls(value) for value in cls._known)
 
@@ -53,8 +58,15 @@ class OpenEnum(str, metaclass=_OpenMeta):
     def _spell(cls, name: str) -> str:
         return name.upper() if cls._upper else name.lower()
 
+    _made: ClassVar[dict[tuple[type, str], Any]] = {}
+
     def __new__(cls, value: object) -> Any:
-        return str.__new__(cls, cls._spell(str(value)))
+        # One object per member: user code compares with `is`, too.
+        spelt = cls._spell(str(value))
+        made = cls._made.get((cls, spelt))
+        if made is None:
+            made = cls._made.setdefault((cls, spelt), str.__new__(cls, spelt))
+        return made
 
     @classmethod
     def register(cls, *values: str) -> None:

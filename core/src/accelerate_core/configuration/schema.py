@@ -136,6 +136,10 @@ def _first_error(owner: str, error: pydantic.ValidationError) -> str:
 class KwargsHandler:
     """Base of the objects in `kwargs_handlers`: settings that become keyword arguments."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by name, values copied."""
+        return dataclasses.asdict(typing.cast(Any, self))
+
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields whose values differ from their defaults."""
         fields = dataclasses.fields(typing.cast(Any, self))

@@ -118,21 +118,28 @@ def concat_batches(batches: Sequence[Any]) -> Any:
     raise TypeError(f"Batches of type {type(first).__name__} cannot be joined.")
 
 
-def gather_samples(objects: Any, real: int, comm: Communicator) -> Any:
+def gather_samples(objects: Any, real: int, whole: int | None, comm: Communicator) -> Any:
     """Join the ranks' objects in one list, as `gather_object` does, and drop what is not real.
 
     Args:
         objects: a list of samples, or fields (a tuple or mapping of lists) of as many samples.
         real: number of real samples of all ranks together, in rank order; 0 if all are.
+        whole: number of samples of a global batch, None if unknown; what is longer was gathered
+            from more than one and stays.
     """
     fields = isinstance(objects, Mapping) or (
         isinstance(objects, tuple) and bool(objects) and not _is_sample_list(objects)
     )
     if not real or not fields:
         gathered = gather_object(objects, comm)
-        return gathered[:real] if real else gathered
+        fits = whole is None or len(gathered) <= whole
+        return gathered[:real] if real and fits else gathered
+    ranks = comm.gather_object(objects)
+    there = sum(batch_size_of(each) or 0 for each in ranks)
+    if whole is not None and there > whole:
+        real = there
     cut = []
-    for each in comm.gather_object(objects):
+    for each in ranks:
         size = batch_size_of(each) or 0
         cut.append(slice_batch(each, slice(0, min(real, size)), size))
         real -= min(real, size)

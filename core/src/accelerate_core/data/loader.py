@@ -233,7 +233,7 @@ class PreparedLoader(DataLoader[Any]):
         sampler = self._seedable()
         if sampler is not None:
             sampler.set_epoch(self._position.epoch)
-        served = Served()
+        served = Served(whole=self.total_batch_size)
         return self._serve(self._start(served), served)
 
     def _start(self, owner: object) -> Iterator[Item]:

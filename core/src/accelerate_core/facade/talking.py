@@ -40,18 +40,22 @@ class Talking(Place):
         comm = self._data_communicator
         leaves = collectives.leaves_of(input_data)
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        remainder = self.gradient_state.metrics_remainder() if comm.size > 1 else 0
+        real, whole = self.gradient_state.metrics_cut() if comm.size > 1 else (0, None)
         if as_objects:
-            return data.gather_samples(input_data, remainder, comm)
+            return data.gather_samples(input_data, real, whole, comm)
         if comm.size > 1 and not self.even_batches:
             # Sizes may differ at any step: a rank's last batch is not another's.
             return collectives.gather_uneven(input_data, comm)
         gathered = collectives.gather(input_data, comm)
-        if not remainder:
+        if not real:
             return gathered
-        return collectives.recursively_apply(
-            lambda tensor: tensor[:remainder] if tensor.ndim else tensor, gathered
-        )
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            # What is longer than a global batch was gathered from more than the last one.
+            fits = tensor.ndim and (whole is None or len(tensor) <= whole)
+            return tensor[:real] if fits else tensor
+
+        return collectives.recursively_apply(cut, gathered)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine each tensor of a nested structure over the ranks; all get the result.

@@ -48,8 +48,9 @@ def exported_names() -> list[str]:
     return sorted({*installed().exports, *catalog.PROBES})
 
 
-def _probe(name: str, library: str) -> Callable[[], bool]:
-    def probe() -> bool:
+def _probe(name: str, library: str) -> Callable[..., bool]:
+    def probe(*_: bool, **__: bool) -> bool:
+        # Some of the peer's take switches that narrow them; without the library all are False.
         try:
             return importlib.util.find_spec(library) is not None
         except (ImportError, ValueError):

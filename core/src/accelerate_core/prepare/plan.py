@@ -72,18 +72,30 @@ class PreparePlan:
         """Replace every object of a kind by what `change(object, entry)` returns."""
         for entry in self.of_kind(kind):
             entry.value = change(entry.value, entry)
+            if entry.value is None:
+                raise PrepareError(
+                    f"Preparing a {type(entry.original).__name__} gave None: a hook that prepares a "
+                    f"{kind} has to return it."
+                )
 
-    def record(self) -> None:
-        """Note the name of every parameter, before any stage."""
+    def record(self, earlier: Iterable[Any] = ()) -> None:
+        """Note the name of every parameter, before any stage.
+
+        Args:
+            earlier: optimizers prepared in earlier calls, which may hold parameters of a model of
+                this one.
+        """
         for entry in self.of_kind("model"):
             named = named_parameters(entry.value)
             entry.trainable = frozenset(n for n, p in named.items() if p.requires_grad)
             for name, parameter in named.items():
                 self._before.setdefault(id(parameter), (entry, name, weakref.ref(parameter)))
-        for entry in self.of_kind("optimizer"):
-            for group in getattr(entry.value, "param_groups", ()):
+        given = [entry.value for entry in self.of_kind("optimizer")]
+        self._earlier = [one for one in earlier if not any(one is other for other in given)]
+        for optimizer in [*given, *self._earlier]:
+            for group in getattr(optimizer, "param_groups", ()):
                 for index, parameter in enumerate(group["params"]):
-                    self._slots.append((entry.value, group, index, parameter))
+                    self._slots.append((optimizer, group, index, parameter))
 
     def rebind(self) -> None:
         """Point the optimizers at the parameters the models have now, by name.
@@ -139,7 +151,7 @@ class PreparePlan:
         """
         held = {
             id(p)
-            for o in self.optimizers
+            for o in [*self.optimizers, *self._earlier]
             for g in getattr(o, "param_groups", ())
             for p in g["params"]
         }
@@ -170,7 +182,7 @@ class PreparePlan:
             if its is entry and key in held_before
         }
         if not missing or not was_held:
-            return  # this model has no optimizer in this call
+            return  # no optimizer held this model
         lost = [name for name in missing if name in was_held or name not in entry.trainable]
         if lost:
             raise PrepareError(

@@ -31,7 +31,7 @@ def prepare(
     classify → record parameters by name → stages → the backend → rebind → verify → loaders.
     """
     plan = _classify(accelerator, objects, device_placement, evaluation_mode)
-    plan.record()
+    plan.record([wrapper.optimizer for wrapper in accelerator.optimizers])
     for entry in plan.of_kind("model"):
         entry.value = _stages(accelerator, entry)
     accelerator.hooks.prepare(accelerator, plan)

@@ -14,11 +14,13 @@ class Served:
     """What a loader says about the batch it served last.
 
     `last`: no batch follows. `real`: how many samples of the global batch (all ranks' batches in
-    rank order) are real where the rest was added to fill it up, else None.
+    rank order) are real where the rest was added to fill it up, else None. `whole`: how many
+    samples a global batch has, None if it is not known.
     """
 
     last: bool = False
     real: int | None = None
+    whole: int | None = None
 
 
 class GradientState:
@@ -89,6 +91,13 @@ class GradientState:
         self._open.clear()
         self._touched = None
         self.sync_gradients = True
+
+    def metrics_cut(self) -> tuple[int, int | None]:
+        """Return how many samples of the global batch served last are real, 0 if all are, and how
+        many a global batch has, None if that is not known.
+        """
+        touched = self._touched
+        return (0, None) if touched is None else (touched.real or 0, touched.whole)
 
     def metrics_remainder(self) -> int:
         """Return how many samples of the global batch served last are real, 0 if all are."""

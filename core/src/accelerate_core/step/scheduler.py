@@ -60,7 +60,7 @@ class AcceleratedScheduler:
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._at_a_time):
             # The last round of n may reach over the end that a one-cycle schedule refuses to pass.
-            if total is not None and self.scheduler.last_epoch + 1 >= total:
+            if total is not None and self.scheduler.last_epoch + 1 > total:
                 return
             self.scheduler.step(*args, **kwargs)
 
