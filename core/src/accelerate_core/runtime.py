@@ -7,6 +7,7 @@ it if they fit, and the end of the last one ends the group.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 import warnings
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "close_before_end",
     "GroupStart",
     "Runtime",
     "Topology",
@@ -52,6 +54,8 @@ _RANK_VARIABLES = (
     ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -418,10 +422,27 @@ def _check_fits(
         )
 
 
+def close_before_end(what: Any) -> None:
+    """Have `what.close()` called before the group ends, if it is still alive then.
+
+    For transfers that are under way beside the main thread: a group that ends beneath one takes
+    the process down.
+    """
+    _under_way.add(what)
+
+
+_under_way: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def _end_group(runtime: Runtime) -> None:
     import torch.distributed as dist
 
     if runtime.owns_group and dist.is_initialized():
+        for one in list(_under_way):
+            try:
+                one.close()
+            except Exception as error:  # another rank may be gone; the group ends all the same
+                logger.debug("closing %r before the group ends: %s", one, error)
         dist.destroy_process_group()
         # gloo's own thread drops its last work item, and with it a tensor, a moment later; if the
         # interpreter is finalising by then it takes the process down. Let it have the GIL once.

@@ -22,6 +22,7 @@ from accelerate_core.data.wire import (
     Wire,
     sendable,
 )
+from accelerate_core.runtime import close_before_end
 
 __all__ = ["SOURCE", "Dispatch", "DispatchError", "Reading"]
 
@@ -99,15 +100,38 @@ class Dispatch:
         self._reading: Reading | None = None
         self._steps = self._guarded()
         self._ready: list[Letter] | None = None
+        self._worker = OneAhead(self._send, "dispatch", then=self._get_ready)
+        self._awaited = False  # whether the other ranks are a letter ahead of this one
+        self._closed = False
 
     def letters(self) -> Iterator[Letter]:
         """Yield this rank's letter of every step of which it has a part."""
+        if self._ahead:
+            close_before_end(self)
         return self._sent() if self._reads else self._received()
+
+    def close(self) -> None:
+        """End the iteration: wait for what is under way, and leave no rank waiting."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._reads:
+            self._wire.close()
+            return
+        if self._awaited:
+            self._worker.rest()
+            self._wire.send([Letter() for _ in self._shard_of_rank])
+        self._worker.close()
+        self._wire.close()
+        # At once, not when a collector comes by: a loader's workers end with its iterator.
+        self._steps.close()
+        self._ready = self._reading = None
+        del self._opened, self._worker
 
     def _received(self) -> Iterator[Letter]:
         more = True
         try:
-            while more:
+            while more and not self._closed:
                 letter = self._wire.receive()
                 if letter.failure is not None:
                     raise letter.failure
@@ -117,15 +141,14 @@ class Dispatch:
                 if letter.has_part:
                     yield letter
         finally:
-            self._wire.close()
+            self.close()
 
     def _sent(self) -> Iterator[Letter]:
-        worker = OneAhead(self._send, "dispatch", then=self._get_ready)
-        awaited = False  # whether the other ranks are a letter ahead of this one
+        worker = self._worker
         more = busy = True
         try:
-            while more:
-                awaited = False
+            while more and not self._closed:
+                self._awaited = False
                 if worker.started:
                     letter = worker.take()
                 else:
@@ -138,18 +161,13 @@ class Dispatch:
                     if busy and self._may_go_ahead():
                         worker.start()
                     else:
-                        awaited = True
+                        self._awaited = True
                 if letter.has_part:
                     began = time.perf_counter()
                     yield letter
                     busy = time.perf_counter() - began > _WORTH_A_THREAD
         finally:
-            if awaited:
-                worker.rest()
-                self._wire.send([Letter() for _ in self._shard_of_rank])
-            worker.close()
-            self._wire.close()
-            self._steps.close()  # at once: a loader's workers end with its iterator
+            self.close()
 
     def _may_go_ahead(self) -> bool:
         return self._read_ahead and self._reading is not None and not self._reading.draws
