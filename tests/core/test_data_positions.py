@@ -68,6 +68,36 @@ def test_a_stream_with_a_state_goes_on_through_it(workers):
         assert samples(resumed) == whole[count:]
 
 
+@pytest.mark.filterwarnings("ignore:.*fast-forwarding")
+@pytest.mark.parametrize("kind", ["table", "shuffled", "stream", "plain stream"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_torchdatas_loader_goes_on_where_asked_for(kind, workers, world):
+    pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader(rank):
+        data = {"stream": Stream(24), "plain stream": Plain(24)}.get(kind, range(24))
+        plain = DataLoader(
+            data,
+            3,
+            shuffle=kind == "shuffled",
+            num_workers=workers,
+            generator=torch.Generator().manual_seed(3),
+        )
+        return prepare_data_loader(plain, None, world, rank, use_stateful_dataloader=True)
+
+    for rank in range(world):
+        whole = samples(loader(rank))
+        running = loader(rank)
+        iterator = iter(running)
+        seen = next(iterator).tolist() + next(iterator).tolist()
+        state = running.state_dict()
+        del iterator
+        resumed = loader(rank)
+        resumed.load_state_dict(state)
+        assert seen + samples(resumed) == whole
+
+
 def test_going_on_does_not_read_again_what_was_read():
     running = stream_loader(0)
     iterator = iter(running)
