@@ -229,8 +229,20 @@ def test_the_optimizer_is_the_users_own_to_everyone():
         state = copy.deepcopy(wrapped.state_dict())
         assert state["state"]
         wrapped.load_state_dict(state)
-        with pytest.raises(TypeError, match="state_dict"):
-            pickle.dumps(wrapped)
+
+
+def test_a_pickle_or_copy_of_what_was_prepared_is_the_users_own():
+    net = torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, 1)
+    plain = DataLoader(TensorDataset(torch.arange(6)), 2)
+    with Accelerator(cpu=True) as accelerator:
+        prepared = accelerator.prepare(sgd, schedule, plain)
+        for made, own in zip(prepared, (sgd, schedule, plain), strict=True):
+            assert type(made) is not type(own)
+            for twin in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+                assert type(twin) is type(own)
+        assert [x.tolist() for (x,) in copy.deepcopy(prepared[2])] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_schedulers_stand_still_inside_a_cycle_and_pass_metrics_on():

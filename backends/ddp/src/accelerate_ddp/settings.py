@@ -68,3 +68,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """Return what differs from torch's own defaults, for its constructor."""
         ours = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option")
         return {name: value for name, value in self.to_kwargs().items() if name not in ours}
+
+    def register_comm_hook(self, model: Any) -> None:
+        """Register the hook these settings name with a `DistributedDataParallel` model."""
+        from accelerate_ddp.hooks import register
+
+        register(model, self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -32,7 +31,8 @@ class PreparedLoader(DataLoader[Any]):
     Args:
         base: a copy of the user's loader, reading this rank's part (or all, for dispatching).
         source: how batches come out of `base`.
-        original: the user's loader.
+        original: the user's loader, with what was made of its order.
+        users: the user's loader itself; what a pickle or a copy of this one is.
         batch_sampler, sampler: what the attributes of these names answer.
         batch_size: of the user's loader, None if it has none.
         device: where the batches go, None to leave them.
@@ -64,6 +64,7 @@ class PreparedLoader(DataLoader[Any]):
         comm: Communicator | None = None,
         gradient_state: GradientState | None = None,
         feed: Feed | None = None,
+        users: Any = None,
     ) -> None:
         own = self.__dict__
         own["batch_sampler"] = batch_sampler
@@ -81,6 +82,7 @@ class PreparedLoader(DataLoader[Any]):
         own["gradient_state"] = gradient_state
         own["synchronized_generator"] = find_generator(original)
         own["_original_dataset"] = getattr(original, "dataset", None)
+        own["_users"] = original if users is None else users
         own["_source"] = source
         own["_feed"] = feed
         own["_skip"] = None
@@ -101,6 +103,10 @@ class PreparedLoader(DataLoader[Any]):
             object.__setattr__(self, name, value)
         else:
             setattr(self.base, name, value)
+
+    def __reduce__(self) -> Any:
+        # What belongs to this run stays here: a pickle or a copy is of the user's own loader.
+        return _plain, (self._users,)
 
     def __repr__(self) -> str:
         part = f"rank {self.process_index} of {self.num_processes}"
@@ -219,7 +225,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """Return this loader without the first `num_batches` batches of every iteration."""
-        clone = copy.copy(self)
+        clone = object.__new__(type(self))
+        clone.__dict__.update(self.__dict__)
         clone.__dict__["_skip"] = num_batches
         clone.__dict__["_runs"] = []
         clone.__dict__["_served"] = Served()
@@ -309,6 +316,10 @@ class PreparedLoader(DataLoader[Any]):
 
     def _send(self, batches: Iterator[Any]) -> Iterator[Any]:
         return feed(batches, self.device, self.non_blocking)
+
+
+def _plain(original: Any) -> Any:
+    return original
 
 
 class DataLoaderShard(PreparedLoader):

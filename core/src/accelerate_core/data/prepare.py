@@ -153,6 +153,7 @@ def prepare_data_loader(
         comm=comm,
         gradient_state=gradient_state,
         feed=feed,
+        users=dataloader,
     )
 
 

@@ -44,7 +44,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def __reduce__(self) -> Any:
-        raise TypeError("A prepared optimizer cannot be pickled; keep its state_dict().")
+        # What belongs to this run stays here: a pickle or a copy is of the user's own optimizer.
+        return _plain, (self.optimizer,)
 
     @property
     def state(self) -> Any:
@@ -119,6 +120,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def eval(self) -> None:
         """Pass on to optimizers that have modes, such as schedule-free ones."""
         _call_if_there(self.optimizer, "eval")
+
+
+def _plain(inner: Any) -> Any:
+    return inner
 
 
 def _call_if_there(optimizer: Any, name: str) -> None:

@@ -43,6 +43,10 @@ class AcceleratedScheduler:
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
+    def __reduce__(self) -> Any:
+        # As for optimizers: a pickle or a copy is of the user's own scheduler.
+        return _plain, (self.scheduler,)
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step as the optimizer did; arguments (a metric, an epoch) are passed on."""
         if not self.step_with_optimizer:
@@ -75,3 +79,7 @@ class AcceleratedScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into the inner scheduler."""
         self.scheduler.load_state_dict(state_dict)
+
+
+def _plain(inner: Any) -> Any:
+    return inner
