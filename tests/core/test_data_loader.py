@@ -25,6 +25,7 @@ from accelerate_core.data import (
     skip_first_batches,
 )
 from accelerate_core.errors import ConfigurationError, MissingPluginError
+from accelerate_core.runtime import current_runtime
 
 
 class Augmenting:
@@ -194,6 +195,15 @@ def test_batches_that_need_no_move_are_not_touched():
     served = serve("meta", True)
     assert len(calls) == 2
     assert [end for _, end in served] == [False, True]
+
+
+def test_the_default_device_is_that_of_the_process():
+    loader = prepare_data_loader(DataLoader(range(4), 2), num_processes=1, process_index=0)
+    assert loader.device is None
+    placed = prepare_data_loader(
+        DataLoader(range(4), 2), num_processes=1, process_index=0, put_on_device=True
+    )
+    assert placed.device == current_runtime().device
 
 
 def test_the_default_feed_moves_batches():

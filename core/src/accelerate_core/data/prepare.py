@@ -74,7 +74,8 @@ def prepare_data_loader(
 
     Args:
         dataloader: a `DataLoader`, or any iterable of batches.
-        device, put_on_device, non_blocking: where the batches go, whether, and how.
+        device, put_on_device, non_blocking: where the batches go (the process's device by default),
+            whether, and how.
         num_processes, process_index: the rank's place, by default that of the process.
         split_batches: the loader's batch size is that of all ranks together.
         rng_types: generators whose state rank 0 shares at the start of every iteration: "torch",
@@ -106,6 +107,10 @@ def prepare_data_loader(
             f"A {type(dataloader).__name__} is no data loader: it cannot be iterated."
         )
     count, index = _place(num_processes, process_index)
+    if put_on_device and device is None:
+        from accelerate_core.runtime import current_runtime
+
+        device = current_runtime().device
     if _is_sharded_already(dataloader, count):
         count, index = 1, 0
     if comm is None and count > 1:
