@@ -73,7 +73,9 @@ class TorchTalk:
         if tensor.device.type == "cpu" and out.nbytes <= _SMALL:
             # A ring takes a turn per rank; among hosts small messages go to all at once.
             sent = torch.cat([as_bytes(tensor)] * size)
-            dist.all_to_all_single(as_bytes(out), sent, group=self.group(scope))
+            # The group's own method: the function around it is a tenth of the whole time.
+            group: Any = self.group(scope) or dist.group.WORLD
+            group.alltoall_base(as_bytes(out), sent, [], [], dist.AllToAllOptions()).wait()
             return out
         _all_gather()(as_bytes(out), as_bytes(tensor), group=self.group(scope))
         return out
