@@ -36,7 +36,7 @@ class OneAhead(Generic[T]):
 
     def start(self) -> None:
         """Begin to make the next result."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         self._pending, self._idle = Future(), threading.Event()
@@ -77,5 +77,7 @@ class OneAhead(Generic[T]):
             except BaseException as error:
                 result.set_exception(error)
             del job, result  # do not keep a batch alive while waiting
-            self._then()
-            idle.set()
+            try:
+                self._then()
+            finally:
+                idle.set()

@@ -1,0 +1,62 @@
+"""One result ahead, on a thread that never works beside its caller."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from accelerate_core.data.ahead import OneAhead
+
+
+def test_results_come_in_order_and_then_follows_each():
+    made, events = iter(range(5)), []
+    worker = OneAhead(lambda: next(made), "test", lambda: events.append("then"))
+    for expected in range(5):
+        worker.start()
+        assert worker.started
+        assert worker.take() == expected
+        worker.rest()
+        assert events == ["then"] * (expected + 1)
+    worker.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "test"]
+
+
+def test_failures_are_raised_where_the_result_is_taken():
+    def fails():
+        raise OSError("disk")
+
+    worker = OneAhead(fails, "test", lambda: None)
+    worker.start()
+    with pytest.raises(OSError, match="disk"):
+        worker.take()
+    worker.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_died_is_replaced():
+    def dies():
+        raise RuntimeError("against the contract")
+
+    worker = OneAhead(lambda: 1, "test", dies)
+    for _ in range(3):
+        worker.start()
+        assert worker.take() == 1
+        worker.rest()
+        worker._thread.join()
+    worker.close()
+
+
+def test_what_was_started_is_waited_for_and_dropped():
+    gate, done = threading.Event(), []
+
+    def slow():
+        gate.wait(10)
+        done.append(True)
+
+    worker = OneAhead(slow, "test", lambda: None)
+    worker.start()
+    threading.Timer(0.05, gate.set).start()
+    worker.close()
+    assert done
+    worker.close()  # twice is harmless
