@@ -17,6 +17,7 @@ from accelerate_core import data
 from accelerate_core import runtime as runtimes
 from accelerate_core.assemble import CORE_ARGUMENTS, assemble
 from accelerate_core.backend import Backend
+from accelerate_core.checkpoint import Background
 from accelerate_core.collectives import Communicator, TalkHooks
 from accelerate_core.configuration import (
     AutocastKwargs,
@@ -200,6 +201,8 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         self.save_state_pre_hooks = OrderedDict()
         self.load_state_pre_hooks = OrderedDict()
         self.flag_tensor = None
+        self.background = Background()
+        self.resumed = False
         self._noted: set[str] = set()
         self._step_listeners = self.plugins.implementations("on_step_end")
         DistributedType.register(str(self.distributed_type))
@@ -246,6 +249,8 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         """Finish trackers and plugins; the last Accelerator ends the process group."""
         if self.closed:
             return
+        self.background.wait()
+        self.background.staging.release()
         self._hub.finish()
         self.plugins.call_each("on_end", accelerator=self)
         self.closed = True
@@ -253,6 +258,8 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release everything prepared, reset `step`, and return None for each object given."""
+        self.background.wait()
+        self.background.staging.release()
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             cast("list[Any]", held).clear()
         self.settle_scale()

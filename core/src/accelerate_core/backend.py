@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
 from accelerate_core import runtime
-from accelerate_core.errors import ConfigurationError, PluginError
+from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.feeding import feed
 from accelerate_core.hookspecs import API_VERSION, Scope
 from accelerate_core.plugins.selection import Claim, Request
@@ -372,6 +373,21 @@ class Backend:
     ) -> None:
         """Load into the optimizer."""
         optimizer.load_state_dict(state)
+
+    def save_state(
+        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+    ) -> Callable[[], None] | None:
+        """Write nothing: the core keeps models and optimizers."""
+        if options:
+            accelerator.note_once(
+                f"The backend {self.name!r} has no use for {listing(options)} of save_state."
+            )
+        return None
+
+    def load_state(
+        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+    ) -> None:
+        """Read nothing."""
 
     def consolidate(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
         """Return the unwrapped model's state dict: it is whole on every rank."""

@@ -339,6 +339,24 @@ class HookSpecs:
         """Return the whole, unsharded state dict; ranks other than the main one may get {}."""
         raise AssertionError
 
+    @_owner
+    def save_state(
+        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+    ) -> Callable[[], None] | None:
+        """Write what the backend keeps beside the core's files; called on every rank, in order.
+
+        `directory` is the backend's own inside the checkpoint and does not exist yet; `options`
+        are the further arguments of `save_state`. Write now and return None; or copy now and
+        return a function that writes, which may run beside the training and must not use the
+        default group. Declare `owns={"checkpoint"}` to keep models and optimizers here alone.
+        """
+
+    @_owner
+    def load_state(
+        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+    ) -> None:
+        """Read what `save_state` wrote; the directory exists if something was written."""
+
     # --- stages, in this order ----------------------------------------------------------------
 
     @_stage

@@ -1,6 +1,8 @@
 """Saving and loading: models for others, and states to go on from."""
 
+from accelerate_core.checkpoint.background import Background
+from accelerate_core.checkpoint.load import load_state
 from accelerate_core.checkpoint.model import save_model, save_object
-from accelerate_core.checkpoint.state import load_state, save_state
+from accelerate_core.checkpoint.state import save_state
 
-__all__ = ["load_state", "save_model", "save_object", "save_state"]
+__all__ = ["Background", "load_state", "save_model", "save_object", "save_state"]

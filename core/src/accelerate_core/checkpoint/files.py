@@ -1,32 +1,55 @@
-"""One file at a time: written beside, then renamed; read without running anything."""
+"""Files of a checkpoint: their checksums are taken while they are written; reading runs no code."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+import xxhash
 
 from accelerate_core.errors import CheckpointError
 
 __all__ = [
     "CUSTOM",
+    "GRADIENTS",
     "MODEL",
     "OPTIMIZER",
     "RNG",
-    "SAMPLER",
     "SCALER",
     "SCHEDULER",
+    "Entry",
+    "HashingFile",
+    "checksum",
     "numbered",
     "read",
+    "sync_directory",
     "write",
+    "write_safetensors",
+    "write_text",
+    "write_torch",
 ]
 
-MODEL, OPTIMIZER, SCHEDULER, SAMPLER = "model", "optimizer", "scheduler", "sampler"
+MODEL, OPTIMIZER, SCHEDULER, GRADIENTS = "model", "optimizer", "scheduler", "gradients"
 SCALER, RNG, CUSTOM = "scaler.pt", "random_states", "custom_checkpoint"
+
+#: Bytes hashed and written, or read and hashed, at a time: they stay in the processor's cache.
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Size in bytes and xxh3-128 checksum (hexadecimal) of one file."""
+
+    size: int
+    checksum: str
 
 
 def numbered(stem: str, index: int, suffix: str) -> str:
@@ -34,38 +57,181 @@ def numbered(stem: str, index: int, suffix: str) -> str:
     return f"{stem}{f'_{index}' if index else ''}{suffix}"
 
 
-def write(path: Path, save: Callable[[Path], None]) -> None:
-    """Call `save` on a file beside `path`, then rename: `path` is old or new, never half."""
-    beside = path.with_name(f".{path.name}.writing")
+class HashingFile:
+    """A new file for writing that keeps size and checksum of what goes through it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._hash = xxhash.xxh3_128()
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        """Write bytes, or the memory of anything that has the buffer interface."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _CHUNK):
+            part = view[start : start + _CHUNK]
+            self._hash.update(part)
+            self._file.write(part)
+        self._size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._file.flush()
+
+    def close(self, *, durable: bool) -> Entry:
+        """Close the file, once it is on the disk if `durable`."""
+        try:
+            self._file.flush()
+            if durable:
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+        return Entry(self._size, self._hash.hexdigest())
+
+
+def write(path: Path, put: Callable[[HashingFile], None], *, durable: bool = True) -> Entry:
+    """Write one file by `put(file)`; return its size and checksum."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = HashingFile(path)
     try:
-        save(beside)
-        os.replace(beside, path)
+        put(file)
+    except BaseException:
+        file._file.close()
+        raise
+    return file.close(durable=durable)
+
+
+def write_torch(path: Path, state: Any, *, durable: bool = True) -> Entry:
+    """Write what `torch.save` makes of an object."""
+    return write(path, lambda file: torch.save(state, file), durable=durable)
+
+
+def write_text(path: Path, text: str, *, durable: bool = True) -> Entry:
+    """Write a text in UTF-8."""
+    return write(path, lambda file: _all(file, text.encode()), durable=durable)
+
+
+def _all(file: HashingFile, data: Any) -> None:
+    file.write(data)
+
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    *,
+    durable: bool = True,
+) -> Entry:
+    """Write tensors in the safetensors format, one after the other, without a copy of them all.
+
+    The library's own writer takes a path only, and what it wrote would have to be read back for
+    the checksum. Format: https://github.com/huggingface/safetensors#format
+
+    Raises:
+        CheckpointError: a tensor's dtype is none of the format's.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    # Elements of larger size first, so that every tensor is aligned.
+    order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    offset = 0
+    for name, tensor in order:
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"safetensors cannot hold {name!r} of dtype {tensor.dtype}; save with "
+                "safe_serialization=False."
+            )
+        end = offset + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def put(file: HashingFile) -> None:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for _, tensor in order:
+            if tensor.numel():
+                host = tensor.detach().cpu().contiguous().reshape(-1)
+                file.write(host.view(torch.uint8).numpy())
+
+    return write(path, put, durable=durable)
+
+
+def checksum(path: Path, progress: Callable[[int], None] | None = None) -> Entry:
+    """Read a file and return its size and checksum; `progress` is told the bytes read."""
+    digest, size = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+            if progress is not None:
+                progress(count)
+    return Entry(size, digest.hexdigest())
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable, where the system has such a thing."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:  # Windows opens no directories
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
     finally:
-        beside.unlink(missing_ok=True)
+        os.close(handle)
 
 
-def read(path: Path, *, trust: bool = False, **options: Any) -> Any:
+def read(
+    path: Path,
+    *,
+    trust: bool = False,
+    allowed: AbstractContextManager[Any] | None = None,
+    **options: Any,
+) -> Any:
     """Load a file torch has written, tensors and plain containers only.
 
     Args:
         trust: also run pickled code; only for files you made yourself.
+        allowed: entered while reading: `torch.serialization.safe_globals` of harmless classes.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds more than plain data.
     """
     options.setdefault("map_location", "cpu")
+    options["weights_only"] = not trust
     try:
-        return torch.load(path, weights_only=not trust, **options)
+        if allowed is None:
+            return torch.load(path, **options)
+        with allowed:
+            return torch.load(path, **options)
     except FileNotFoundError:
         raise CheckpointError(f"The checkpoint {path.parent} has no {path.name}.") from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is damaged or holds Python objects, which are not loaded unless you say so: "
-            f"pass trust=True to load_state if you wrote this checkpoint yourself. ({_first_line(error)})"
+            f"pass trust=True to load_state if you wrote this checkpoint yourself. ({first_line(error)})"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

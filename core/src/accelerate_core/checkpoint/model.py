@@ -2,75 +2,63 @@
 
 from __future__ import annotations
 
-import json
+import os
 import pickle
 import re
-from collections.abc import Mapping
-from functools import partial
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 
 from accelerate_core.checkpoint import files
+from accelerate_core.checkpoint.files import sync_directory
+from accelerate_core.checkpoint.writer import write_weights
 from accelerate_core.errors import CheckpointError
 from accelerate_core.helpers.weights import (
     checkpoint_files,
     clean_state_dict_for_safetensors,
     load_state_dict,
-    shard_state_dict,
 )
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
 
-__all__ = ["load_weights", "save_model", "save_object", "save_weights"]
+__all__ = ["load_weights", "save_model", "save_object", "save_weights", "weights_layout"]
 
 
 def save_weights(
     state: Mapping[str, Any],
     directory: Path,
     *,
-    stem: str = files.MODEL,
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """Write a state dict as `model.safetensors`, or in shards of at most `max_shard_size` bytes."""
+    """Write a state dict as `model.safetensors`, or in shards of at most `max_shard_size` bytes.
+
+    Each file is written beside its place first; shards of an earlier save are removed.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    suffix = ".safetensors" if safe_serialization else ".bin"
-    name = stem if safe_serialization else stem.replace(files.MODEL, "pytorch_model", 1)
-    tensors: Mapping[str, Any] = (
-        clean_state_dict_for_safetensors(dict(state)) if safe_serialization else state
-    )
-    shards, index = shard_state_dict(dict(tensors), max_shard_size, f"{name}{{suffix}}{suffix}")
-    _remove_earlier(directory, name, suffix, keep=set(shards))
-    for filename, shard in shards.items():
-        files.write(directory / filename, partial(_save, shard, safe=safe_serialization))
-    if index is not None:
-        text = json.dumps(index, indent=2, sort_keys=True)
-        files.write(directory / f"{name}{suffix}.index.json", lambda path: _text(path, text))
+    whole = clean_state_dict_for_safetensors(state) if safe_serialization else dict(state)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as beside:
+        made = write_weights(Path(beside), whole, files.MODEL, max_shard_size, safe_serialization)
+        # The index comes last: it is what makes shards a model.
+        for name in sorted(made, key=lambda name: name.endswith(".json")):
+            os.replace(Path(beside, name), directory / name)
+    sync_directory(directory)
+    _remove_earlier(directory, keep=set(made))
 
 
-def _save(shard: dict[str, Any], path: Path, *, safe: bool) -> None:
-    if safe:
-        save_file({k: v.contiguous() for k, v in shard.items()}, path, metadata={"format": "pt"})
-    else:
-        torch.save(shard, path)
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
-def _text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def _remove_earlier(directory: Path, name: str, suffix: str, keep: set[str]) -> None:
-    """Remove shards of an earlier save with another number of them: they would load as if current."""
-    pattern = re.compile(
-        rf"{re.escape(name)}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}(\.index\.json)?"
-    )
+def _remove_earlier(directory: Path, keep: set[str]) -> None:
+    """Remove weights of an earlier save: they would load as if they were current."""
     for path in directory.iterdir():
-        if pattern.fullmatch(path.name) and path.name not in keep:
+        if _WEIGHTS.fullmatch(path.name) and path.name not in keep:
             path.unlink()
 
 
@@ -85,7 +73,8 @@ def load_weights(directory: Path, stem: str, into: torch.nn.Module) -> dict[str,
         try:
             state.update(load_state_dict(path))
         except (SafetensorError, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+            raise CheckpointError(f"{path} cannot be read: {files.first_line(error)}") from error
+    state = _own_names(state, into)
     names: dict[tuple[Any, ...], str] = {}
     own = into.state_dict(keep_vars=True)
     for name, tensor in own.items():
@@ -94,6 +83,47 @@ def load_weights(directory: Path, stem: str, into: torch.nn.Module) -> dict[str,
     for name, tensor in own.items():
         if name not in state and isinstance(tensor, torch.Tensor) and _place(tensor) in names:
             state[name] = state[names[_place(tensor)]]
+    return state
+
+
+def weights_layout(
+    directory: Path, stem: str, into: torch.nn.Module
+) -> dict[str, list[int]] | None:
+    """Return names and shapes without reading the weights, None if they are no safetensors."""
+    layout: dict[str, Any] = {}
+    for path in checkpoint_files(_find(directory, stem)):
+        if path.suffix != ".safetensors":
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - the handle is no mapping
+                    layout[name] = list(file.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {files.first_line(error)}") from error
+    layout = _own_names(layout, into)
+    own = into.state_dict(keep_vars=True)
+    kept = {_place(t) for n, t in own.items() if n in layout and isinstance(t, torch.Tensor)}
+    for name, tensor in own.items():
+        if name in layout:
+            continue
+        if not isinstance(tensor, torch.Tensor):  # extra state, which safetensors cannot hold
+            return None
+        if _place(tensor) in kept:
+            layout[name] = list(tensor.shape)
+    return layout
+
+
+#: What wrappers put before the names; the peer keeps the wrapped model's state dict.
+_PREFIXES = ("module.", "_orig_mod.")
+
+
+def _own_names(state: dict[str, Any], into: torch.nn.Module) -> dict[str, Any]:
+    own = into.state_dict(keep_vars=True)
+    while state and not any(name in own for name in state):
+        prefix = next((p for p in _PREFIXES if all(n.startswith(p) for n in state)), None)
+        if prefix is None:
+            break
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
 
 
@@ -147,8 +177,18 @@ def save_object(obj: Any, f: Any, *, here: bool, safe_serialization: bool) -> No
 
             f.write(to_bytes(state, metadata={"format": "pt"}))
         else:
-            files.write(Path(f), lambda path: _save(state, path, safe=True))
+            _beside(Path(f), lambda path: files.write_safetensors(path, state, {"format": "pt"}))
     elif hasattr(f, "write"):
         torch.save(obj, f)
     else:
-        files.write(Path(f), lambda path: torch.save(obj, path))
+        _beside(Path(f), lambda path: files.write_torch(path, obj))
+
+
+def _beside(path: Path, put: Callable[[Path], Any]) -> None:
+    """Write a file beside `path`, then rename: `path` is old or new, never half."""
+    beside = path.with_name(f".{path.name}.saving-{secrets.token_hex(6)}")
+    try:
+        put(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

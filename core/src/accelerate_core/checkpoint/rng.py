@@ -1,9 +1,10 @@
-"""The random number generators of one process, as plain data."""
+"""The random number generators of one process, as plain data, with the peer's keys."""
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,36 +12,62 @@ import torch
 __all__ = ["capture", "restore"]
 
 
-def capture() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's, torch's and the accelerator's generators."""
-    version, internal, gauss = random.getstate()
+def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+    """Return the state of Python's, NumPy's, torch's and the given devices' generators.
+
+    Devices that this process does not use are left alone: asking one for its state takes memory
+    on it.
+    """
     state: dict[str, Any] = {
-        "python": [version, list(internal), gauss],
-        "torch": torch.get_rng_state(),
+        "random_state": random.getstate(),
+        "torch_manual_seed": torch.get_rng_state(),
     }
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None:
-        module = torch.get_device_module(device)
-        if hasattr(module, "get_rng_state"):
-            state[device.type] = module.get_rng_state()
+        state["numpy_random_seed"] = (
+            name,
+            keys.tolist(),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        )
+    per_device = {}
+    for device in devices:
+        module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+        if module is not None and hasattr(module, "get_rng_state"):
+            per_device[str(device)] = module.get_rng_state(device).cpu()
+    if per_device:
+        state["devices"] = per_device
     return state
 
 
-def restore(state: dict[str, Any]) -> None:
-    """Set the generators to what `capture` returned."""
-    version, internal, gauss = state["python"]
+def restore(state: dict[str, Any]) -> list[str]:
+    """Set the generators to what `capture`, or the peer, kept; return what could not be set."""
+    version, internal, gauss = state["random_state"]
     random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        import numpy
-
-        name, keys, position, has_gauss, cached = state["numpy"]
+    torch.set_rng_state(state["torch_manual_seed"].cpu())
+    if "numpy_random_seed" in state:
+        try:
+            import numpy
+        except ImportError:
+            return ["numpy"]
+        name, keys, position, has_gauss, cached = state["numpy_random_seed"]
         numpy.random.set_state(
-            (name, numpy.array(keys, dtype="uint32"), position, has_gauss, cached)
+            (name, numpy.asarray(keys, dtype="uint32"), position, has_gauss, cached)
         )
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type])
+    missed = []
+    for name, tensor in _of_devices(state):
+        try:
+            torch.get_device_module(torch.device(name)).set_rng_state(tensor, torch.device(name))
+        except (RuntimeError, AttributeError, AssertionError, IndexError):
+            missed.append(name)
+    return missed
+
+
+def _of_devices(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    found = list(state.get("devices", {}).items())
+    for key, tensors in state.items():
+        kind = key.removeprefix("torch_").removesuffix("_manual_seed")
+        if key.startswith("torch_") and kind in ("cuda", "xpu") and isinstance(tensors, list):
+            found += [(f"{kind}:{index}", tensor) for index, tensor in enumerate(tensors)]
+    return found

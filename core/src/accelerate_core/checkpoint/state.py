@@ -1,226 +1,405 @@
-"""`save_state` and `load_state`, in their plain form."""
+"""`save_state`: all ranks write beside, one manifest is made of it, one rename shows it."""
 
 from __future__ import annotations
 
-import re
-import shutil
+import importlib.metadata
+import os
+import platform
+import secrets
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accelerate_core.checkpoint import files, rng
-from accelerate_core.checkpoint.model import load_weights, save_weights
+from accelerate_core.checkpoint.background import Background
+from accelerate_core.checkpoint.directories import (
+    Saving,
+    clean_up,
+    discard,
+    numbered_checkpoints,
+    target_of,
+)
+from accelerate_core.checkpoint.files import Entry, checksum
+from accelerate_core.checkpoint.manifest import MANIFEST, MARK, Manifest, problems, read_manifest
+from accelerate_core.checkpoint.writer import Writer
 from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["checkpoints_root", "save_state"]
 
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
+#: What each rank reports: its failure, its files, and which machine it is on.
+Report = tuple[str | None, dict[str, Entry], int]
+Gather = Callable[[Any], list[Any]]
 
 
 def save_state(
-    accelerator: Accelerator, output_dir: Any, safe_serialization: bool, options: dict[str, Any]
+    accelerator: Accelerator,
+    output_dir: Any,
+    *,
+    safe_serialization: bool,
+    max_shard_size: int | str,
+    blocking: bool,
+    options: dict[str, Any],
 ) -> str:
     """Write models, optimizers, schedulers, scaler, generators, loaders and registered objects.
 
     Returns:
         The directory.
-    """
-    automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    directory = _numbered_directory(accelerator) if automatic else _named(output_dir)
-    if automatic and directory.exists():
-        raise CheckpointError(
-            f"{directory} is there already; set ProjectConfiguration(iteration=...) beyond it."
-        )
-    accelerator.settle_scale()
-    # Ranks meet only after everyone has looked: nobody sees the directory of another.
-    accelerator.wait_for_everyone()
-    directory.mkdir(parents=True, exist_ok=True)
-    accelerator.wait_for_everyone()
-    _save_models(accelerator, directory, safe_serialization)
-    if accelerator.saves_here:
-        _save_shared(accelerator, directory)
-    mine = directory / f"{files.RNG}_{accelerator.process_index}.pkl"
-    files.write(mine, lambda path: torch.save(_own_state(accelerator), path))
-    for key, function, names in accelerator.plugins.implementations("on_save"):
-        contributed = directory / key.replace(":", "_")
-        if "directory" in names:
-            contributed.mkdir(exist_ok=True)
-        accelerator.plugins.call_one(
-            "on_save", key, function, names, accelerator=accelerator, directory=contributed
-        )
-    accelerator.wait_for_everyone()
-    if automatic:
-        _remove_oldest(accelerator, directory)
-        accelerator.project_configuration.iteration += 1
-    return str(directory)
-
-
-def load_state(
-    accelerator: Accelerator,
-    input_dir: Any,
-    load_kwargs: dict[str, Any],
-    trust: bool,
-    options: dict[str, Any],
-) -> None:
-    """Read what `save_state` wrote into the same objects.
 
     Raises:
-        CheckpointError: the directory or a file of it is missing or unreadable.
+        CheckpointError: on every rank, if any of them failed; what stood before still stands.
     """
-    directory = _latest(accelerator) if input_dir is None else Path(input_dir).expanduser()
-    if not directory.is_dir():
-        raise CheckpointError(f"There is no checkpoint directory {directory}.")
-    accelerator.settle_scale()  # what is pending belongs to the state that is replaced
-    _load_models(accelerator, directory, options)
-    optimizers, schedulers, loaders = (
-        accelerator.optimizers,
-        accelerator.schedulers,
-        accelerator.loaders,
-    )
-    if "checkpoint" not in accelerator.backend.owns:
-        for index, optimizer in enumerate(optimizers):
-            state = files.read(
-                directory / files.numbered(files.OPTIMIZER, index, ".bin"),
-                trust=trust,
-                **load_kwargs,
+    background: Background = accelerator.background
+    background.wait()
+    gather = accelerator.communicator.gather_object
+    group = background.open(accelerator) if not blocking else None
+    if not blocking and group is None:
+        accelerator.note_once("This backend has no second group of ranks: saving blocks.")
+        blocking = True
+    accelerator.settle_scale()
+    target, trouble = _agreed_target(accelerator, output_dir)
+    identity = accelerator.communicator.broadcast_object(secrets.token_hex(6))
+    saving = Saving(target, identity)
+    if accelerator.saves_here and trouble is None:
+        try:
+            clean_up(target.parent)
+            saving.make()
+        except OSError as error:
+            trouble = f"{target} cannot be written: {error}"
+    _raise_any(gather(trouble), target)
+    writer = Writer(saving.path, None if blocking else background.staging)
+    try:
+        if not saving.path.is_dir():
+            writer.failed(
+                f"{saving.path} is not there on this machine",
+                CheckpointError(
+                    "save to a file system that all machines share, or set "
+                    "ProjectConfiguration(save_on_each_node=True)"
+                ),
             )
-            accelerator.hooks.load_optimizer_state(accelerator, optimizer.optimizer, state)
-    for index, scheduler in enumerate(schedulers):
-        path = directory / files.numbered(files.SCHEDULER, index, ".bin")
-        scheduler.load_state_dict(files.read(path, trust=trust))
-    for index, loader in enumerate(loaders):
-        path = directory / files.numbered(files.SAMPLER, index, ".bin")
-        if hasattr(loader, "load_state_dict") and path.exists():
-            loader.load_state_dict(files.read(path, trust=trust))
-    if accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(files.read(directory / files.SCALER, trust=trust))
-    for index, obj in enumerate(accelerator.registered_objects):
-        obj.load_state_dict(files.read(directory / f"{files.CUSTOM}_{index}.pkl", trust=trust))
-    _load_own(accelerator, directory, trust)
-    for key, function, names in accelerator.plugins.implementations("on_load"):
-        accelerator.plugins.call_one(
-            "on_load",
-            key,
-            function,
-            names,
-            accelerator=accelerator,
-            directory=directory / key.replace(":", "_"),
-        )
-    found = _NUMBERED.fullmatch(directory.name)
-    if found and accelerator.project_configuration.automatic_checkpoint_naming:
-        accelerator.project_configuration.iteration = int(found[1]) + 1
+        background.staging.begin()
+        _write_all(accelerator, writer, safe_serialization, max_shard_size, options)
+        facts = _facts(accelerator)
+    except BaseException:  # not a failure of one part: an interrupt
+        saving.abandon()
+        raise
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    finish = _Finish(
+        saving,
+        writer,
+        facts,
+        here=accelerator.saves_here,
+        node=_node(accelerator),
+        per_node=accelerator.project_configuration.save_on_each_node,
+        limit=accelerator.project_configuration.total_limit if automatic else None,
+    )
+    if blocking:
+        finish(gather)
+    else:
+        if accelerator.device.type != "cpu":
+            torch.accelerator.synchronize()  # the copies to host memory
+        background.run(lambda: finish(group))
+    if automatic:
+        accelerator.project_configuration.iteration += 1
+    return str(target)
 
 
-def _named(output_dir: Any) -> Path:
-    if output_dir is None:
+class _Finish:
+    """The end of a save, on the main thread or beside it: report, commit, learn the verdict."""
+
+    def __init__(
+        self,
+        saving: Saving,
+        writer: Writer,
+        facts: dict[str, Any],
+        *,
+        here: bool,
+        node: int,
+        per_node: bool,
+        limit: int | None,
+    ) -> None:
+        self.saving, self.writer, self.facts = saving, writer, facts
+        self.here, self.node, self.per_node, self.limit = here, node, per_node, limit
+
+    def __call__(self, gather: Gather) -> None:
+        target = self.saving.target
+        try:
+            self.writer.finish()
+            report: Report = (self.writer.error, self.writer.files, self.node)
+            reports: list[Report] = gather(report)
+            _raise_any([error for error, _, _ in reports], target, self.writer.cause)
+            trouble = None
+            if self.here:
+                try:
+                    self._commit(reports)
+                except Exception as error:
+                    trouble = f"{target} could not be completed: {error}"
+            _raise_any(gather(trouble), target)
+        except BaseException:
+            if self.here:
+                self.saving.abandon()
+            raise
+        if self.here and self.limit is not None:
+            _remove_oldest(target, self.limit, self.saving.identity)
+
+    def _commit(self, reports: list[Report]) -> None:
+        directory = self.saving.path
+        listed: dict[str, Entry] = {}
+        for _, written, node in reports:
+            if not self.per_node or node == self.node:
+                listed.update(written)
+        # What plugins and the user's own hooks wrote has not passed through our hands.
+        for path in sorted(directory.rglob("*")):
+            name = path.relative_to(directory).as_posix()
+            if path.is_file() and name not in listed:
+                listed[name] = checksum(path)
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        manifest = Manifest(listed, self.facts)
+        manifest.write(directory)
+        wrong = problems(directory, manifest, contents=False)
+        if wrong:
+            raise CheckpointError(wrong[0])
+        self.saving.publish()
+
+
+def _raise_any(troubles: list[str | None], target: Path, cause: Exception | None = None) -> None:
+    """Raise on every rank what any of them could not do."""
+    found: dict[str, list[int]] = {}
+    for rank, trouble in enumerate(troubles):
+        if trouble:
+            found.setdefault(trouble, []).append(rank)
+    if found:
+        lines = [
+            f"rank {', '.join(map(str, ranks))}: {trouble}" if len(troubles) > 1 else trouble
+            for trouble, ranks in found.items()
+        ]
         raise CheckpointError(
-            "save_state needs an output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
-        )
-    return Path(output_dir).expanduser()
+            f"The checkpoint {target} was not saved; earlier ones are as they were. "
+            + " ".join(lines)
+        ) from cause
 
 
-def _root(accelerator: Accelerator) -> Path:
+# --- where ----------------------------------------------------------------------------------------
+
+
+def checkpoints_root(accelerator: Accelerator) -> Path:
+    """Return the directory of the numbered checkpoints."""
     project = accelerator.project_dir
     if project is None:
-        raise CheckpointError("Automatic checkpoint naming needs a project_dir.")
-    return Path(project).expanduser() / "checkpoints"
+        raise CheckpointError(
+            "Automatic checkpoint naming needs a project_dir: Accelerator(project_dir=...)."
+        )
+    return Path(os.path.realpath(Path(project).expanduser())) / "checkpoints"
 
 
-def _numbered_directory(accelerator: Accelerator) -> Path:
-    return _root(accelerator) / f"checkpoint_{accelerator.save_iteration}"
+def _agreed_target(accelerator: Accelerator, output_dir: Any) -> tuple[Path, str | None]:
+    """Return where to save and, as a text, why not; numbers are chosen by rank 0."""
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise CheckpointError(
+                "save_state needs an output_dir, or "
+                "ProjectConfiguration(automatic_checkpoint_naming=True)."
+            )
+        return target_of(output_dir), None
+    root = checkpoints_root(accelerator)
+    number, trouble = config.iteration, None
+    if accelerator.is_main_process:
+        while _is_whole(root / f"checkpoint_{number}"):
+            if not accelerator.resumed:
+                trouble = (
+                    f"{root / f'checkpoint_{number}'} is there already, of an earlier run. Call "
+                    "load_state() to go on from it, or set ProjectConfiguration(iteration=...) "
+                    "beyond it."
+                )
+                break
+            number += 1
+    number, trouble = accelerator.communicator.broadcast_object((number, trouble))
+    if number != config.iteration:
+        accelerator.note_once(
+            f"checkpoint_{config.iteration} is later than the one that was loaded and is kept: "
+            f"saving goes on with checkpoint_{number}."
+        )
+        config.iteration = number
+    return root / f"checkpoint_{number}", trouble
 
 
-def _checkpoints(root: Path) -> list[tuple[int, Path]]:
-    if not root.is_dir():
-        return []
-    found = ((_NUMBERED.fullmatch(path.name), path) for path in root.iterdir())
-    return sorted((int(match[1]), path) for match, path in found if match)
+def _is_whole(directory: Path) -> bool:
+    if not directory.exists():
+        return False
+    try:
+        return not problems(directory, read_manifest(directory), contents=False)
+    except CheckpointError:
+        return not (directory / MANIFEST).exists()  # not ours: never replaced
 
 
-def _latest(accelerator: Accelerator) -> Path:
-    """Return the newest checkpoint; rank 0 decides for all."""
-    names = [str(path) for _, path in _checkpoints(_root(accelerator))]
-    chosen = accelerator.communicator.broadcast_object(names[-1] if names else None)
-    if chosen is None:
-        raise CheckpointError(f"There is no checkpoint in {_root(accelerator)} to load.")
-    return Path(chosen)
-
-
-def _remove_oldest(accelerator: Accelerator, newest: Path) -> None:
-    """Keep `total_limit` checkpoints, now that the new one stands."""
-    limit = accelerator.project_configuration.total_limit
-    if limit is None or not accelerator.saves_here:
-        return
-    earlier = [path for _, path in _checkpoints(_root(accelerator)) if path != newest]
+def _remove_oldest(newest: Path, limit: int, identity: str) -> None:
+    """Keep `limit` checkpoints, now that the new one stands."""
+    earlier = [path for _, path in numbered_checkpoints(newest.parent) if path != newest]
     for path in earlier[: max(len(earlier) - (limit - 1), 0)]:
-        shutil.rmtree(path)
+        try:
+            discard(path, identity)
+        except OSError as error:
+            import warnings
+
+            warnings.warn(f"The old checkpoint {path} cannot be removed: {error}", stacklevel=2)
 
 
-def _save_models(accelerator: Accelerator, directory: Path, safe_serialization: bool) -> None:
-    if "checkpoint" in accelerator.backend.owns:
-        return
-    models = list(accelerator.models)
-    weights = [accelerator.hooks.model_state(accelerator, model) for model in models]
-    for hook in list(accelerator.save_state_pre_hooks.values()):
-        hook(models, weights, str(directory))  # may take models out of both lists
-    if accelerator.saves_here:
-        for index, state in enumerate(weights):
-            stem = files.numbered(files.MODEL, index, "")
-            save_weights(state, directory, stem=stem, safe_serialization=safe_serialization)
+def _node(accelerator: Accelerator) -> int:
+    return accelerator.process_index - accelerator.local_process_index
 
 
-def _load_models(accelerator: Accelerator, directory: Path, options: dict[str, Any]) -> None:
-    if "checkpoint" in accelerator.backend.owns:
-        return
-    models = list(accelerator.models)
-    for hook in list(accelerator.load_state_pre_hooks.values()):
-        hook(models, str(directory))
-    strict = bool(options.get("strict", True))
-    for index, model in enumerate(models):
-        stem = files.numbered(files.MODEL, index, "")
-        state = load_weights(directory, stem, accelerator.inner_model(model))
-        accelerator.hooks.load_model_state(accelerator, model, state, strict)
+# --- what -----------------------------------------------------------------------------------------
 
 
-def _save_shared(accelerator: Accelerator, directory: Path) -> None:
-    """Write what is the same on every rank."""
-
-    def put(name: str, state: Any) -> None:
-        files.write(directory / name, lambda path: torch.save(state, path))
-
+def _write_all(
+    accelerator: Accelerator,
+    writer: Writer,
+    safe_serialization: bool,
+    max_shard_size: int | str,
+    options: dict[str, Any],
+) -> None:
+    """Write everything in a fixed order: what a backend gathers, all ranks gather together."""
+    here = accelerator.saves_here
     if "checkpoint" not in accelerator.backend.owns:
+        _write_models(accelerator, writer, safe_serialization, max_shard_size)
         for index, optimizer in enumerate(accelerator.optimizers):
-            state = accelerator.hooks.optimizer_state(accelerator, optimizer.optimizer)
-            put(files.numbered(files.OPTIMIZER, index, ".bin"), state)
+            name = files.numbered(files.OPTIMIZER, index, ".bin")
+            with writer.part(name):
+                state = accelerator.hooks.optimizer_state(accelerator, optimizer.optimizer)
+                if here:
+                    writer.torch(name, state)
+                del state
     for index, scheduler in enumerate(accelerator.schedulers):
-        put(files.numbered(files.SCHEDULER, index, ".bin"), scheduler.state_dict())
-    for index, loader in enumerate(accelerator.loaders):
-        if hasattr(loader, "state_dict"):
-            put(files.numbered(files.SAMPLER, index, ".bin"), loader.state_dict())
+        _write_state(writer, files.numbered(files.SCHEDULER, index, ".bin"), scheduler, here)
     if accelerator.scaler is not None:
-        put(files.SCALER, accelerator.scaler.state_dict())
+        _write_state(writer, files.SCALER, accelerator.scaler, here)
     for index, obj in enumerate(accelerator.registered_objects):
-        put(f"{files.CUSTOM}_{index}.pkl", obj.state_dict())
+        _write_state(writer, f"{files.CUSTOM}_{index}.pkl", obj, here)
+    rank = accelerator.process_index
+    with writer.part("loaders, generators and counters"):
+        writer.torch(f"{files.RNG}_{rank}.pkl", _own_state(accelerator))
+    with writer.part("gradients"):
+        gradients = pending_gradients(accelerator)
+        if gradients:
+            writer.torch(f"{files.GRADIENTS}_{rank}.bin", gradients)
+    with writer.part(f"the backend {accelerator.backend.name!r}"):
+        directory = writer.directory / f"backend_{accelerator.backend.name}"
+        job = accelerator.hooks.save_state(accelerator, directory, options)
+        if job is not None:
+            writer.later(directory.name, job)
+    for key, function, names in accelerator.plugins.implementations("on_save"):
+        contributed = writer.directory / key.replace(":", "_")
+        with writer.part(key):
+            if "directory" in names:
+                contributed.mkdir(exist_ok=True)
+            accelerator.plugins.call_one(
+                "on_save", key, function, names, accelerator=accelerator, directory=contributed
+            )
+
+
+def _write_models(
+    accelerator: Accelerator, writer: Writer, safe_serialization: bool, max_shard_size: int | str
+) -> None:
+    hooks = list(accelerator.save_state_pre_hooks.values())
+    models = list(accelerator.models)
+    if hooks:
+        weights = [accelerator.hooks.model_state(accelerator, model) for model in models]
+        for hook in hooks:
+            with writer.part("a save_state pre hook"):
+                hook(models, weights, str(writer.directory))  # may take models off both lists
+        states = iter(weights)
+    else:  # one at a time: a backend may have to gather it
+        states = (accelerator.hooks.model_state(accelerator, model) for model in models)
+    for index, state in enumerate(states):
+        stem = files.numbered(files.MODEL, index, "")
+        if accelerator.saves_here:
+            with writer.part(stem):
+                writer.weights(
+                    state, stem=stem, max_shard_size=max_shard_size, safe=safe_serialization
+                )
+
+
+def _write_state(writer: Writer, name: str, obj: Any, here: bool) -> None:
+    """Write the `state_dict` of an object; every rank asks for it, as it may talk to the others."""
+    with writer.part(f"{name} ({type(obj).__name__}.state_dict)"):
+        state = obj.state_dict()
+        if here:
+            writer.torch(name, state)
 
 
 def _own_state(accelerator: Accelerator) -> dict[str, Any]:
-    return {"step": accelerator.step, "random": rng.capture()}
+    loaders = [
+        loader.state_dict() if hasattr(loader, "state_dict") else None
+        for loader in accelerator.loaders
+    ]
+    return {
+        "step": accelerator.step,
+        **rng.capture(_devices(accelerator)),
+        MARK: {
+            "cycle": accelerator.cycle_state(),
+            "loaders": loaders,
+            "trackers": accelerator.tracker_runs(),
+        },
+    }
 
 
-def _load_own(accelerator: Accelerator, directory: Path, trust: bool) -> None:
-    path = directory / f"{files.RNG}_{accelerator.process_index}.pkl"
-    if not path.exists() and accelerator.process_index > 0:
-        accelerator.note_once(
-            f"{directory} was saved by fewer processes: rank {accelerator.process_index} "
-            "keeps its own random state."
-        )
-        path = directory / f"{files.RNG}_0.pkl"
-        accelerator.step = files.read(path, trust=trust)["step"]
-        return
-    state = files.read(path, trust=trust)
-    accelerator.step = state["step"]
-    rng.restore(state["random"])
+def _devices(accelerator: Accelerator) -> list[torch.device]:
+    used = {accelerator.device}
+    used.update(p.device for model in accelerator.models for p in model.parameters())
+    return sorted(used, key=str)
+
+
+def pending_gradients(accelerator: Accelerator) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the gradients that wait for an optimizer step, by model and parameter name."""
+    waiting = accelerator.waiting_parameters()
+    if not waiting or "checkpoint" in accelerator.backend.owns:
+        return {}
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for index, model in enumerate(accelerator.models):
+        for name, parameter in accelerator.inner_model(model).named_parameters():
+            if parameter.grad is not None and id(parameter) in waiting:
+                found.setdefault(index, {})[name] = parameter.grad
+    return found
+
+
+def _facts(accelerator: Accelerator) -> dict[str, Any]:
+    mesh = accelerator.torch_device_mesh
+    epochs = [int(getattr(loader, "iteration", 0)) for loader in accelerator.loaders]
+    return {
+        "saved_at": time.time(),
+        "step": max((optimizer.steps_taken for optimizer in accelerator.optimizers), default=0),
+        "epoch": max(epochs, default=0),
+        "world_size": accelerator.num_processes,
+        "mesh": None
+        if mesh is None
+        else {str(name): int(mesh[name].size()) for name in (mesh.mesh_dim_names or ())},
+        "mixed_precision": accelerator.mixed_precision,
+        "written_by": {
+            "accelerate-core": importlib.metadata.version("accelerate-core"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "plugins": [
+                {
+                    "kind": record.kind,
+                    "name": record.name,
+                    "distribution": record.distribution,
+                    "version": record.version,
+                }
+                for record, _, _ in accelerator.plugins.plugins
+            ],
+        },
+        "objects": {
+            "models": len(accelerator.models),
+            "optimizers": len(accelerator.optimizers),
+            "schedulers": len(accelerator.schedulers),
+            "loaders": len(accelerator.loaders),
+            "registered": len(accelerator.registered_objects),
+        },
+    }

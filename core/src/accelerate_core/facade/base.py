@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core.assemble import Assembly
 from accelerate_core.backend import Backend
+from accelerate_core.checkpoint import Background
 from accelerate_core.collectives import Communicator
 from accelerate_core.configuration import (
     AutocastKwargs,
@@ -71,6 +72,10 @@ class FacadeBase(ProcessVerbs):
     save_state_pre_hooks: OrderedDict[int, Callable[..., None]]
     load_state_pre_hooks: OrderedDict[int, Callable[..., None]]
     flag_tensor: torch.Tensor | None
+    #: The save that goes on beside the training.
+    background: Background
+    #: Whether a checkpoint was loaded: numbering then goes on beyond later ones.
+    resumed: bool
 
     _built: Assembly
     _process: Runtime

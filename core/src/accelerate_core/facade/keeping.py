@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,9 @@ __all__ = ["Keeping"]
 
 class Keeping(Place):
     """Saving, loading and tracking."""
+
+    #: Ids of the trackers' runs of the checkpoint that was loaded, by tracker name.
+    resumed_runs: dict[str, str] = MappingProxyType({})  # type: ignore[assignment]
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state dict of a prepared model.
@@ -81,17 +85,43 @@ class Keeping(Place):
         self.registered_objects.extend(objects)
 
     def save_state(
-        self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+        self,
+        output_dir: Any = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        max_shard_size: int | str = "10GB",
+        **save_model_func_kwargs: Any,
     ) -> str:
         """Write everything that going on needs into a directory; return the directory.
 
+        It appears whole or not at all, with a manifest of sizes and checksums; what stood there
+        is replaced in the same moment. All ranks call this.
+
         Args:
             output_dir: not with automatic naming (`ProjectConfiguration`).
+            safe_serialization: weights as safetensors; False: in torch's own format.
+            blocking: False copies the state to host memory and returns; it is written while
+                training goes on, and the next save, `load_state`, `wait_for_checkpoint` or
+                `end_training` waits for it and raises what it failed with.
+            max_shard_size: largest file of weights: bytes, or a text such as "5GB".
             save_model_func_kwargs: for backends that write checkpoints themselves.
+
+        Raises:
+            CheckpointError: a rank failed to save; on every rank. Earlier checkpoints stand.
         """
         return checkpoint.save_state(
-            self._whole, output_dir, safe_serialization, save_model_func_kwargs
+            self._whole,
+            output_dir,
+            safe_serialization=safe_serialization,
+            max_shard_size=max_shard_size,
+            blocking=blocking,
+            options=save_model_func_kwargs,
         )
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint being written stands; raise what it failed with, if it did."""
+        self.background.wait()
 
     def load_state(
         self,
@@ -99,22 +129,101 @@ class Keeping(Place):
         load_kwargs: dict[str, Any] | None = None,
         *,
         trust: bool = False,
+        verify: bool = True,
         **load_model_func_kwargs: Any,
-    ) -> None:
-        """Read what `save_state` wrote into the same prepared objects.
+    ) -> str:
+        """Read what `save_state` wrote into the same prepared objects; return the directory.
+
+        The checkpoint is verified first, and nothing is changed if it is damaged. An ordinary
+        loop over a prepared loader then goes on where the run stood. Directories that Hugging
+        Face Accelerate 1.x wrote load too.
 
         Args:
-            input_dir: with automatic naming the newest one if None.
-            load_kwargs: for `torch.load`.
-            trust: also unpickle Python objects; only for directories you wrote yourself.
-            load_model_func_kwargs: for backends that read checkpoints themselves.
+            input_dir: if None the newest whole one of those with automatic names; damaged ones
+                are passed over, with a warning.
+            load_kwargs: for `torch.load`, of optimizers.
+            trust: also unpickle Python objects in the states of optimizers, schedulers and
+                registered objects; only for directories you wrote yourself.
+            verify: False compares sizes only, not checksums.
+            load_model_func_kwargs: `strict=False`, and others for backends that read checkpoints
+                themselves.
 
         Raises:
-            CheckpointError: something is missing or unreadable, by name.
+            CheckpointError: something is missing, damaged or does not fit, by name.
         """
-        checkpoint.load_state(
-            self._whole, input_dir, load_kwargs or {}, trust, load_model_func_kwargs
+        return checkpoint.load_state(
+            self._whole,
+            input_dir,
+            load_kwargs or {},
+            trust=trust,
+            verify=verify,
+            options=load_model_func_kwargs,
         )
+
+    # -- what a checkpoint asks of the cycle that has begun ---------------------------------------
+
+    @property
+    def local_process_count(self) -> int:
+        """Number of processes on this machine."""
+        return self._process.local_num_processes
+
+    def waiting_parameters(self) -> set[int]:
+        """Return the ids of parameters whose gradients no optimizer has stepped with yet."""
+        state = self.gradient_state
+        return {
+            id(parameter)
+            for optimizer in self.optimizers
+            if not state.sync_gradients or optimizer.seen_backwards < state.backwards
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def cycle_state(self) -> dict[str, Any]:
+        """Return where this rank stands in the accumulation cycle."""
+        return {
+            "step": self.step,
+            "sync_gradients": self.sync_gradients,
+            "items": self._items.state_dict(),
+            "steps_taken": [optimizer.steps_taken for optimizer in self.optimizers],
+        }
+
+    def load_cycle_state(
+        self, state: dict[str, Any], all_ranks: list[dict[str, Any]] | None = None
+    ) -> None:
+        """Go on in the cycle.
+
+        Args:
+            all_ranks: the states of all ranks that saved, if they were more or fewer than now.
+        """
+        self.step = int(state["step"])
+        self.sync_gradients = bool(state["sync_gradients"])
+        items = dict(state["items"])
+        if all_ranks is not None:
+            counts = [float(one["items"]["local"]) for one in all_ranks]
+            items["local"] = sum(counts) if self.is_main_process else 0
+        self._items.load_state_dict(items)
+        for optimizer, steps in zip(self.optimizers, state["steps_taken"], strict=False):
+            optimizer.steps_taken = steps
+        waits = self.gradient_state.backwards + 1
+        self.gradient_state.backwards = waits
+        for optimizer in self.optimizers:
+            optimizer.seen_backwards = waits
+
+    def regrouped(self, saved_by: int) -> float:
+        """Return by what gradients of `saved_by` ranks are multiplied, added up for each rank now.
+
+        Their mean over the ranks stays the same; the sum, where items are counted.
+        """
+        return 1.0 / (self.num_processes if self._items.open else saved_by)
+
+    def tracker_runs(self) -> dict[str, Any]:
+        """Return the ids of the trackers' runs, by tracker name."""
+        runs = {tracker.name: getattr(tracker, "run_id", None) for tracker in self.trackers}
+        return {name: str(run) for name, run in runs.items() if run is not None}
+
+    def expect_tracker_runs(self, runs: dict[str, Any]) -> None:
+        """Note which runs a loaded checkpoint belongs to; `resumed_runs` has them."""
+        self.resumed_runs = dict(runs)
 
     @property
     def log_with(self) -> list[str]:

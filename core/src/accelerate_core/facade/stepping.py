@@ -162,6 +162,7 @@ class Stepping(Place):
                 self._update_scaler()
             loss = self.hooks.scale_loss(self, loss)
         self.hooks.backward(self, loss, kwargs)
+        self.gradient_state.backwards += 1
         if counted and not self._items.applied and self._items.factor is not None:
             self.hooks.scale_gradients(self, self._counted_models, self._items.factor)
             self._items.applied = True

@@ -46,6 +46,8 @@ class GradientState:
         sync_each_batch: bool = False,
     ) -> None:
         self.sync_gradients = True
+        #: How often gradients have been computed.
+        self.backwards = 0
         self.num_steps = num_steps or 1
         self.adjust_scheduler = adjust_scheduler
         self.sync_with_dataloader = sync_with_dataloader

@@ -9,7 +9,8 @@ changes no digit, and keeps low precision formats in their range.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -69,6 +70,24 @@ class ItemCount:
                 "of this micro-batch is summed over, 0 or more."
             )
         self._local = self._local + items
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count of a cycle that has begun, as plain values and CPU tensors."""
+        local = self._local
+        return {
+            "open": self.open,
+            "applied": self.applied,
+            "local": local.cpu() if isinstance(local, torch.Tensor) else local,
+            "divisor": None if self._divisor is None else self._divisor.cpu(),
+            "next_divisor": None if self._next_divisor is None else self._next_divisor.cpu(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the cycle of `state_dict`."""
+        self.open, self.applied = bool(state["open"]), bool(state["applied"])
+        self.factor = None
+        self._local = state["local"]
+        self._divisor, self._next_divisor = state["divisor"], state["next_divisor"]
 
     def settle(self, comm: Communicator) -> None:
         """Add up the ranks' counts; no value is read back to the host."""

@@ -34,6 +34,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._zero_grad = zero_grad
         self._after_step = after_step
         self._was_skipped = False
+        #: Steps taken, and how many backwards had run before the last one.
+        self.steps_taken = 0
+        self.seen_backwards = 0
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet: unpickling, copying
@@ -104,6 +107,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 return result[-1]
 
         self._was_skipped = not self._step(self.optimizer, closure)
+        self.steps_taken += not self._was_skipped
+        self.seen_backwards = self.gradient_state.backwards
         if self._after_step is not None:
             self._after_step(self)
         return result[-1] if result else None

@@ -1,0 +1,327 @@
+"""`load_state`: verified first, by all ranks together, then taken over."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accelerate_core.checkpoint import files, foreign, rng
+from accelerate_core.checkpoint.directories import clean_up, numbered_checkpoints
+from accelerate_core.checkpoint.manifest import (
+    MANIFEST,
+    MARK,
+    Manifest,
+    problems,
+    read_manifest,
+)
+from accelerate_core.checkpoint.model import load_weights, weights_layout
+from accelerate_core.checkpoint.state import checkpoints_root
+from accelerate_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accelerate_core.accelerator import Accelerator
+
+__all__ = ["load_state"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Source:
+    """A checkpoint that was found good; without a manifest it is the peer's."""
+
+    directory: Path
+    manifest: Manifest | None
+
+    def has(self, name: str) -> bool:
+        """Tell whether the checkpoint has a file: ours only what the manifest lists."""
+        if self.manifest is not None:
+            return name in self.manifest.files
+        return (self.directory / name).is_file()
+
+    def read(self, name: str, *, trust: bool = False, **options: Any) -> Any:
+        """Read a file of torch's format."""
+        if not self.has(name):
+            raise CheckpointError(f"The checkpoint {self.directory} has no {name}.")
+        allowed = nullcontext() if self.manifest else foreign.numpy_globals()
+        return files.read(self.directory / name, trust=trust, allowed=allowed, **options)
+
+
+def load_state(
+    accelerator: Accelerator,
+    input_dir: Any,
+    load_kwargs: dict[str, Any],
+    *,
+    trust: bool,
+    verify: bool,
+    options: dict[str, Any],
+) -> str:
+    """Read what `save_state` wrote into the same objects; return the directory.
+
+    Raises:
+        CheckpointError: the directory or a file of it is missing or damaged, by name. Nothing
+            has been changed then.
+    """
+    accelerator.background.wait()
+    if input_dir is not None:
+        directory = Path(os.path.realpath(Path(input_dir).expanduser()))
+        if accelerator.saves_here:
+            clean_up(directory.parent)
+        accelerator.wait_for_everyone()
+        wrong = _verdict(accelerator, directory, verify)
+        if wrong:
+            raise CheckpointError(wrong)
+        automatic = None
+    else:
+        automatic, directory = _newest_whole(accelerator, verify)
+    has_manifest = (directory / MANIFEST).exists()
+    source = _Source(directory, read_manifest(directory) if has_manifest else None)
+    _check_fits(accelerator, source)
+    accelerator.settle_scale()  # what is pending belongs to the state that is replaced
+    _load_models(accelerator, source, dict(options))
+    _load_rest(accelerator, source, load_kwargs, trust, options)
+    _continue_numbering(accelerator, directory, automatic)
+    return str(directory)
+
+
+# --- which ----------------------------------------------------------------------------------------
+
+
+def _verdict(accelerator: Accelerator, directory: Path, verify: bool) -> str:
+    """Return what is wrong with a checkpoint as any rank sees it, the same on all; "" if nothing.
+
+    The ranks of a machine share the hashing.
+    """
+    wrong = ""
+    try:
+        wrong = _look(accelerator, directory, verify)
+    except CheckpointError as error:
+        wrong = str(error)
+    said = accelerator.communicator.gather_object(wrong)
+    return next((text for text in said if text), "")
+
+
+def _look(accelerator: Accelerator, directory: Path, verify: bool) -> str:
+    if not directory.is_dir():
+        return f"There is no checkpoint directory {directory}."
+    if not (directory / MANIFEST).exists():
+        return foreign.why_not(directory)
+    manifest = read_manifest(directory)
+    part, parts = accelerator.local_process_index, accelerator.local_process_count
+    mine = sorted(manifest.files, key=lambda name: manifest.files[name].size)[part::parts]
+    wrong = problems(directory, manifest, contents=verify, names=mine)
+    return wrong[0] if wrong else ""
+
+
+def _newest_whole(accelerator: Accelerator, verify: bool) -> tuple[int, Path]:
+    """Return number and path of the newest checkpoint that is whole, the same on every rank."""
+    root = checkpoints_root(accelerator)
+    if accelerator.saves_here:
+        clean_up(root)
+    accelerator.wait_for_everyone()
+    numbers = [number for number, _ in numbered_checkpoints(root)]
+    numbers = accelerator.communicator.broadcast_object(numbers)
+    passed = []
+    for number in reversed(numbers):
+        directory = root / f"checkpoint_{number}"
+        wrong = _verdict(accelerator, directory, verify)
+        if not wrong:
+            for text in passed:
+                accelerator.note_once(
+                    f"load_state passed over {text} It goes on from {directory.name}."
+                )
+            return number, directory
+        passed.append(f"{directory.name}: {wrong}")
+    if passed:
+        raise CheckpointError(f"No checkpoint in {root} is whole. " + " ".join(passed))
+    raise CheckpointError(f"There is no checkpoint in {root} to load.")
+
+
+def _continue_numbering(accelerator: Accelerator, directory: Path, number: int | None) -> None:
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return
+    if number is None:
+        of = {str(path): found for found, path in numbered_checkpoints(directory.parent)}
+        number = of.get(str(directory))
+    if number is not None:
+        accelerator.project_configuration.iteration = number + 1
+        accelerator.resumed = True
+
+
+def _check_fits(accelerator: Accelerator, source: _Source) -> None:
+    """Refuse a checkpoint of other objects before anything is changed."""
+    if source.manifest is None:
+        return
+    said = source.manifest.facts.get("objects", {})
+    have = {
+        "models": len(accelerator.models),
+        "optimizers": len(accelerator.optimizers),
+        "schedulers": len(accelerator.schedulers),
+        "registered": len(accelerator.registered_objects),
+    }
+    differ = [
+        f"{said[what]} {what}, and {count} here"
+        for what, count in have.items()
+        if said.get(what, count) < count
+    ]
+    if differ:
+        raise CheckpointError(
+            f"{source.directory} does not fit this run: it holds {'; '.join(differ)}. Prepare and "
+            "register the same objects in the same order as when it was saved."
+        )
+
+
+# --- taking over ----------------------------------------------------------------------------------
+
+
+def _load_models(accelerator: Accelerator, source: _Source, options: dict[str, Any]) -> None:
+    if "checkpoint" in accelerator.backend.owns:
+        return
+    models = list(accelerator.models)
+    for hook in list(accelerator.load_state_pre_hooks.values()):
+        hook(models, str(source.directory))
+    strict = bool(options.get("strict", True))
+    inner = [accelerator.inner_model(model) for model in models]
+    stems = [files.numbered(files.MODEL, index, "") for index in range(len(models))]
+    for stem, model in zip(stems, inner, strict=True):
+        _compare_layout(source.directory, stem, model, strict)
+    for stem, wrapped, model in zip(stems, models, inner, strict=True):
+        state = load_weights(source.directory, stem, model)
+        accelerator.hooks.load_model_state(accelerator, wrapped, state, strict)
+
+
+def _compare_layout(directory: Path, stem: str, model: torch.nn.Module, strict: bool) -> None:
+    """Compare names and shapes, which is cheap, before the first model is changed."""
+    layout = weights_layout(directory, stem, model)
+    if layout is None:
+        return
+    own = {n: list(t.shape) for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    wrong = [
+        f"{name} has shape {layout[name]} there and {shape} here"
+        for name, shape in own.items()
+        if name in layout and layout[name] != shape and 0 not in shape
+    ]
+    if strict:
+        wrong += [f"{name} is missing there" for name in own if name not in layout]
+        wrong += [f"{name} is not in the model" for name in layout if name not in own]
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"The weights {stem} of {directory} do not fit the model: {'; '.join(wrong[:3])}{more}."
+        )
+
+
+def _load_rest(
+    accelerator: Accelerator,
+    source: _Source,
+    load_kwargs: dict[str, Any],
+    trust: bool,
+    options: dict[str, Any],
+) -> None:
+    if "checkpoint" not in accelerator.backend.owns:
+        for index, optimizer in enumerate(accelerator.optimizers):
+            name = files.numbered(files.OPTIMIZER, index, ".bin")
+            state = source.read(name, trust=trust, **load_kwargs)
+            accelerator.hooks.load_optimizer_state(accelerator, optimizer.optimizer, state)
+    for index, scheduler in enumerate(accelerator.schedulers):
+        name = files.numbered(files.SCHEDULER, index, ".bin")
+        scheduler.load_state_dict(source.read(name, trust=trust))
+    if accelerator.scaler is not None:
+        if source.has(files.SCALER):
+            accelerator.scaler.load_state_dict(source.read(files.SCALER))
+        else:
+            accelerator.note_once(
+                f"{source.directory} was saved without a gradient scaler: its scale starts anew."
+            )
+    for index, obj in enumerate(accelerator.registered_objects):
+        obj.load_state_dict(source.read(f"{files.CUSTOM}_{index}.pkl", trust=trust))
+    if accelerator.backend.name:
+        directory = source.directory / f"backend_{accelerator.backend.name}"
+        accelerator.hooks.load_state(accelerator, directory, options)
+    for key, function, names in accelerator.plugins.implementations("on_load"):
+        accelerator.plugins.call_one(
+            "on_load",
+            key,
+            function,
+            names,
+            accelerator=accelerator,
+            directory=source.directory / key.replace(":", "_"),
+        )
+    _load_ranks(accelerator, source)
+
+
+def _load_ranks(accelerator: Accelerator, source: _Source) -> None:
+    """Take over what each rank has of its own; generators last, as loading may draw from them."""
+    rank, count = accelerator.process_index, accelerator.num_processes
+    first = source.read(f"{files.RNG}_0.pkl")
+    saved_by = _world_size(source)
+    own = first if rank == 0 else None
+    if rank > 0 and source.has(f"{files.RNG}_{rank}.pkl"):
+        own = source.read(f"{files.RNG}_{rank}.pkl")
+    if saved_by != count:
+        accelerator.note_once(
+            f"{source.directory} was saved by {saved_by} processes and is loaded by {count}: the "
+            "position in the data is carried over; ranks that were not there keep their own "
+            "random states."
+        )
+    ours = first.get(MARK)
+    if ours is None:
+        accelerator.step = int(first.get("step", 0))
+        accelerator.note_once(foreign.NOT_TAKEN_OVER.format(directory=source.directory))
+    else:
+        for loader, state in zip(accelerator.loaders, ours["loaders"], strict=False):
+            if state is not None and hasattr(loader, "load_state_dict"):
+                loader.load_state_dict(state)
+        cycles = [ours["cycle"]]
+        for other in range(1, saved_by):
+            name = f"{files.RNG}_{other}.pkl"
+            if other == rank and own is not None:
+                cycles.append(own[MARK]["cycle"])
+            elif saved_by != count and source.has(name):
+                cycles.append(source.read(name)[MARK]["cycle"])
+        mine = (own or first)[MARK]["cycle"]
+        accelerator.load_cycle_state(mine, None if saved_by == count else cycles)
+        accelerator.expect_tracker_runs(ours.get("trackers") or {})
+    _load_gradients(accelerator, source, saved_by)
+    if own is not None:
+        missed = rng.restore(own)
+        if missed:
+            accelerator.note_once(f"No random state could be set for {', '.join(missed)}.")
+
+
+def _world_size(source: _Source) -> int:
+    if source.manifest is not None:
+        return int(source.manifest.facts.get("world_size", 1))
+    return sum(1 for _ in source.directory.glob(f"{files.RNG}_*.pkl"))
+
+
+def _load_gradients(accelerator: Accelerator, source: _Source, saved_by: int) -> None:
+    """Put back the gradients of a begun cycle; of other ranks' the mean, which a sync takes."""
+    rank, count = accelerator.process_index, accelerator.num_processes
+    for model in accelerator.models:
+        for parameter in accelerator.inner_model(model).parameters():
+            parameter.grad = None
+    chosen = [rank] if saved_by == count else range(saved_by)
+    factor = 1.0 if saved_by == count else accelerator.regrouped(saved_by)
+    for other in chosen:
+        name = f"{files.GRADIENTS}_{other}.bin"
+        if not source.has(name):
+            continue
+        found = source.read(name)
+        accelerator.gradient_state.backwards += 1  # they wait for a step, here too
+        for index, gradients in found.items():
+            model = accelerator.inner_model(accelerator.models[index])
+            for key, gradient in gradients.items():
+                parameter = model.get_parameter(key)
+                value = gradient.to(parameter.device)
+                value = value if factor == 1.0 else value * factor
+                if parameter.grad is None:
+                    parameter.grad = value
+                else:
+                    parameter.grad += value
