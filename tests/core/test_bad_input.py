@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -317,27 +316,5 @@ def test_checkpoints(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "state")
     (tmp_path / "state" / "model.safetensors").write_bytes(whole)
     (tmp_path / "state" / "optimizer.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"has no optimizer\.bin"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin is missing"):
         accelerator.load_state(tmp_path / "state")
-
-
-class Planted:
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path("planted_by_a_pickle"),)
-
-
-def test_a_planted_pickle_is_refused_and_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    accelerator = Accelerator()
-    accelerator.prepare(torch.nn.Linear(2, 2))
-    accelerator.save_state("state")
-    rng = Path("state") / "random_states_0.pkl"
-    rng.write_bytes(pickle.dumps(Planted()))
-    with pytest.raises(CheckpointError, match="trust=True"):
-        accelerator.load_state("state")
-    torch.save(Planted(), rng)
-    with pytest.raises(CheckpointError, match="trust=True"):
-        accelerator.load_state("state")
-    assert not Path("planted_by_a_pickle").exists()

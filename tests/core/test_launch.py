@@ -67,7 +67,7 @@ def test_one_process_is_the_scripts_own_interpreter(script: Path) -> None:
 def test_two_processes_alone_start_two(script: Path) -> None:
     plan = plan_of(script, num_processes=2)
     command = choose_launcher(plan).launch_command(plan)
-    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert command[1:3] == ["-m", "accelerate_core.launch.agent"]
     assert command[command.index("--nproc_per_node") + 1] == "2"
     assert "--standalone" in command
     assert int(plan.environment["OMP_NUM_THREADS"]) >= 1
@@ -269,7 +269,7 @@ def test_the_status_of_the_script_is_the_launchers(tmp_path: Path) -> None:
 def test_dry_run_starts_nothing(script: Path) -> None:
     done = run_cli("launch", "--num_processes", "2", "--mixed_precision=fp16", "--dry_run", script)
     assert done.returncode == 0, done.stderr
-    assert "torch.distributed.run --standalone" in done.stdout
+    assert "accelerate_core.launch.agent --standalone" in done.stdout
     assert "ACCELERATE_MIXED_PRECISION" in done.stdout
     assert "command line --mixed_precision" in done.stdout
     assert not shown(done.stdout)

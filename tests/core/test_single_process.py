@@ -389,7 +389,7 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
             accelerator.load_state(tmp_path)
         (tmp_path / "model.safetensors").unlink()
-        with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
             accelerator.load_state(tmp_path)
         with pytest.raises(ConfigurationError, match="object"):
             accelerator.register_for_checkpointing(object(), Net())

@@ -17,7 +17,7 @@ from accelerate_core import data
 from accelerate_core import runtime as runtimes
 from accelerate_core.assemble import CORE_ARGUMENTS, assemble
 from accelerate_core.backend import Backend
-from accelerate_core.checkpoint import Background
+from accelerate_core.checkpoint import Background, Preemption, read_signals
 from accelerate_core.collectives import Communicator, TalkHooks
 from accelerate_core.configuration import (
     AutocastKwargs,
@@ -30,6 +30,7 @@ from accelerate_core.configuration import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accelerate_core.errors import ConfigurationError
 from accelerate_core.facade.keeping import Keeping
 from accelerate_core.facade.preparing import Preparing
 from accelerate_core.facade.stepping import Stepping
@@ -79,6 +80,8 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         backend: name of a backend plugin, a `Backend` class or instance; default: detected.
         process_group_timeout: seconds a collective may wait.
         upcast_outputs: convert half precision outputs of models to fp32 (default True).
+        preemption_signals: signals, such as "SIGTERM,SIGUSR1", on which all ranks save at the next
+            step boundary and leave with status 75; needs automatic checkpoint naming.
         plugin_arguments: arguments of installed plugins.
 
     Raises:
@@ -116,6 +119,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         backend: str | type[Backend] | Backend | None = None,
         process_group_timeout: float | None = None,
         upcast_outputs: bool | None = None,
+        preemption_signals: str | None = None,
         **plugin_arguments: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in CORE_ARGUMENTS}
@@ -136,15 +140,32 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
             self.plugins.add(extension, record, why)
         self.hooks = self.plugins.bind_owner(built.backend, built.selection.record, Backend)
         self.backend.check(self)
+        signals = self._check_preemption()
         trackers = normalise_log_with(log_with)
         self._start_runtime()
         try:
             self._agree()
             self._set_up(arguments, trackers)
             self.plugins.call_each("on_start", accelerator=self)
+            self._watch_for(signals)
         except BaseException:
             runtimes.release(self)
             raise
+
+    def _check_preemption(self) -> list[Any]:
+        signals = read_signals(self.because["preemption_signals"].value)
+        project = self._built.project
+        if signals and (project.project_dir is None or not project.automatic_checkpoint_naming):
+            raise ConfigurationError(
+                f"preemption_signals ({self.because['preemption_signals'].origin}) needs a place "
+                "to save to: ProjectConfiguration(project_dir=..., "
+                "automatic_checkpoint_naming=True)."
+            )
+        return signals
+
+    def _watch_for(self, signals: list[Any]) -> None:
+        if signals:
+            self._preemption = Preemption(self, signals, self._process.store)
 
     def _start_runtime(self) -> None:
         built, values = self._built, self.because
@@ -203,6 +224,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         self.flag_tensor = None
         self.background = Background()
         self.resumed = False
+        self._preemption = None
         self._noted: set[str] = set()
         self._step_listeners = self.plugins.implementations("on_step_end")
         DistributedType.register(str(self.distributed_type))
@@ -240,6 +262,10 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         if error is None:
             self.end_training()
             return
+        if self.closed:
+            return
+        if self._preemption is not None:
+            self._preemption.close()
         self.plugins.call_each("on_error", accelerator=self, error=error)
         self._hub.finish(failed=True)
         self.closed = True
@@ -249,6 +275,8 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         """Finish trackers and plugins; the last Accelerator ends the process group."""
         if self.closed:
             return
+        if self._preemption is not None:
+            self._preemption.close()
         self.background.wait()
         self.background.staging.release()
         self._hub.finish()

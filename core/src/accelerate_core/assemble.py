@@ -72,6 +72,7 @@ CORE_ARGUMENTS: dict[str, Any] = {
     "backend": None,
     "process_group_timeout": None,
     "upcast_outputs": None,
+    "preemption_signals": None,
     # Older names, mapped with one warning.
     "fp16": None,
     "even_batches": None,

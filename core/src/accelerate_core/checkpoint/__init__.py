@@ -3,6 +3,16 @@
 from accelerate_core.checkpoint.background import Background
 from accelerate_core.checkpoint.load import load_state
 from accelerate_core.checkpoint.model import save_model, save_object
+from accelerate_core.checkpoint.preemption import Preempted, Preemption, read_signals
 from accelerate_core.checkpoint.state import save_state
 
-__all__ = ["Background", "load_state", "save_model", "save_object", "save_state"]
+__all__ = [
+    "Background",
+    "Preempted",
+    "Preemption",
+    "load_state",
+    "read_signals",
+    "save_model",
+    "save_object",
+    "save_state",
+]

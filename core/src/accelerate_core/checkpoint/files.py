@@ -201,14 +201,14 @@ def sync_directory(path: Path) -> None:
 def read(
     path: Path,
     *,
-    trust: bool = False,
+    trust: bool | None = None,
     allowed: AbstractContextManager[Any] | None = None,
     **options: Any,
 ) -> Any:
     """Load a file torch has written, tensors and plain containers only.
 
     Args:
-        trust: also run pickled code; only for files you made yourself.
+        trust: also run pickled code; only for files you made yourself. None: this file never.
         allowed: entered while reading: `torch.serialization.safe_globals` of harmless classes.
 
     Raises:
@@ -216,6 +216,7 @@ def read(
     """
     options.setdefault("map_location", "cpu")
     options["weights_only"] = not trust
+    trustable = trust is not None
     try:
         if allowed is None:
             return torch.load(path, **options)
@@ -224,9 +225,14 @@ def read(
     except FileNotFoundError:
         raise CheckpointError(f"The checkpoint {path.parent} has no {path.name}.") from None
     except pickle.UnpicklingError as error:
+        way = (
+            "are not loaded unless you say so: pass trust=True to load_state if you wrote this "
+            "checkpoint yourself"
+            if trustable
+            else "are never loaded from this file"
+        )
         raise CheckpointError(
-            f"{path} is damaged or holds Python objects, which are not loaded unless you say so: "
-            f"pass trust=True to load_state if you wrote this checkpoint yourself. ({first_line(error)})"
+            f"{path} is damaged or holds Python objects, which {way}. ({first_line(error)})"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error

@@ -45,7 +45,7 @@ class _Source:
             return name in self.manifest.files
         return (self.directory / name).is_file()
 
-    def read(self, name: str, *, trust: bool = False, **options: Any) -> Any:
+    def read(self, name: str, *, trust: bool | None = None, **options: Any) -> Any:
         """Read a file of torch's format."""
         if not self.has(name):
             raise CheckpointError(f"The checkpoint {self.directory} has no {name}.")

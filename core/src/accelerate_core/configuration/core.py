@@ -58,6 +58,12 @@ CORE_SETTINGS: tuple[Setting, ...] = (
     ),
     _setting("process_group_timeout", float, None, "seconds a collective may wait", minimum=1),
     _setting("upcast_outputs", bool, True, "convert half precision outputs of models to fp32"),
+    _setting(
+        "preemption_signals",
+        str,
+        None,
+        "signals on which the run saves and leaves with status 75, such as SIGTERM,SIGUSR1",
+    ),
 )
 
 SETTINGS_BY_NAME = {setting.name: setting for setting in CORE_SETTINGS}

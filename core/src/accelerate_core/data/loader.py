@@ -278,6 +278,8 @@ class PreparedLoader(DataLoader[Any]):
                 if state is not None:
                     state.touched(self, served)
                 yield batch
+                if state is not None and state.boundary is not None:
+                    state.boundary()
             exhausted = True
         finally:
             self._runs[:] = [run for run in self._runs if run is not served]

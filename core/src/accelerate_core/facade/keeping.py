@@ -119,6 +119,11 @@ class Keeping(Place):
             options=save_model_func_kwargs,
         )
 
+    @property
+    def preemption_requested(self) -> bool:
+        """Whether one of `preemption_signals` has come: the run ends at the next step boundary."""
+        return self._preemption is not None and self._preemption.requested
+
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint being written stands; raise what it failed with, if it did."""
         self.background.wait()

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from accelerate_core.launch.agent import pass_signals_on
+
 __all__ = ["main"]
 
 
@@ -15,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     agent: Any = run
+    pass_signals_on()
     try:
         agent.run(agent.parse_args(list(sys.argv[1:] if arguments is None else arguments)))
     except ChildFailedError as error:

@@ -13,7 +13,8 @@ LOOPBACK = "127.0.0.1"
 
 #: Runs the agent and, when a rank fails, prints that rank's failure alone.
 _QUIET_MODULE = "accelerate_core.launch.quiet"
-_AGENT_MODULE = "torch.distributed.run"
+#: The agent, with the exit status of a run that saved itself and is to be started again.
+_AGENT_MODULE = "accelerate_core.launch.agent"
 
 
 class TorchrunLauncher:

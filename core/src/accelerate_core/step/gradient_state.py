@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,10 @@ class GradientState:
         self.sync_gradients = True
         #: How often gradients have been computed.
         self.backwards = 0
+        #: How often a prepared optimizer was stepped.
+        self.steps = 0
+        #: Called by a loader when the body of its loop has run; None costs nothing.
+        self.boundary: Callable[[], None] | None = None
         self.num_steps = num_steps or 1
         self.adjust_scheduler = adjust_scheduler
         self.sync_with_dataloader = sync_with_dataloader

@@ -109,6 +109,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._was_skipped = not self._step(self.optimizer, closure)
         self.steps_taken += not self._was_skipped
         self.seen_backwards = self.gradient_state.backwards
+        self.gradient_state.steps += 1
         if self._after_step is not None:
             self._after_step(self)
         return result[-1] if result else None

@@ -1,0 +1,153 @@
+"""Saving and leaving when the machine is about to be taken away.
+
+A signal may reach some ranks only, and each at another step. Whoever got one says so through the
+store; every rank then names the next step boundary it can still stop at, and waits there until
+the latest of these is known: at that one all save. Until a signal comes a boundary costs a
+comparison, and no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+
+if TYPE_CHECKING:
+    from accelerate_core.accelerator import Accelerator
+
+__all__ = ["EXIT_STATUS", "Preempted", "Preemption", "read_signals"]
+
+#: `EX_TEMPFAIL` of sysexits.h: try again later.
+EXIT_STATUS = 75
+
+#: Seconds between two looks at the store, beside the training.
+_LOOK = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class Preempted(SystemExit):
+    """The run has saved its state and leaves, to be started again."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(EXIT_STATUS)
+        self.directory = directory
+
+
+def read_signals(text: str | None) -> list[signal.Signals]:
+    """Return the signals of a text such as "SIGTERM,SIGUSR1".
+
+    Raises:
+        ConfigurationError: a name is no signal.
+    """
+    names = [part.strip().upper() for part in (text or "").split(",") if part.strip()]
+    known = {one.name: one for one in signal.Signals}
+    found = []
+    for name in names:
+        full = name if name.startswith("SIG") else f"SIG{name}"
+        if full not in known or full in ("SIGKILL", "SIGSTOP"):
+            usual = ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"]
+            raise ConfigurationError(
+                f"preemption_signals: {name!r} is no signal that can be caught. Usual are "
+                f"{listing(usual)}.{did_you_mean(full, usual)}"
+            )
+        found.append(known[full])
+    return found
+
+
+class Preemption:
+    """Waits for one of the signals and ends the run at a step boundary, with a checkpoint."""
+
+    def __init__(self, accelerator: Accelerator, signals: list[signal.Signals], store: Any) -> None:
+        self._accelerator = accelerator
+        self._rank, self._size = accelerator.process_index, accelerator.num_processes
+        self._store = None if store is None else dist.PrefixStore("preemption", store)
+        self._asked = threading.Event()
+        self._known = threading.Event()
+        self._stop = False
+        self._lock = threading.Lock()
+        self._steps = 0
+        self._boundaries = 0
+        self._hold: int | None = None
+        self._target = 0
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigurationError(
+                "preemption_signals needs the Accelerator to be made in the main thread."
+            )
+        self._before = {one: signal.signal(one, self._on_signal) for one in signals}
+        self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
+        self._thread.start()
+        accelerator.gradient_state.boundary = self.boundary
+
+    @property
+    def requested(self) -> bool:
+        """Whether a rank has got a signal and this one knows of it."""
+        return self._asked.is_set()
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._asked.set()
+
+    def boundary(self) -> None:
+        """Come to the end of a pass through a training loop's body; leave if it is time."""
+        steps = self._accelerator.gradient_state.steps
+        if steps == self._steps:
+            return  # no optimizer was stepped: a loop that evaluates, or the middle of a cycle
+        self._steps = steps
+        with self._lock:
+            self._boundaries += 1
+            hold = self._hold
+        if hold is None or self._boundaries < hold:
+            return
+        limit = self._accelerator.group_timeout
+        if not self._known.wait(None if limit is None else limit.total_seconds()):
+            raise ConfigurationError("Not every rank answered that it was to be preempted.")
+        if self._boundaries >= self._target:
+            self._leave()
+
+    def _leave(self) -> None:
+        accelerator = self._accelerator
+        self.close()
+        directory = accelerator.save_state()
+        if accelerator.is_main_process:
+            logger.warning("Preempted: the state is saved in %s.", directory)
+        accelerator.end_training()
+        raise Preempted(directory)
+
+    def _watch(self) -> None:
+        try:
+            while not self._asked.wait(_LOOK):
+                if self._stop:
+                    return
+                if self._store is not None and self._store.check(["asked"]):
+                    self._asked.set()
+            if self._stop:
+                return
+            if self._store is not None:
+                self._store.set("asked", "1")
+            with self._lock:
+                self._hold = self._boundaries + 1
+            self._target = self._hold if self._store is None else self._agree(self._hold)
+            self._known.set()
+        except Exception as error:  # the store is gone, and with it the run
+            logger.debug("preemption: %s", error)
+
+    def _agree(self, hold: int) -> int:
+        self._store.set(f"hold/{self._rank}", str(hold))
+        names = [f"hold/{rank}" for rank in range(self._size)]
+        while not self._store.check(names):
+            time.sleep(_LOOK / 10)
+        return max(int(self._store.get(name)) for name in names)
+
+    def close(self) -> None:
+        """Stop watching and give the signals back."""
+        self._stop = True
+        self._accelerator.gradient_state.boundary = None
+        if threading.current_thread() is threading.main_thread():
+            for one, before in self._before.items():
+                signal.signal(one, before)

@@ -1,0 +1,49 @@
+"""torch's agent, with the exit status of a run that was preempted, and its signals passed on."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["main", "pass_signals_on"]
+
+#: `EX_TEMPFAIL`: the ranks have saved and want to be started again.
+_AGAIN = 75
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `torch.distributed.run`; return 75 if the ranks left with that, else as torchrun does."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    agent: Any = run
+    pass_signals_on()
+    parsed = agent.parse_args(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        agent.run(parsed)
+    except ChildFailedError as error:
+        if error.get_first_failure()[1].exitcode == _AGAIN:
+            return _AGAIN
+        raise
+    return 0
+
+
+def pass_signals_on() -> None:
+    """Send the user's signals on to the ranks; by default they would end the agent alone."""
+
+    def send(number: int, frame: Any) -> None:
+        import psutil
+
+        for rank in psutil.Process().children():
+            rank.send_signal(number)
+
+    for name in ("SIGUSR1", "SIGUSR2"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, send)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""A run that is killed and started again: dropout, shuffling, accumulation, many saves.
+
+Arguments: project folder, how to save ("blocking" or "background"), where the final weights go.
+Starts from the newest checkpoint if there is one. Prints nothing; ends with status 0 when done.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate_core import Accelerator
+from accelerate_core.utils import ProjectConfiguration, set_seed
+
+EPOCHS, SAVE_EVERY = 4, 3
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches = state["batches"]
+
+
+def main(folder: Path, how: str, out: Path, pause: float) -> None:
+    config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, project_config=config, process_group_timeout=30
+    )
+    set_seed(11, device_specific=True)
+    # Large enough that a save takes a while to be killed in.
+    net = nn.Sequential(nn.Linear(64, 600), nn.ReLU(), nn.Dropout(0.2), nn.Linear(600, 10))
+    adam = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    decay = torch.optim.lr_scheduler.ExponentialLR(adam, 0.99)
+    generator = torch.Generator().manual_seed(5)
+    data = TensorDataset(
+        torch.randn(120, 64, generator=generator), torch.randint(10, (120,), generator=generator)
+    )
+    loader = DataLoader(data, batch_size=4 // accelerator.num_processes, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(net, adam, decay, loader)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    if any((folder / "checkpoints").glob("checkpoint_*")):
+        accelerator.load_state()
+    for _ in range(loader.iteration, EPOCHS):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(cross_entropy(model(x), y))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            counter.batches += 1
+            if counter.batches % SAVE_EVERY == 0:  # in the middle of a cycle every other time
+                accelerator.save_state(blocking=how == "blocking")
+            time.sleep(pause)
+    accelerator.wait_for_checkpoint()
+    if accelerator.is_main_process:
+        weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+        torch.save((counter.batches, weights), out)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]))

@@ -1,0 +1,105 @@
+"""Runs killed by SIGKILL at random moments end with the weights of the run that never was."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from support import clean_environment
+
+WORKER = Path(__file__).with_name("kill_worker.py")
+TIMEOUT = 120
+
+
+def start(nproc: int, folder: Path, how: str, pause: float = 0.0) -> subprocess.Popen[str]:
+    command = [sys.executable]
+    if nproc > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+        command += ["--nproc_per_node", str(nproc)]
+    command += [str(WORKER), str(folder), how, str(folder / "weights.pt"), str(pause)]
+    return subprocess.Popen(
+        command,
+        env=clean_environment(OMP_NUM_THREADS="1"),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kill every process of the run at once, so that nobody can tidy up."""
+    try:
+        family = [process, *psutil.Process(process.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        family = [process]
+    for one in family:
+        try:
+            os.kill(one.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    process.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    try:
+        _, said = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise
+    assert process.returncode == 0, said[-4000:]
+
+
+def check(tmp_path: Path, nproc: int, runs: int, kills: int, seed: int) -> None:
+    dice = random.Random(seed)
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    finish(start(nproc, reference, "blocking"))
+    expected = torch.load(reference / "weights.pt")
+    inside = 0
+    for number in range(runs):
+        folder = tmp_path / f"run_{number}"
+        folder.mkdir()
+        how = ("blocking", "background")[number % 2]
+        for _ in range(kills):
+            process = start(nproc, folder, how, pause=0.02)
+            before = set(folder.glob("checkpoints/checkpoint_*"))
+            until = time.monotonic() + TIMEOUT
+            # Wait for the first save of this start, then for a random while, or a save's middle.
+            while process.poll() is None and time.monotonic() < until:
+                if set(folder.glob("checkpoints/checkpoint_*")) - before:
+                    break
+                time.sleep(0.005)
+            time.sleep(dice.uniform(0, 0.3))
+            if dice.random() < 0.6:
+                while process.poll() is None and time.monotonic() < until:
+                    if any(folder.glob("checkpoints/.checkpoint_*.saving-*")):
+                        break
+            kill(process)
+            inside += any(folder.glob("checkpoints/.checkpoint_*"))
+        finish(start(nproc, folder, how))
+        batches, weights = torch.load(folder / "weights.pt")
+        assert batches == expected[0], (number, batches)
+        assert torch.equal(weights, expected[1]), number
+        left = [path.name for path in folder.glob("checkpoints/.*")]
+        assert not left, left
+    assert inside >= runs * kills // 4, f"only {inside} of {runs * kills} kills hit a save"
+    print(f"{runs} runs of {kills} kills on {nproc} processes, {inside} inside a save")
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_killed_runs_end_with_the_same_weights(tmp_path: Path, nproc: int) -> None:
+    check(tmp_path, nproc, runs=2, kills=2, seed=nproc)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("nproc", "runs"), [(1, 50), (2, 10)])
+def test_many_killed_runs(tmp_path: Path, nproc: int, runs: int) -> None:
+    check(tmp_path, nproc, runs=runs, kills=3, seed=100 + nproc)
