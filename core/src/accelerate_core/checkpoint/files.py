@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 import xxhash
@@ -104,7 +104,7 @@ def write(path: Path, put: Callable[[HashingFile], None], *, durable: bool = Tru
 
 def write_torch(path: Path, state: Any, *, durable: bool = True) -> Entry:
     """Write what `torch.save` makes of an object."""
-    return write(path, lambda file: torch.save(state, file), durable=durable)
+    return write(path, lambda file: torch.save(state, cast(Any, file)), durable=durable)
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> Entry:

@@ -132,17 +132,19 @@ class Preemption:
                 self._store.set("asked", "1")
             with self._lock:
                 self._hold = self._boundaries + 1
-            self._target = self._hold if self._store is None else self._agree(self._hold)
+            self._target = (
+                self._hold if self._store is None else self._agree(self._store, self._hold)
+            )
             self._known.set()
         except Exception as error:  # the store is gone, and with it the run
             logger.debug("preemption: %s", error)
 
-    def _agree(self, hold: int) -> int:
-        self._store.set(f"hold/{self._rank}", str(hold))
+    def _agree(self, store: Any, hold: int) -> int:
+        store.set(f"hold/{self._rank}", str(hold))
         names = [f"hold/{rank}" for rank in range(self._size)]
-        while not self._store.check(names):
+        while not store.check(names):
             time.sleep(_LOOK / 10)
-        return max(int(self._store.get(name)) for name in names)
+        return max(int(store.get(name)) for name in names)
 
     def close(self) -> None:
         """Stop watching and give the signals back."""

@@ -8,6 +8,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,12 +99,12 @@ def save_state(
         per_node=accelerator.project_configuration.save_on_each_node,
         limit=accelerator.project_configuration.total_limit if automatic else None,
     )
-    if blocking:
+    if group is None or blocking:
         finish(gather)
     else:
         if accelerator.device.type != "cpu":
             torch.accelerator.synchronize()  # the copies to host memory
-        background.run(lambda: finish(group))
+        background.run(partial(finish, group))
     if automatic:
         accelerator.project_configuration.iteration += 1
     return str(target)

@@ -70,7 +70,12 @@ class Writer:
 
     def later(self, what: str, job: Callable[[], None]) -> None:
         """Run a job that writes files by itself: now, or with the others."""
-        self._put(what, lambda: job() or {})
+
+        def run() -> Mapping[str, Entry]:
+            job()
+            return {}
+
+        self._put(what, run)
 
     def finish(self) -> None:
         """Write what was put off."""
