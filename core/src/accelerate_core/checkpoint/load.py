@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zipfile
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ def _newest_whole(accelerator: Accelerator, verify: bool) -> tuple[int, Path]:
     accelerator.wait_for_everyone()
     numbers = [number for number, _ in numbered_checkpoints(root)]
     numbers = accelerator.communicator.broadcast_object(numbers)
-    passed = []
+    passed: list[str] = []
     for number in reversed(numbers):
         directory = root / f"checkpoint_{number}"
         wrong = _verdict(accelerator, directory, verify)
@@ -227,7 +228,10 @@ def _load_rest(
     if "checkpoint" not in accelerator.backend.owns:
         for index, optimizer in enumerate(accelerator.optimizers):
             name = files.numbered(files.OPTIMIZER, index, ".bin")
-            state = source.read(name, trust=trust, **load_kwargs)
+            mapped = zipfile.is_zipfile(source.directory / name) and not load_kwargs
+            state = source.read(name, trust=trust, **({"mmap": True} if mapped else load_kwargs))
+            if mapped:
+                state = _off_the_file(state, optimizer.optimizer)
             accelerator.hooks.load_optimizer_state(accelerator, optimizer.optimizer, state)
     for index, scheduler in enumerate(accelerator.schedulers):
         name = files.numbered(files.SCHEDULER, index, ".bin")
@@ -254,6 +258,34 @@ def _load_rest(
             directory=source.directory / key.replace(":", "_"),
         )
     _load_ranks(accelerator, source)
+
+
+def _off_the_file(state: Any, optimizer: Any) -> Any:
+    """Copy a state off the mapped file: into the memory of the present one where that fits.
+
+    A loaded state would keep the file mapped, and fresh memory costs more than the copy.
+    """
+    present: dict[Any, Any] = optimizer.state_dict().get("state", {})
+    same_groups = isinstance(state, dict) and present.keys() == state.get("state", {}).keys()
+
+    def walk(value: Any, old: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            fits = (
+                type(old) is torch.Tensor
+                and old.shape == value.shape
+                and old.dtype == value.dtype
+                and old.layout == value.layout == torch.strided
+            )
+            return old.copy_(value) if fits else value.clone()
+        if type(value) is dict:
+            olds = old if isinstance(old, dict) else {}
+            return {key: walk(one, olds.get(key)) for key, one in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(walk(one, None) for one in value)
+        return value
+
+    with torch.no_grad():
+        return walk(state, {"state": present} if same_groups else None)
 
 
 def _load_ranks(accelerator: Accelerator, source: _Source) -> None:
