@@ -16,6 +16,8 @@ _COMMANDS = {
     "launch": ("launch", "Start a script in one process or many, on one machine or several."),
     "env": ("env", "Show versions, devices, plugins and the configuration in force."),
     "plugins": ("plugins", "Show which plugins are installed, which are active, and why."),
+    "checkpoints": ("checkpoints", "List, verify and show what save_state wrote."),
+    "merge-weights": ("merge", "Merge sharded weights into one file."),
     "test": ("test", "Run a short self-check with the options of launch."),
 }
 
