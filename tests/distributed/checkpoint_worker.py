@@ -1,0 +1,200 @@
+"""Two ranks, or what two ranks saved: verdicts that all share, other numbers of processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from worker import PG_TIMEOUT, RANK, SIZE, case, flat, run_cases, same_on_ranks, scratch
+
+from accelerate_core import Accelerator
+from accelerate_core.errors import CheckpointError
+from accelerate_core.utils import ProjectConfiguration
+
+
+class Box:
+    def __init__(self) -> None:
+        self.fails = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.fails:
+            raise ValueError("nothing to tell")
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def make(folder: Path, steps: int = 4, **more: Any) -> tuple[Accelerator, Any, Any, Any]:
+    config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(
+        cpu=True,
+        process_group_timeout=PG_TIMEOUT,
+        gradient_accumulation_steps=steps,
+        project_config=config,
+        **more,
+    )
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1).double()
+    data = TensorDataset(torch.randn(32, 4).double(), torch.randn(32, 1).double())
+    loader = DataLoader(data, batch_size=4 // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), loader
+    )
+    return accelerator, model, optimizer, loader
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, loader: Any, n: int, counted: bool) -> None:
+    for count, (x, y) in enumerate(loader, 1):
+        items = float(len(x)) if counted else None
+        with accelerator.accumulate(model, num_items=items):
+            loss = mse_loss(model(x), y, reduction="sum" if counted else "mean")
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if count == n:
+            break
+
+
+def save(accelerator: Any, blocking: bool) -> None:
+    accelerator.save_state(blocking=blocking)
+    accelerator.wait_for_checkpoint()
+
+
+def straight(folder: Path, counted: bool) -> torch.Tensor:
+    accelerator, *parts = make(folder)
+    train(accelerator, *parts, 8, counted)
+    accelerator.end_training()
+    return flat(parts[0])
+
+
+@case
+def a_rank_that_fails_is_everybodys_error() -> None:
+    folder = scratch("fails")
+    accelerator, *_ = make(folder)
+    box = Box()
+    accelerator.register_for_checkpointing(box)
+    first = accelerator.save_state()
+    for blocking in (True, False):
+        box.fails = RANK == SIZE - 1
+        begun = time.monotonic()
+        with pytest.raises(CheckpointError, match="nothing to tell") as failure:
+            save(accelerator, blocking)
+        assert SIZE == 1 or f"rank {SIZE - 1}" in str(failure.value)
+        assert time.monotonic() - begun < 20
+        box.fails = False
+        accelerator.wait_for_everyone()
+        left = sorted(p.name for p in (folder / "checkpoints").iterdir())
+        assert left == ["checkpoint_0"], left
+        accelerator.wait_for_everyone()
+    assert accelerator.load_state() == first
+    accelerator.save_state(blocking=False)
+    accelerator.wait_for_checkpoint()
+    accelerator.end_training()
+
+
+@case
+def all_ranks_pass_over_the_same() -> None:
+    folder = scratch("fallback")
+    accelerator, *_ = make(folder)
+    first = accelerator.save_state()
+    second = Path(accelerator.save_state())
+    accelerator.wait_for_everyone()
+    if RANK == 0:
+        data = bytearray((second / f"random_states_{SIZE - 1}.pkl").read_bytes())
+        data[100] ^= 4
+        (second / f"random_states_{SIZE - 1}.pkl").write_bytes(data)
+    accelerator.wait_for_everyone()
+    import warnings
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert accelerator.load_state() == first
+    assert any("passed over checkpoint_1" in str(one.message) for one in said)
+    accelerator.end_training()
+
+
+@case
+def machines_with_disks_of_their_own() -> None:
+    """A directory per rank stands for a machine per rank."""
+    if SIZE == 1:
+        return
+    shared = scratch("nodes")
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
+    config = ProjectConfiguration(save_on_each_node=True)
+    accelerator = Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT, project_config=config)
+    accelerator.prepare(nn.Linear(3, 3))
+    mine = shared / f"node_{RANK}" / "state"
+    accelerator.save_state(mine)
+    names = sorted(path.name for path in mine.iterdir())
+    assert names == ["manifest.json", "model.safetensors", f"random_states_{RANK}.pkl"], names
+    accelerator.end_training()
+    config = ProjectConfiguration(save_on_each_node=False)
+    accelerator = Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT, project_config=config)
+    accelerator.prepare(nn.Linear(3, 3))
+    with pytest.raises(CheckpointError, match="save_on_each_node"):
+        accelerator.save_state(shared / f"other_{RANK}" / "state")
+    accelerator.end_training()
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(RANK), str(SIZE)
+
+
+@case
+def begun_cycles_are_saved_for_another_number_of_processes() -> None:
+    """The first half here; the other half is done by the run of the other size."""
+    folder = Path(sys.argv[1])
+    for counted in (False, True):
+        mine = folder / f"{SIZE}_{counted}"
+        if mine.exists():
+            return  # done by the first run of this size
+        expected = straight(scratch(f"straight_{counted}"), counted)
+        accelerator, *parts = make(mine)
+        train(accelerator, *parts, 6, counted)
+        accelerator.save_state()
+        accelerator.end_training()
+        accelerator, *parts = make(mine)
+        accelerator.load_state()
+        train(accelerator, *parts, 8, counted)
+        assert torch.equal(flat(parts[0]), expected), "the same number: bit for bit"
+        assert same_on_ranks(flat(parts[0]))
+        accelerator.end_training()
+        if RANK == 0:
+            torch.save(expected, folder / f"{SIZE}_{counted}.pt")
+
+
+@case
+def another_number_of_processes_goes_on() -> None:
+    folder = Path(sys.argv[1])
+    other = 3 - SIZE
+    for counted in (False, True):
+        theirs = folder / f"{other}_{counted}"
+        if not theirs.exists():
+            return  # the run of the other size comes later
+        copy = scratch(f"of_other_{counted}") / "run"
+        if RANK == 0:
+            shutil.copytree(theirs, copy)
+        accelerator, *parts = make(copy)
+        accelerator.wait_for_everyone()
+        import warnings
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            accelerator.load_state()
+        texts = [str(one.message) for one in said]
+        assert sum("was saved by" in text for text in texts) == 1, texts
+        train(accelerator, *parts, 8, counted)
+        expected = torch.load(folder / f"{other}_{counted}.pt")
+        torch.testing.assert_close(flat(parts[0]), expected, rtol=1e-12, atol=1e-12)
+        accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run_cases()

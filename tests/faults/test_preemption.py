@@ -1,0 +1,78 @@
+"""A signal to one rank: all save at the same step boundary and leave with status 75."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support import clean_environment
+
+from accelerate_core import Accelerator
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.utils import ProjectConfiguration
+
+WORKER = Path(__file__).with_name("preempt_worker.py")
+
+
+def start(nproc: int, folder: Path, steps: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu"]
+    command += ["--num_processes", str(nproc), str(WORKER), str(folder), str(steps)]
+    return subprocess.Popen(
+        command,
+        env=clean_environment(OMP_NUM_THREADS="1"),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("nproc", "to", "number"),
+    [(1, "rank", signal.SIGTERM), (2, "rank", signal.SIGTERM), (2, "launcher", signal.SIGUSR1)],
+)
+def test_a_signal_saves_and_leaves(
+    tmp_path: Path, nproc: int, to: str, number: signal.Signals
+) -> None:
+    process = start(nproc, tmp_path, 1)
+    last = tmp_path / f"{nproc - 1}.pid"
+    until = time.monotonic() + 60
+    while not (last.exists() and last.read_text()) and time.monotonic() < until:
+        time.sleep(0.02)
+    os.kill(int(last.read_text()) if to == "rank" else process.pid, number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said[-3000:]
+    assert "Preempted: the state is saved in" in said
+    (directory,) = (tmp_path / "checkpoints").iterdir()
+    told = json.loads((directory / "manifest.json").read_text())["content"]
+    assert told["step"] > 0
+    assert "gradients_0.bin" not in told["files"], "on the boundary of a cycle"
+    again = start(nproc, tmp_path, 0)
+    _, said = again.communicate(timeout=60)
+    assert again.returncode == 0, said[-3000:]
+    straight = tmp_path / "straight"
+    straight.mkdir()
+    other = start(nproc, straight, 0)
+    _, said = other.communicate(timeout=60)
+    assert other.returncode == 0, said[-3000:]
+    expected, found = torch.load(straight / "weights.pt"), torch.load(tmp_path / "weights.pt")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_wrong_setting_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'SIGTREM'.*Did you mean 'SIGTERM'"):
+        Accelerator(cpu=True, preemption_signals="SIGTREM")
+    with pytest.raises(ConfigurationError, match="needs a place"):
+        Accelerator(cpu=True, preemption_signals="TERM")
+    before = signal.getsignal(signal.SIGUSR2)
+    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    with Accelerator(cpu=True, preemption_signals="USR2", project_config=config) as accelerator:
+        assert signal.getsignal(signal.SIGUSR2) is not before
+        assert not accelerator.preemption_requested
+    assert signal.getsignal(signal.SIGUSR2) is before
