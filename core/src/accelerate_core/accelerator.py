@@ -17,7 +17,7 @@ from accelerate_core import data
 from accelerate_core import runtime as runtimes
 from accelerate_core.assemble import CORE_ARGUMENTS, assemble
 from accelerate_core.backend import Backend
-from accelerate_core.checkpoint import Background, Preemption, read_signals
+from accelerate_core.checkpoint import Background, Boundary, Preemption, own_state, read_signals
 from accelerate_core.collectives import Communicator, TalkHooks
 from accelerate_core.configuration import (
     AutocastKwargs,
@@ -225,6 +225,9 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         self.background = Background()
         self.resumed = False
         self._preemption = None
+        self.last_boundary = None
+        if not self.backend.supports.get("gradients", True):
+            self.last_boundary = Boundary(self, own_state)
         self._noted: set[str] = set()
         self._step_listeners = self.plugins.implementations("on_step_end")
         DistributedType.register(str(self.distributed_type))

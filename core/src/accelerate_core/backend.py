@@ -38,7 +38,9 @@ class Backend:
 
     * `supports`: `precisions` (names, or None for all), `mesh` (dimension names),
       `devices` (device types, or None for all), `no_sync`, `join`, `compile`, `num_items` (of
-      one that owns accumulation: whether it can divide by a number of items).
+      one that owns accumulation: whether it can divide by a number of items), `gradients`
+      (True unless False: gradients of a begun cycle are in `parameter.grad`, or saved by a
+      backend that owns checkpoints; without them the last step boundary is what is saved).
     * `owns`: what the core leaves to this backend: `precision` (autocast of forward),
       `device_placement`, `accumulation` (dividing the loss), `checkpoint`
       (model and optimizer files, written in `on_save`).

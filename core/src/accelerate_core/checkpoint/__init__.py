@@ -4,13 +4,16 @@ from accelerate_core.checkpoint.background import Background
 from accelerate_core.checkpoint.load import load_state
 from accelerate_core.checkpoint.model import save_model, save_object
 from accelerate_core.checkpoint.preemption import Preempted, Preemption, read_signals
-from accelerate_core.checkpoint.state import save_state
+from accelerate_core.checkpoint.replay import Boundary
+from accelerate_core.checkpoint.state import own_state, save_state
 
 __all__ = [
     "Background",
+    "Boundary",
     "Preempted",
     "Preemption",
     "load_state",
+    "own_state",
     "read_signals",
     "save_model",
     "save_object",

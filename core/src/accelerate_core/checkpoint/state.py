@@ -25,13 +25,14 @@ from accelerate_core.checkpoint.directories import (
 )
 from accelerate_core.checkpoint.files import Entry, checksum
 from accelerate_core.checkpoint.manifest import MANIFEST, MARK, Manifest, problems, read_manifest
+from accelerate_core.checkpoint.replay import Boundary
 from accelerate_core.checkpoint.writer import Writer
 from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
 
-__all__ = ["checkpoints_root", "save_state"]
+__all__ = ["checkpoints_root", "own_state", "save_state"]
 
 #: What each rank reports: its failure, its files, and which machine it is on.
 Report = tuple[str | None, dict[str, Entry], int]
@@ -267,6 +268,22 @@ def _write_all(
     options: dict[str, Any],
 ) -> None:
     """Write everything in a fixed order: what a backend gathers, all ranks gather together."""
+    past = accelerator.last_boundary
+    if past is None or not past.needed():
+        _write_parts(accelerator, writer, safe_serialization, max_shard_size, options, None)
+        return
+    with past.buffers():
+        _write_parts(accelerator, writer, safe_serialization, max_shard_size, options, past)
+
+
+def _write_parts(
+    accelerator: Accelerator,
+    writer: Writer,
+    safe_serialization: bool,
+    max_shard_size: int | str,
+    options: dict[str, Any],
+    past: Boundary | None,
+) -> None:
     here = accelerator.saves_here
     if "checkpoint" not in accelerator.backend.owns:
         _write_models(accelerator, writer, safe_serialization, max_shard_size)
@@ -278,14 +295,16 @@ def _write_all(
                     writer.torch(name, state)
                 del state
     for index, scheduler in enumerate(accelerator.schedulers):
-        _write_state(writer, files.numbered(files.SCHEDULER, index, ".bin"), scheduler, here)
+        name = files.numbered(files.SCHEDULER, index, ".bin")
+        _write_state(writer, name, past.of(scheduler) if past else scheduler, here)
     if accelerator.scaler is not None:
         _write_state(writer, files.SCALER, accelerator.scaler, here)
     for index, obj in enumerate(accelerator.registered_objects):
-        _write_state(writer, f"{files.CUSTOM}_{index}.pkl", obj, here)
+        name = f"{files.CUSTOM}_{index}.pkl"
+        _write_state(writer, name, past.of(obj) if past else obj, here)
     rank = accelerator.process_index
     with writer.part("loaders, generators and counters"):
-        writer.torch(f"{files.RNG}_{rank}.pkl", _own_state(accelerator))
+        writer.torch(f"{files.RNG}_{rank}.pkl", past.own if past else own_state(accelerator))
     with writer.part("gradients"):
         gradients = pending_gradients(accelerator)
         if gradients:
@@ -335,7 +354,8 @@ def _write_state(writer: Writer, name: str, obj: Any, here: bool) -> None:
             writer.torch(name, state)
 
 
-def _own_state(accelerator: Accelerator) -> dict[str, Any]:
+def own_state(accelerator: Accelerator) -> dict[str, Any]:
+    """Return the positions, generators and counters of this rank."""
     loaders = [
         loader.state_dict() if hasattr(loader, "state_dict") else None
         for loader in accelerator.loaders
@@ -360,7 +380,8 @@ def _devices(accelerator: Accelerator) -> list[torch.device]:
 def pending_gradients(accelerator: Accelerator) -> dict[int, dict[str, torch.Tensor]]:
     """Return the gradients that wait for an optimizer step, by model and parameter name."""
     waiting = accelerator.waiting_parameters()
-    if not waiting or "checkpoint" in accelerator.backend.owns:
+    given = "checkpoint" in accelerator.backend.owns or accelerator.last_boundary is not None
+    if not waiting or given:
         return {}
     found: dict[int, dict[str, torch.Tensor]] = {}
     for index, model in enumerate(accelerator.models):

@@ -235,6 +235,8 @@ class PreparedLoader(DataLoader[Any]):
     # -- iterating ---------------------------------------------------------------------------
 
     def __iter__(self) -> Any:
+        if self.gradient_state is not None and self.gradient_state.before_cycle is not None:
+            self.gradient_state.before_cycle()
         if self.comm is not None and self.comm.size > 1:
             synchronize_rng_states(self.rng_types, self.synchronized_generator, self.comm)
         sampler = self._seedable()
@@ -278,8 +280,11 @@ class PreparedLoader(DataLoader[Any]):
                 if state is not None:
                     state.touched(self, served)
                 yield batch
-                if state is not None and state.boundary is not None:
-                    state.boundary()
+                if state is not None:
+                    if state.boundary is not None:
+                        state.boundary()
+                    if state.before_cycle is not None:
+                        state.before_cycle()
             exhausted = True
         finally:
             self._runs[:] = [run for run in self._runs if run is not served]

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core.assemble import Assembly
 from accelerate_core.backend import Backend
-from accelerate_core.checkpoint import Background, Preemption
+from accelerate_core.checkpoint import Background, Boundary, Preemption
 from accelerate_core.collectives import Communicator
 from accelerate_core.configuration import (
     AutocastKwargs,
@@ -76,6 +76,8 @@ class FacadeBase(ProcessVerbs):
     background: Background
     #: Whether a checkpoint was loaded: numbering then goes on beyond later ones.
     resumed: bool
+    #: What stood before the cycle, where the backend cannot give its gradients.
+    last_boundary: Boundary | None
     _preemption: Preemption | None
 
     _built: Assembly

@@ -53,6 +53,8 @@ class GradientState:
         self.steps = 0
         #: Called by a loader when the body of its loop has run; None costs nothing.
         self.boundary: Callable[[], None] | None = None
+        #: Called by a loader before it reads a batch, where a cycle may begin with it.
+        self.before_cycle: Callable[[], None] | None = None
         self.num_steps = num_steps or 1
         self.adjust_scheduler = adjust_scheduler
         self.sync_with_dataloader = sync_with_dataloader
