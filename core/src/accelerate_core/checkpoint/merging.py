@@ -27,7 +27,7 @@ def merge_weights(
 
     Args:
         source: a directory of `save_state` or `save_model`, or of torch.distributed.checkpoint
-            (also one level deeper, as the peer's `pytorch_model_fsdp_0`).
+            (or of one directory in it).
         safe_serialization: `model.safetensors`; False: `pytorch_model.bin`.
         remove: delete `source` once the file stands.
 
