@@ -20,7 +20,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from harness import OURS, PEER, RAW, Limit, Result
+from harness import save as write_json
+from rich.console import Console
+from rich.table import Table
+
 CASES = ("raw", "ours", "ours_async", "peer")
+NAMES = {"raw": RAW, "ours": OURS, "peer": PEER}
+BLOCKING = "a blocking save"
+NOT_INSTALLED = 77
 
 
 def make(mb: int):
@@ -95,7 +103,10 @@ def child(case: str, mb: int, folder: Path) -> dict[str, float]:
             adam.load_state_dict(torch.load(place / "optimizer.bin", weights_only=True))
     else:
         if case == "peer":
-            from accelerate import Accelerator
+            try:
+                from accelerate import Accelerator
+            except ImportError:
+                raise SystemExit(NOT_INSTALLED) from None
         else:
             from accelerate_core import Accelerator
         accelerator = Accelerator(cpu=True)
@@ -138,40 +149,98 @@ def child(case: str, mb: int, folder: Path) -> dict[str, float]:
     return told
 
 
+def compare(mb: int, rounds: int) -> list[Result]:
+    """Run every case in turn, and compare the medians of each process round by round."""
+    told: dict[str, dict[str, list[float]]] = {}
+    for number in range(rounds):
+        for case in CASES:
+            with tempfile.TemporaryDirectory() as folder:
+                command = [sys.executable, __file__, "--child", case, str(mb), folder]
+                done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == NOT_INSTALLED:
+                continue
+            if done.returncode:
+                raise SystemExit(f"{case}: {done.stderr}")
+            for key, value in json.loads(done.stdout.splitlines()[-1]).items():
+                scale = 1 if key.endswith("_mb") else 1e6
+                told.setdefault(key, {}).setdefault(case, []).append(value * scale)
+        print(f"{mb} MB: round {number + 1} of {rounds}", file=sys.stderr)
+    saves, written = told["save"], told["written"]["ours_async"]
+    names = {case: name for case, name in NAMES.items() if case in saves}
+    return [
+        Result(
+            f"save, {mb} MB",
+            "save",
+            RAW,
+            {name: saves[case] for case, name in names.items()} | {"in the background": written},
+            [Limit(RAW, 1.15)],
+        ),
+        Result(
+            f"load, {mb} MB",
+            "load",
+            RAW,
+            {name: told["load"][case] for case, name in names.items()},
+            [Limit(RAW, 1.5)],
+        ),
+        Result(
+            f"blocked by a save in the background, {mb} MB",
+            "save",
+            BLOCKING,
+            {BLOCKING: saves["ours"], OURS: saves["ours_async"]},
+            [Limit(BLOCKING, 0.2)],
+        ),
+        *(
+            Result(
+                f"extra memory of {what}, {mb} MB",
+                "MB",
+                RAW,
+                {name: told[f"{what}_mb"][case] for case, name in names.items()},
+            )
+            for what in ("save", "load")
+        ),
+    ]
+
+
+def show(results: list[Result]) -> None:
+    """Print seconds and MB with their ratios to the reference, and the limits."""
+    console = Console()
+    table = Table("", "", "median", "ratio")
+    table.columns[2].justify = table.columns[3].justify = "right"
+    for result in results:
+        for name in result.rounds:
+            value = result.median(name)
+            text = f"{value:.1f} MB" if result.unit == "MB" else f"{value / 1e6:.3f} s"
+            # A ratio of two memories near nothing says nothing.
+            small = result.unit == "MB" and value < 5
+            ratio = "" if small else f"{result.ratio(name, result.reference):.2f}"
+            table.add_row(result.title, name, text, ratio)
+        table.add_section()
+    console.print(table)
+    for result in results:
+        for verdict in result.verdicts():
+            sign = "within" if verdict["holds"] else "OVER"
+            console.print(
+                f"  {result.title}: {verdict['value']:.2f} {verdict['text']} "
+                f"({sign} the limit of {verdict['limit']})"
+            )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--child", nargs=3)
-    arguments = parser.parse_args()
-    if arguments.child:
-        case, mb, folder = arguments.child
+    parser.add_argument("--out", default="benchmarks/results", help="where the JSON goes")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        case, mb, folder = options.child
         print(json.dumps(child(case, int(mb), Path(folder))))
         return
-    for mb in arguments.mb:
-        results: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
-        for _ in range(arguments.rounds):
-            for case in CASES:
-                with tempfile.TemporaryDirectory() as folder:
-                    command = [sys.executable, __file__, "--child", case, str(mb), folder]
-                    done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    sys.stderr.write(f"{case}: {done.stderr[-500:]}\n")
-                    continue
-                results[case].append(json.loads(done.stdout.splitlines()[-1]))
-        raw = {key: statistics.median(r[key] for r in results["raw"]) for key in results["raw"][0]}
-        print(f"\n{mb} MB of state, medians of {arguments.rounds}; ratio to raw in brackets")
-        for case, rows in results.items():
-            if not rows:
-                continue
-            cells = []
-            for key in rows[0]:
-                value = statistics.median(row[key] for row in rows)
-                against = "save" if key == "written" else key
-                unit = "MB" if key.endswith("_mb") else "s"
-                ratio = f" ({value / raw[against]:.2f})" if raw.get(against) else ""
-                cells.append(f"{key} {value:.3g} {unit}{ratio}")
-            print(f"  {case:11}", "   ".join(cells))
+    results = []
+    for mb in options.mb:
+        results += compare(mb, options.rounds)
+    show(results)
+    write_json("checkpoint", results, options.out)
 
 
 if __name__ == "__main__":
