@@ -317,9 +317,9 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         ]
         return "\n".join(lines)
 
-    def note_once(self, text: str) -> None:
-        """Warn, once per text."""
-        if text not in self._noted:
+    def note_once(self, text: str, *, every_rank: bool = False) -> None:
+        """Warn, once per text, on the main process."""
+        if text not in self._noted and (every_rank or self.is_main_process):
             self._noted.add(text)
             warnings.warn(text, stacklevel=3)
 

@@ -43,7 +43,7 @@ class Backend:
       backend that owns checkpoints; without them the last step boundary is what is saved).
     * `owns`: what the core leaves to this backend: `precision` (autocast of forward),
       `device_placement`, `accumulation` (dividing the loss), `checkpoint`
-      (model and optimizer files, written in `on_save`).
+      (model and optimizer files, written in the hook `save_state`).
     * `compile_at`: whether the compile stage runs `before` or `after` `prepare_model`,
       or is the backend's `own`.
     """

@@ -324,7 +324,10 @@ def _load_ranks(accelerator: Accelerator, source: _Source) -> None:
     if own is not None:
         missed = rng.restore(own)
         if missed:
-            accelerator.note_once(f"No random state could be set for {', '.join(missed)}.")
+            accelerator.note_once(
+                f"No random state could be set on rank {rank} for {', '.join(missed)}.",
+                every_rank=True,
+            )
 
 
 def _world_size(source: _Source) -> int:
