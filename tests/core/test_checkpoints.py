@@ -168,13 +168,38 @@ def test_every_damage_to_every_file_is_refused_by_name(run: Run) -> None:
 def test_a_damaged_successor_is_replaced_and_a_whole_one_kept(run: Run) -> None:
     made = [Path(run.accelerator.save_state()) for _ in range(3)]
     flip(made[2] / "model.safetensors")
-    os.truncate(made[2] / "optimizer.bin", 3)
     with pytest.warns(UserWarning, match="passed over checkpoint_2"):
         run.accelerator.load_state()
     assert run.accelerator.save_state() == str(made[2])
     run.accelerator.load_state(made[0])
-    with pytest.warns(UserWarning, match="checkpoint_1 is later"):
+    with pytest.warns(UserWarning, match="checkpoint_2 is later"):
         assert run.accelerator.save_state().endswith("checkpoint_3")
+
+
+def test_a_new_run_neither_removes_nor_outnumbers_an_earlier_one(tmp_path: Path) -> None:
+    first = Run(tmp_path, limit=2)
+    for _ in range(4):
+        first.accelerator.save_state()
+    second = Run(tmp_path, limit=2)
+    with pytest.raises(CheckpointError, match=r"checkpoint_3 is there already.*iteration=4"):
+        second.accelerator.save_state()
+    kept = tmp_path / "checkpoints"
+    assert folders(kept) == ["checkpoint_2", "checkpoint_3"]
+    second.accelerator.load_state(kept / "checkpoint_2")
+    with pytest.warns(UserWarning, match="checkpoint_3 is later"):
+        assert second.accelerator.save_state().endswith("checkpoint_4")
+
+
+def test_a_damaged_one_is_removed_before_a_whole_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, limit=2)
+    made = [Path(run.accelerator.save_state()) for _ in range(2)]
+    flip(made[1] / "optimizer.bin")
+    with pytest.warns(UserWarning, match="passed over checkpoint_1"):
+        run.accelerator.load_state()
+    again = [Path(run.accelerator.save_state()) for _ in range(2)]
+    assert again[0] == made[1], "the damaged one's number is used again"
+    assert folders(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_2"]
+    run.accelerator.load_state(again[0])
 
 
 def test_without_verification_sizes_are_still_compared(run: Run) -> None:
@@ -334,6 +359,26 @@ def test_a_named_directory_is_replaced_whole_and_keeps_what_others_put_there(
         os.chdir(before)
 
 
+@pytest.mark.parametrize("options", [{"safe_serialization": False}, {"max_shard_size": 40}])
+def test_weights_that_were_replaced_never_come_back(run: Run, tmp_path: Path, options: Any) -> None:
+    run.accelerator.project_configuration.automatic_checkpoint_naming = False
+    place = tmp_path / "named"
+    run.accelerator.save_state(place)
+    os.truncate(place / "manifest.json", 5)  # what it listed is not known any more
+    (place / "notes.txt").write_text("mine")
+    with torch.no_grad():
+        run.net[0].weight.fill_(2.0)
+    run.accelerator.save_state(place, **options)
+    assert not (place / "model.safetensors").exists()
+    assert (place / "notes.txt").read_text() == "mine"
+    with torch.no_grad():
+        run.net[0].weight.fill_(3.0)
+    run.accelerator.save_state(tmp_path / "x")
+    shutil.copy(tmp_path / "x" / "model.safetensors", place)  # not what the manifest lists
+    run.accelerator.load_state(place)
+    assert torch.equal(run.net[0].weight, torch.full_like(run.net[0].weight, 2.0))
+
+
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_death_between_any_two_steps_of_replacing_loses_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
@@ -490,6 +535,25 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path: Pa
     third = run.accelerator.save_state(blocking=False)
     run.accelerator.end_training()
     assert Path(third, "manifest.json").exists(), "the end waits for it"
+
+
+def test_states_made_for_the_save_are_copied_each(run: Run) -> None:
+    class Fresh:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {"value": torch.full((1000,), self.value)}  # freed, and its address reused
+
+        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+            self.value = float(state["value"][0])
+
+    objects = [Fresh(float(number)) for number in range(4)]
+    run.accelerator.register_for_checkpointing(*objects)
+    run.accelerator.save_state(blocking=False)
+    run.accelerator.wait_for_checkpoint()
+    run.accelerator.load_state()
+    assert [one.value for one in objects] == [0.0, 1.0, 2.0, 3.0]
 
 
 # --- resuming -------------------------------------------------------------------------------------

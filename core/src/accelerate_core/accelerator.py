@@ -224,6 +224,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         self.flag_tensor = None
         self.background = Background()
         self.resumed = False
+        self.damaged_checkpoints = set()
         self._preemption = None
         self.last_boundary = None
         if not self.backend.supports.get("gradients", True):

@@ -152,6 +152,14 @@ def clean_up(parent: Path) -> None:
                 os.close(lock)
 
 
+#: What a checkpoint consists of, here and at the peer's: none of it outlives the checkpoint.
+_CHECKPOINT_FILE = re.compile(
+    r"(pytorch_)?model(_\d+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+    r"|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
+    r"|(random_states|custom_checkpoint)_\d+\.pkl|gradients_\d+\.bin|backend_.+"
+)
+
+
 def _settle(old: Path, target: Path) -> None:
     """Remove a replaced checkpoint; what others have put into its directory moves to the new one."""
     try:
@@ -160,7 +168,8 @@ def _settle(old: Path, target: Path) -> None:
         listed = set()
     for entry in old.iterdir():
         there = target / entry.name
-        if entry.name not in listed and not there.exists():
+        kept = entry.name not in listed and _CHECKPOINT_FILE.fullmatch(entry.name) is None
+        if kept and not there.exists():
             os.rename(entry, there)
     shutil.rmtree(old)
 

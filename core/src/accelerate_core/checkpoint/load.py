@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
+from collections.abc import Container
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,11 @@ class _Source:
 
     directory: Path
     manifest: Manifest | None
+
+    @property
+    def listed(self) -> Container[str] | None:
+        """The names the manifest vouches for; None without one."""
+        return None if self.manifest is None else self.manifest.files
 
     def has(self, name: str) -> bool:
         """Tell whether the checkpoint has a file: ours only what the manifest lists."""
@@ -139,6 +145,7 @@ def _newest_whole(accelerator: Accelerator, verify: bool) -> tuple[int, Path]:
                 )
             return number, directory
         passed.append(f"{directory.name}: {wrong}")
+        accelerator.damaged_checkpoints.add(str(directory))
     if passed:
         raise CheckpointError(f"No checkpoint in {root} is whole. " + " ".join(passed))
     raise CheckpointError(f"There is no checkpoint in {root} to load.")
@@ -191,15 +198,15 @@ def _load_models(accelerator: Accelerator, source: _Source, options: dict[str, A
     inner = [accelerator.inner_model(model) for model in models]
     stems = [files.numbered(files.MODEL, index, "") for index in range(len(models))]
     for stem, model in zip(stems, inner, strict=True):
-        _compare_layout(source.directory, stem, model, strict)
+        _compare_layout(source, stem, model, strict)
     for stem, wrapped, model in zip(stems, models, inner, strict=True):
-        state = load_weights(source.directory, stem, model)
+        state = load_weights(source.directory, stem, model, source.listed)
         accelerator.hooks.load_model_state(accelerator, wrapped, state, strict)
 
 
-def _compare_layout(directory: Path, stem: str, model: torch.nn.Module, strict: bool) -> None:
+def _compare_layout(source: _Source, stem: str, model: torch.nn.Module, strict: bool) -> None:
     """Compare names and shapes, which is cheap, before the first model is changed."""
-    layout = weights_layout(directory, stem, model)
+    layout = weights_layout(source.directory, stem, model, source.listed)
     if layout is None:
         return
     own = {n: list(t.shape) for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
@@ -214,7 +221,7 @@ def _compare_layout(directory: Path, stem: str, model: torch.nn.Module, strict: 
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(
-            f"The weights {stem} of {directory} do not fit the model: {'; '.join(wrong[:3])}{more}."
+            f"The weights {stem} of {source.directory} do not fit the model: {'; '.join(wrong[:3])}{more}."
         )
 
 

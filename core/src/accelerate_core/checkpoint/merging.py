@@ -42,12 +42,17 @@ def merge_weights(
     if distributed is not None:
         state = _read_distributed(distributed)
     else:
+        parts = checkpoint_files(source)
         if (source / MANIFEST).exists():
-            wrong = problems(source, read_manifest(source))
+            manifest = read_manifest(source)
+            wrong = problems(source, manifest)
+            wrong += [
+                f"{one} is not in {MANIFEST}." for one in parts if one.name not in manifest.files
+            ]
             if wrong:
                 raise CheckpointError(wrong[0])
         state = {}
-        for path in checkpoint_files(source):
+        for path in parts:
             state.update(load_state_dict(path))
     save_weights(state, output, max_shard_size=1 << 62, safe_serialization=safe_serialization)
     if remove:

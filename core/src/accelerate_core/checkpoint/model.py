@@ -7,7 +7,7 @@ import pickle
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +62,19 @@ def _remove_earlier(directory: Path, keep: set[str]) -> None:
             path.unlink()
 
 
-def load_weights(directory: Path, stem: str, into: torch.nn.Module) -> dict[str, Any]:
+def load_weights(
+    directory: Path, stem: str, into: torch.nn.Module, listed: Container[str] | None = None
+) -> dict[str, Any]:
     """Read what `save_weights` wrote; names tied in `into` are filled in, as only one was kept.
+
+    Args:
+        listed: the files that may be read; all, if there is no manifest.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged.
     """
     state: dict[str, Any] = {}
-    for path in checkpoint_files(_find(directory, stem)):
+    for path in _files(directory, stem, listed):
         try:
             state.update(load_state_dict(path))
         except (SafetensorError, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
@@ -87,11 +92,11 @@ def load_weights(directory: Path, stem: str, into: torch.nn.Module) -> dict[str,
 
 
 def weights_layout(
-    directory: Path, stem: str, into: torch.nn.Module
+    directory: Path, stem: str, into: torch.nn.Module, listed: Container[str] | None = None
 ) -> dict[str, list[int]] | None:
     """Return names and shapes without reading the weights, None if they are no safetensors."""
     layout: dict[str, Any] = {}
-    for path in checkpoint_files(_find(directory, stem)):
+    for path in _files(directory, stem, listed):
         if path.suffix != ".safetensors":
             return None
         try:
@@ -131,12 +136,21 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _find(directory: Path, stem: str) -> Path:
+def _files(directory: Path, stem: str, listed: Container[str] | None) -> list[Path]:
+    """Return the files of one model's weights; with a manifest, only such as it vouches for."""
     index = stem.removeprefix(files.MODEL)
     for name in (f"{stem}.safetensors", f"pytorch_model{index}.bin"):
         for path in (directory / name, directory / f"{name}.index.json"):
-            if path.exists():
-                return path
+            if path.exists() if listed is None else path.name in listed:
+                found = checkpoint_files(path)
+                strange = [
+                    one.name for one in found if listed is not None and one.name not in listed
+                ]
+                if strange:
+                    raise CheckpointError(
+                        f"{path} names {strange[0]}, which the manifest does not."
+                    )
+                return found
     raise CheckpointError(f"The checkpoint {directory} has no {stem}.safetensors.")
 
 

@@ -27,27 +27,31 @@ class Staging:
     def begin(self) -> None:
         """Start the copies of another save; those of the one before are overwritten."""
         self._next = 0
-        self._memo = {}
 
     def release(self) -> None:
         """Give the memory back."""
-        self._buffers = []
+        self._buffers, self._memo = [], {}
         self.begin()
 
     def copy(self, state: Any) -> Any:
         """Return a copy of a state that shares nothing with it; containers keep their types."""
+        # Only while its own state holds a tensor is its address nobody else's.
+        self._memo = {}
+        return self._copy(state)
+
+    def _copy(self, state: Any) -> Any:
         if isinstance(state, torch.Tensor):
             return self._tensor(state)
         kind = type(state)
         if isinstance(state, Mapping) and kind.__module__ in ("builtins", "collections"):
             made = copy.copy(state)  # keeps the order, and what hangs on a state dict (_metadata)
             for key, value in state.items():
-                made[key] = self.copy(value)  # type: ignore[index]
+                made[key] = self._copy(value)  # type: ignore[index]
             return made
         if kind in (list, tuple):
-            return kind(self.copy(value) for value in state)
+            return kind(self._copy(value) for value in state)
         if isinstance(state, tuple) and hasattr(state, "_fields"):
-            return kind(*(self.copy(value) for value in state))
+            return kind(*(self._copy(value) for value in state))
         return copy.deepcopy(state)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:

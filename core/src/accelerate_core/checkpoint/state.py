@@ -99,6 +99,7 @@ def save_state(
         node=_node(accelerator),
         per_node=accelerator.project_configuration.save_on_each_node,
         limit=accelerator.project_configuration.total_limit if automatic else None,
+        damaged=accelerator.damaged_checkpoints,
     )
     if group is None or blocking:
         finish(gather)
@@ -124,9 +125,11 @@ class _Finish:
         node: int,
         per_node: bool,
         limit: int | None,
+        damaged: set[str],
     ) -> None:
         self.saving, self.writer, self.facts = saving, writer, facts
         self.here, self.node, self.per_node, self.limit = here, node, per_node, limit
+        self.damaged = damaged
 
     def __call__(self, gather: Gather) -> None:
         target = self.saving.target
@@ -146,8 +149,9 @@ class _Finish:
             if self.here:
                 self.saving.abandon()
             raise
+        self.damaged.discard(str(target))
         if self.here and self.limit is not None:
-            _remove_oldest(target, self.limit, self.saving.identity)
+            _remove_oldest(target, self.limit, self.damaged, self.saving.identity)
 
     def _commit(self, reports: list[Report]) -> None:
         directory = self.saving.path
@@ -213,27 +217,32 @@ def _agreed_target(accelerator: Accelerator, output_dir: Any) -> tuple[Path, str
     root = checkpoints_root(accelerator)
     number, trouble = config.iteration, None
     if accelerator.is_main_process:
-        while _is_whole(root / f"checkpoint_{number}"):
-            if not accelerator.resumed:
-                trouble = (
-                    f"{root / f'checkpoint_{number}'} is there already, of an earlier run. Call "
-                    "load_state() to go on from it, or set ProjectConfiguration(iteration=...) "
-                    "beyond it."
-                )
-                break
-            number += 1
+        # One that is later would be the newest for ever, and outlive what this run saves.
+        later = [
+            other
+            for other, path in numbered_checkpoints(root)
+            if other >= number and _is_whole(accelerator, path)
+        ]
+        if later and not accelerator.resumed:
+            trouble = (
+                f"{root / f'checkpoint_{later[-1]}'} is there already, of an earlier run. Call "
+                "load_state() to go on from it, or set "
+                f"ProjectConfiguration(iteration={later[-1] + 1}) to number on behind it."
+            )
+        elif later:
+            number = later[-1] + 1
     number, trouble = accelerator.communicator.broadcast_object((number, trouble))
     if number != config.iteration:
         accelerator.note_once(
-            f"checkpoint_{config.iteration} is later than the one that was loaded and is kept: "
+            f"checkpoint_{number - 1} is later than the one that was loaded and is kept: "
             f"saving goes on with checkpoint_{number}."
         )
         config.iteration = number
     return root / f"checkpoint_{number}", trouble
 
 
-def _is_whole(directory: Path) -> bool:
-    if not directory.exists():
+def _is_whole(accelerator: Accelerator, directory: Path) -> bool:
+    if str(directory) in accelerator.damaged_checkpoints:
         return False
     try:
         return not problems(directory, read_manifest(directory), contents=False)
@@ -241,9 +250,10 @@ def _is_whole(directory: Path) -> bool:
         return not (directory / MANIFEST).exists()  # not ours: never replaced
 
 
-def _remove_oldest(newest: Path, limit: int, identity: str) -> None:
-    """Keep `limit` checkpoints, now that the new one stands."""
+def _remove_oldest(newest: Path, limit: int, damaged: set[str], identity: str) -> None:
+    """Keep `limit` checkpoints, now that the new one stands; damaged ones go first."""
     earlier = [path for _, path in numbered_checkpoints(newest.parent) if path != newest]
+    earlier.sort(key=lambda path: str(path) not in damaged)
     for path in earlier[: max(len(earlier) - (limit - 1), 0)]:
         try:
             discard(path, identity)

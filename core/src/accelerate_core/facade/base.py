@@ -76,6 +76,8 @@ class FacadeBase(ProcessVerbs):
     background: Background
     #: Whether a checkpoint was loaded: numbering then goes on beyond later ones.
     resumed: bool
+    #: Numbered checkpoints that a load passed over.
+    damaged_checkpoints: set[str]
     #: What stood before the cycle, where the backend cannot give its gradients.
     last_boundary: Boundary | None
     _preemption: Preemption | None
