@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,21 @@ def test_list_and_verify_tell_whole_from_damaged(project: Path) -> None:
     listed = call("checkpoints", "list", project)
     assert "damaged" in listed.stdout
     assert "model.safetensors is missing" in listed.stdout
-    empty = call("checkpoints", "list", project.parent / "..")
-    assert empty.exit_code in (0, 2)
+    (project / "checkpoints" / "checkpoint_1" / "manifest.json").unlink()
+    shutil.copytree(project / "checkpoints" / "checkpoint_0", project / "best")
+    rows = json.loads(call("checkpoints", "list", project, "--json").stdout)
+    assert [(Path(row["path"]).name, row["state"]) for row in rows] == [
+        ("best", "damaged"),
+        ("checkpoint_0", "damaged"),
+        ("checkpoint_1", "damaged"),
+    ]
+    alone = call("checkpoints", "verify", project / "checkpoints" / "checkpoint_1")
+    assert alone.exit_code == 1
+    assert "manifest.json" in alone.stdout
+    (project / "empty").mkdir()
+    empty = call("checkpoints", "list", project / "empty")
+    assert empty.exit_code == 2
+    assert "There is no checkpoint in" in empty.output
 
 
 def test_show(project: Path) -> None:
@@ -81,6 +95,10 @@ def test_merging_shards(project: Path, tmp_path: Path) -> None:
         merged = load_file(path) if name.endswith("safetensors") else torch.load(path)
         assert merged.keys() == whole.keys()
         assert all(torch.equal(merged[key], whole[key]) for key in whole)
+    for place in (sharded, project / "checkpoints" / "checkpoint_0"):
+        refused = call("merge-weights", sharded, place)
+        assert refused.exit_code == 2
+        assert "is a checkpoint itself" in refused.output
     refused = call("merge-weights", sharded, sharded / "in", "--remove_checkpoint_dir")
     assert refused.exit_code == 2
     assert "is inside of" in refused.output

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -309,6 +310,33 @@ def test_python_objects_need_trust(run: Run) -> None:
     assert run.box.state == {"when": Path("here")}
 
 
+def test_what_is_refused_has_changed_nothing(run: Run, tmp_path: Path) -> None:
+    run.train(3)
+    run.box.state = {"why": ValueError("told")}
+    directory = run.accelerator.save_state()
+    run.train(3)
+    before, step = run.weights(), run.accelerator.step
+    moments = run.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    with pytest.raises(
+        CheckpointError, match=r"Python objects \(exceptions\.ValueError\).*trust=True"
+    ):
+        run.accelerator.load_state(directory)
+    group = {"params": [nn.Parameter(torch.zeros(1))]}
+    run.optimizer.add_param_group(group)
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin does not fit the optimizer"):
+        run.accelerator.load_state(directory, trust=True)
+    assert torch.equal(run.weights(), before)
+    assert run.accelerator.step == step
+    assert torch.equal(run.optimizer.state_dict()["state"][0]["exp_avg"], moments)
+
+
+def test_what_a_run_does_not_have_is_left_and_said(run: Run, tmp_path: Path) -> None:
+    run.accelerator.register_for_checkpointing(Box())
+    directory = run.accelerator.save_state()
+    with pytest.warns(UserWarning, match="holds 1 registered more than this run"):
+        Run(tmp_path / "other").accelerator.load_state(directory)
+
+
 def test_a_manifest_cannot_name_files_outside(run: Run) -> None:
     directory = Path(run.accelerator.save_state())
     path = directory / "manifest.json"
@@ -494,10 +522,27 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, blocking: boo
         run = Run(tmp_path)
         first = run.accelerator.save_state()
         run.box.state = {"big": torch.zeros(1 << 20)}
-        with pytest.raises(CheckpointError, match="was not saved; earlier ones are as they were"):
+        with pytest.raises(CheckpointError, match="earlier ones are as they were") as failure:
             run.save(blocking)
+        assert re.search("No space left on device|File too large", str(failure.value))
+        assert "custom_checkpoint_0.pkl" in str(failure.value)
         assert folders(tmp_path / "checkpoints") == ["checkpoint_0"]
         assert run.accelerator.load_state() == first
+
+
+def test_a_place_for_reading_only_can_be_read(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 1 << 20):
+        run = Run(tmp_path)
+        first = Path(run.accelerator.save_state())
+        shutil.copytree(first, first.with_name(".checkpoint_0.swap-0123456789ab"))
+        if subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)]).returncode:
+            pytest.skip("mounting is not allowed here")
+        try:
+            with pytest.raises(CheckpointError, match="Read-only file system"):
+                run.accelerator.save_state()
+            assert run.accelerator.load_state() == str(first)
+        finally:
+            subprocess.run(["mount", "-o", "remount,rw", str(tmp_path)], check=True)
 
 
 def test_a_place_that_cannot_be_written_is_named(run: Run, tmp_path: Path) -> None:

@@ -35,7 +35,12 @@ def start(nproc: int, folder: Path, steps: int) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("nproc", "to", "number"),
-    [(1, "rank", signal.SIGTERM), (2, "rank", signal.SIGTERM), (2, "launcher", signal.SIGUSR1)],
+    [
+        (1, "rank", signal.SIGTERM),
+        (2, "rank", signal.SIGTERM),
+        (2, "launcher", signal.SIGUSR1),
+        (2, "launcher", signal.SIGTERM),
+    ],
 )
 def test_a_signal_saves_and_leaves(
     tmp_path: Path, nproc: int, to: str, number: signal.Signals

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Saving", "clean_up", "discard", "numbered_checkpoints", "target_of"]
 
@@ -145,8 +148,8 @@ def clean_up(parent: Path) -> None:
                 _settle(path, target)
             else:
                 os.rename(path, target)
-        except FileNotFoundError:
-            pass  # another process does the same
+        except OSError as error:  # another process does the same, or it cannot be written here
+            logger.debug("%s is left: %s", path, error)
         finally:
             if lock is not None:
                 os.close(lock)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import struct
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -64,6 +65,8 @@ class HashingFile:
         self._file: BinaryIO = path.open("wb")
         self._hash = xxhash.xxh3_128()
         self._size = 0
+        #: What the system said when a write failed; whoever writes may say something else.
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write bytes, or the memory of anything that has the buffer interface."""
@@ -71,7 +74,11 @@ class HashingFile:
         for start in range(0, len(view), _CHUNK):
             part = view[start : start + _CHUNK]
             self._hash.update(part)
-            self._file.write(part)
+            try:
+                self._file.write(part)
+            except OSError as error:
+                self.failure = self.failure or error
+                raise
         self._size += len(view)
         return len(view)
 
@@ -89,6 +96,11 @@ class HashingFile:
             self._file.close()
         return Entry(self._size, self._hash.hexdigest())
 
+    def abandon(self) -> None:
+        """Close the file, whatever of it could be written."""
+        with suppress(OSError):
+            self._file.close()
+
 
 def write(path: Path, put: Callable[[HashingFile], None], *, durable: bool = True) -> Entry:
     """Write one file by `put(file)`; return its size and checksum."""
@@ -96,10 +108,14 @@ def write(path: Path, put: Callable[[HashingFile], None], *, durable: bool = Tru
     file = HashingFile(path)
     try:
         put(file)
-    except BaseException:
-        file._file.close()
+        return file.close(durable=durable)
+    except Exception as error:
+        failure = file.failure or error
+        if isinstance(failure, OSError):
+            raise OSError(failure.errno, failure.strerror, str(path)) from error
         raise
-    return file.close(durable=durable)
+    finally:
+        file.abandon()
 
 
 def write_torch(path: Path, state: Any, *, durable: bool = True) -> Entry:
@@ -231,9 +247,12 @@ def read(
             if trustable
             else "are never loaded from this file"
         )
-        raise CheckpointError(
-            f"{path} is damaged or holds Python objects, which {way}. ({first_line(error)})"
-        ) from error
+        found = re.search(
+            r"(?:Unsupported|Trying to load unsupported) (?:global|GLOBAL)[: ]*(?:GLOBAL )?(\S+)",
+            str(error),
+        )
+        what = f"Python objects ({found[1]})" if found else "Python objects"
+        raise CheckpointError(f"{path} is damaged or holds {what}, which {way}.") from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
 

@@ -90,9 +90,11 @@ def load_state(
     has_manifest = (directory / MANIFEST).exists()
     source = _Source(directory, read_manifest(directory) if has_manifest else None)
     _check_fits(accelerator, source)
+    states = _read_states(accelerator, source, load_kwargs, trust)
     accelerator.settle_scale()  # what is pending belongs to the state that is replaced
     _load_models(accelerator, source, dict(options))
-    _load_rest(accelerator, source, load_kwargs, trust, options)
+    _load_rest(accelerator, source, states, options)
+    del states
     _continue_numbering(accelerator, directory, automatic)
     return str(directory)
 
@@ -178,10 +180,18 @@ def _check_fits(accelerator: Accelerator, source: _Source) -> None:
         for what, count in have.items()
         if said.get(what, count) < count
     ]
+    more = [
+        f"{said[what] - count} {what}" for what, count in have.items() if said.get(what, 0) > count
+    ]
     if differ:
         raise CheckpointError(
             f"{source.directory} does not fit this run: it holds {'; '.join(differ)}. Prepare and "
             "register the same objects in the same order as when it was saved."
+        )
+    if more:
+        accelerator.note_once(
+            f"{source.directory} holds {' and '.join(more)} more than this run has prepared or "
+            "registered; they are left."
         )
 
 
@@ -225,33 +235,76 @@ def _compare_layout(source: _Source, stem: str, model: torch.nn.Module, strict: 
         )
 
 
-def _load_rest(
-    accelerator: Accelerator,
-    source: _Source,
-    load_kwargs: dict[str, Any],
-    trust: bool,
-    options: dict[str, Any],
-) -> None:
-    if "checkpoint" not in accelerator.backend.owns:
-        for index, optimizer in enumerate(accelerator.optimizers):
-            name = files.numbered(files.OPTIMIZER, index, ".bin")
-            mapped = zipfile.is_zipfile(source.directory / name) and not load_kwargs
-            state = source.read(name, trust=trust, **({"mmap": True} if mapped else load_kwargs))
-            if mapped:
-                state = _off_the_file(state, optimizer.optimizer)
-            accelerator.hooks.load_optimizer_state(accelerator, optimizer.optimizer, state)
-    for index, scheduler in enumerate(accelerator.schedulers):
+@dataclass
+class _States:
+    """What was read before anything was changed; optimizers may still be in their files."""
+
+    optimizers: list[Any]
+    mapped: list[bool]
+    schedulers: list[Any]
+    registered: list[Any]
+    scaler: Any | None
+    ranks: dict[int, Any]
+
+
+def _read_states(
+    accelerator: Accelerator, source: _Source, load_kwargs: dict[str, Any], trust: bool
+) -> _States:
+    """Read everything but weights and gradients, so that what cannot be read changes nothing.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is of another optimizer.
+    """
+    states = _States([], [], [], [], None, _read_ranks(accelerator, source))
+    optimizers = [] if "checkpoint" in accelerator.backend.owns else accelerator.optimizers
+    for index, optimizer in enumerate(optimizers):
+        name = files.numbered(files.OPTIMIZER, index, ".bin")
+        mapped = not load_kwargs and zipfile.is_zipfile(source.directory / name)
+        state = source.read(name, trust=trust, **({"mmap": True} if mapped else load_kwargs))
+        _compare_groups(source.directory / name, state, optimizer.param_groups)
+        states.optimizers.append(state)
+        states.mapped.append(mapped)
+    for index in range(len(accelerator.schedulers)):
         name = files.numbered(files.SCHEDULER, index, ".bin")
-        scheduler.load_state_dict(source.read(name, trust=trust))
+        states.schedulers.append(source.read(name, trust=trust))
+    for index in range(len(accelerator.registered_objects)):
+        states.registered.append(source.read(f"{files.CUSTOM}_{index}.pkl", trust=trust))
+    if accelerator.scaler is not None and source.has(files.SCALER):
+        states.scaler = source.read(files.SCALER)
+    return states
+
+
+def _compare_groups(path: Path, state: Any, groups: list[dict[str, Any]]) -> None:
+    if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
+        return  # of an optimizer with a form of its own
+    there = [len(group.get("params", ())) for group in state["param_groups"]]
+    here = [len(group["params"]) for group in groups]
+    if there != here:
+        raise CheckpointError(
+            f"{path} does not fit the optimizer: it has {len(there)} parameter groups of {there} "
+            f"parameters, and the optimizer {len(here)} of {here}."
+        )
+
+
+def _load_rest(
+    accelerator: Accelerator, source: _Source, states: _States, options: dict[str, Any]
+) -> None:
+    for index, state in enumerate(states.optimizers):
+        optimizer = accelerator.optimizers[index].optimizer
+        if states.mapped[index]:
+            state = _off_the_file(state, optimizer)
+        accelerator.hooks.load_optimizer_state(accelerator, optimizer, state)
+    for scheduler, state in zip(accelerator.schedulers, states.schedulers, strict=True):
+        scheduler.load_state_dict(state)
     if accelerator.scaler is not None:
-        if source.has(files.SCALER):
-            accelerator.scaler.load_state_dict(source.read(files.SCALER))
+        if states.scaler is not None:
+            accelerator.scaler.load_state_dict(states.scaler)
         else:
             accelerator.note_once(
                 f"{source.directory} was saved without a gradient scaler: its scale starts anew."
             )
-    for index, obj in enumerate(accelerator.registered_objects):
-        obj.load_state_dict(source.read(f"{files.CUSTOM}_{index}.pkl", trust=trust))
+    for obj, state in zip(accelerator.registered_objects, states.registered, strict=True):
+        obj.load_state_dict(state)
     if accelerator.backend.name:
         directory = source.directory / f"backend_{accelerator.backend.name}"
         accelerator.hooks.load_state(accelerator, directory, options)
@@ -264,7 +317,7 @@ def _load_rest(
             accelerator=accelerator,
             directory=source.directory / key.replace(":", "_"),
         )
-    _load_ranks(accelerator, source)
+    _load_ranks(accelerator, source, states.ranks)
 
 
 def _off_the_file(state: Any, optimizer: Any) -> Any:
@@ -295,14 +348,22 @@ def _off_the_file(state: Any, optimizer: Any) -> Any:
         return walk(state, {"state": present} if same_groups else None)
 
 
-def _load_ranks(accelerator: Accelerator, source: _Source) -> None:
+def _read_ranks(accelerator: Accelerator, source: _Source) -> dict[int, Any]:
+    """Read the files of the ranks this one needs: the first, its own, and all if they are regrouped."""
+    rank, count = accelerator.process_index, accelerator.num_processes
+    saved_by = _world_size(source)
+    wanted = {0, rank} if saved_by == count else {*range(saved_by)}
+    names = {other: f"{files.RNG}_{other}.pkl" for other in sorted(wanted)}
+    return {
+        other: source.read(name) for other, name in names.items() if other == 0 or source.has(name)
+    }
+
+
+def _load_ranks(accelerator: Accelerator, source: _Source, found: dict[int, Any]) -> None:
     """Take over what each rank has of its own; generators last, as loading may draw from them."""
     rank, count = accelerator.process_index, accelerator.num_processes
-    first = source.read(f"{files.RNG}_0.pkl")
+    first, own = found[0], found.get(rank)
     saved_by = _world_size(source)
-    own = first if rank == 0 else None
-    if rank > 0 and source.has(f"{files.RNG}_{rank}.pkl"):
-        own = source.read(f"{files.RNG}_{rank}.pkl")
     if saved_by != count:
         accelerator.note_once(
             f"{source.directory} was saved by {saved_by} processes and is loaded by {count}: the "
@@ -317,13 +378,7 @@ def _load_ranks(accelerator: Accelerator, source: _Source) -> None:
         for loader, state in zip(accelerator.loaders, ours["loaders"], strict=False):
             if state is not None and hasattr(loader, "load_state_dict"):
                 loader.load_state_dict(state)
-        cycles = [ours["cycle"]]
-        for other in range(1, saved_by):
-            name = f"{files.RNG}_{other}.pkl"
-            if other == rank and own is not None:
-                cycles.append(own[MARK]["cycle"])
-            elif saved_by != count and source.has(name):
-                cycles.append(source.read(name)[MARK]["cycle"])
+        cycles = [one[MARK]["cycle"] for _, one in sorted(found.items())]
         mine = (own or first)[MARK]["cycle"]
         accelerator.load_cycle_state(mine, None if saved_by == count else cycles)
         accelerator.expect_tracker_runs(ours.get("trackers") or {})

@@ -38,6 +38,10 @@ def merge_weights(
         raise CheckpointError(
             f"{output} is inside of {source}, which is to be removed. Write elsewhere."
         )
+    if (output / MANIFEST).exists() or output.resolve() == source.resolve():
+        raise CheckpointError(
+            f"{output} is a checkpoint itself, whose files would be replaced. Write elsewhere."
+        )
     distributed = _distributed(source)
     if distributed is not None:
         state = _read_distributed(distributed)

@@ -26,19 +26,41 @@ def command() -> None:
 
 
 def _found(directory: Path) -> list[Path]:
-    """Return the checkpoints of a directory: itself, or those in it or in its `checkpoints`."""
-    from accelerate_core.checkpoint.directories import numbered_checkpoints
+    """Return the checkpoints of a directory: itself, or those in it and in its `checkpoints`.
+
+    Those that have lost their manifest count too: they are what is looked for.
+    """
+    if _is_checkpoint(directory):
+        return [directory]
+    return [
+        path
+        for root in (directory, directory / "checkpoints")
+        if root.is_dir()
+        for path in sorted(root.iterdir(), key=_order)
+        if path.is_dir() and not path.name.startswith(".") and _is_checkpoint(path)
+    ]
+
+
+def _is_checkpoint(path: Path) -> bool:
     from accelerate_core.checkpoint.manifest import MANIFEST
 
-    if (directory / MANIFEST).exists():
-        return [directory]
-    for root in (directory, directory / "checkpoints"):
-        numbered = [path for _, path in numbered_checkpoints(root)]
-        inside = sorted(path.parent for path in root.glob(f"*/{MANIFEST}"))
-        others = [path for path in inside if path not in numbered and not path.name.startswith(".")]
-        if numbered or others:
-            return [*numbered, *others]
-    return []
+    return (path / MANIFEST).exists() or any(path.glob("random_states_*.pkl"))
+
+
+_FOREIGN = "written by Hugging Face Accelerate, without checksums."
+
+
+def _is_foreign(path: Path) -> bool:
+    from accelerate_core.checkpoint import foreign
+    from accelerate_core.checkpoint.manifest import MANIFEST
+
+    return not (path / MANIFEST).exists() and foreign.why_not(path) == ""
+
+
+def _order(path: Path) -> tuple[bool, int, str]:
+    """Sort by name, numbered ones by their number and last."""
+    number = path.name.removeprefix("checkpoint_")
+    return number.isdigit(), int(number) if number.isdigit() else 0, path.name
 
 
 def _some(directory: Path) -> list[Path]:
@@ -55,6 +77,8 @@ def _summary(path: Path) -> dict[str, Any]:
     from accelerate_core.checkpoint.manifest import problems, read_manifest
     from accelerate_core.errors import CheckpointError
 
+    if _is_foreign(path):
+        return {"path": str(path), "state": "unverified", "why": f"{path}: {_FOREIGN}"}
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -126,6 +150,9 @@ def verify_command(ctx: click.Context, directory: Path, as_json: bool) -> None:
     )
     with bar:
         for path in _some(directory):
+            if _is_foreign(path):
+                rows.append({"path": str(path), "state": "unverified", "problems": []})
+                continue
             try:
                 manifest = read_manifest(path)
             except CheckpointError as error:
@@ -194,7 +221,8 @@ def _print(path: Path, manifest: Manifest) -> None:
 
 
 def _state(state: str) -> str:
-    return f"[{'green' if state == 'whole' else 'red'}]{state}[/]"
+    colour = {"whole": "green", "damaged": "red"}.get(state, "yellow")
+    return f"[{colour}]{state}[/]"
 
 
 def _when(seconds: Any) -> str:

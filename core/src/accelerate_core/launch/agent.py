@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["main", "pass_signals_on"]
+__all__ = ["main", "pass_signals_on", "wait_for_terminated"]
 
 #: `EX_TEMPFAIL`: the ranks have saved and want to be started again.
 _AGAIN = 75
@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agent: Any = run
     pass_signals_on()
     parsed = agent.parse_args(list(sys.argv[1:] if arguments is None else arguments))
+    wait_for_terminated(parsed)
     try:
         agent.run(parsed)
     except ChildFailedError as error:
@@ -43,6 +44,31 @@ def pass_signals_on() -> None:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, send)
+
+
+def wait_for_terminated(parsed: Any) -> None:
+    """Send a SIGTERM on to the ranks and let them end; at a second one the agent ends them.
+
+    By itself the agent would kill them after 30 seconds, in the middle of a save, and forget
+    with what status they left.
+    """
+    handled = getattr(parsed, "signals_to_handle", None)
+    if handled is None or "SIGTERM" not in handled:
+        return  # an older torch, which cannot be told
+    parsed.signals_to_handle = ",".join(s for s in handled.split(",") if s != "SIGTERM")
+
+    def send(number: int, frame: Any) -> None:
+        import psutil
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        if said:
+            raise SignalException("terminated twice", signal.Signals(number))
+        said.append(number)
+        for rank in psutil.Process().children():
+            rank.send_signal(number)
+
+    said: list[int] = []
+    signal.signal(signal.SIGTERM, send)
 
 
 if __name__ == "__main__":

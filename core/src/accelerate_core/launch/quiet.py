@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from accelerate_core.launch.agent import pass_signals_on
+from accelerate_core.launch.agent import pass_signals_on, wait_for_terminated
 
 __all__ = ["main"]
 
@@ -18,8 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     agent: Any = run
     pass_signals_on()
+    parsed = agent.parse_args(list(sys.argv[1:] if arguments is None else arguments))
+    wait_for_terminated(parsed)
     try:
-        agent.run(agent.parse_args(list(sys.argv[1:] if arguments is None else arguments)))
+        agent.run(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         message = failure.message
