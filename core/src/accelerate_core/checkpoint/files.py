@@ -77,7 +77,8 @@ class HashingFile:
             try:
                 self._file.write(part)
             except OSError as error:
-                self.failure = self.failure or error
+                # A copy: with its traceback it would hold torch's writer, which holds this file.
+                self.failure = OSError(error.errno, error.strerror)
                 raise
         self._size += len(view)
         return len(view)
