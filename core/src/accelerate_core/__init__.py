@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accelerate_core.configuration import GradScalerKwargs as GradScalerKwargs
     from accelerate_core.configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accelerate_core.configuration import KwargsHandler as KwargsHandler
+    from accelerate_core.configuration import ParallelismConfig as ParallelismConfig
     from accelerate_core.configuration import ProfileKwargs as ProfileKwargs
     from accelerate_core.configuration import ProjectConfiguration as ProjectConfiguration
     from accelerate_core.configuration import TorchDynamoPlugin as TorchDynamoPlugin
@@ -35,8 +36,9 @@ __version__ = "0.1.0"
 
 _SETTINGS = (
     "AutocastKwargs BackendSettings DataLoaderConfiguration DistributedType GradScalerKwargs "
-    "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType PrecisionType "
-    "ProfileKwargs ProjectConfiguration RNGType TorchDynamoPlugin option settings"
+    "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType "
+    "ParallelismConfig PrecisionType ProfileKwargs ProjectConfiguration RNGType TorchDynamoPlugin "
+    "option settings"
 )
 _BIG_MODEL = (
     "cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map "

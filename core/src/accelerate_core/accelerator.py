@@ -26,6 +26,7 @@ from accelerate_core.configuration import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
@@ -80,6 +81,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         backend: name of a backend plugin, a `Backend` class or instance; default: detected.
         process_group_timeout: seconds a collective may wait.
         upcast_outputs: convert half precision outputs of models to fp32 (default True).
+        parallelism_config: sizes of the dimensions of a device mesh, for backends that have one.
         preemption_signals: signals, such as "SIGTERM,SIGUSR1", on which all ranks save at the next
             step boundary and leave with status 75; needs automatic checkpoint naming.
         plugin_arguments: arguments of installed plugins.
@@ -120,6 +122,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         process_group_timeout: float | None = None,
         upcast_outputs: bool | None = None,
         preemption_signals: str | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         **plugin_arguments: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in CORE_ARGUMENTS}
@@ -207,6 +210,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         self._scaled_steps: set[int] = set()
         self.gradient_state = GradientState(**_fields(built.accumulation))
         self.step = 0
+        self.hooks.mesh(self)  # all ranks make its groups now, in the same order
         self._divides_loss = "accumulation" not in self.backend.owns
         self._items = ItemCount()
         self._counted_models = ()
@@ -298,6 +302,7 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
         self.replaced_parameters = WeakIdKeyDictionary()
         self.gradient_state.forget()
         self.step = 0
+        self.hooks.mesh(self)  # all ranks make its groups now, in the same order
         return cast("list[Any]", release_memory(*objects))
 
     def clear(self, *objects: Any) -> list[Any]:

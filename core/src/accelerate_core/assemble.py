@@ -19,10 +19,14 @@ from accelerate_core.configuration import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
     Sources,
+    TorchContextParallelConfig,
     TorchDynamoPlugin,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
     resolve_core,
     resolve_settings,
 )
@@ -73,8 +77,10 @@ CORE_ARGUMENTS: dict[str, Any] = {
     "process_group_timeout": None,
     "upcast_outputs": None,
     "preemption_signals": None,
+    "parallelism_config": None,
     # Older names, mapped with one warning.
     "fp16": None,
+    "torch_tp_plugin": None,
     "even_batches": None,
     "dispatch_batches": None,
 }
@@ -97,6 +103,7 @@ class Assembly:
     accumulation: GradientAccumulationPlugin
     project: ProjectConfiguration
     dynamo: TorchDynamoPlugin
+    parallelism: ParallelismConfig | None = None
     handlers: dict[type, Any] = field(default_factory=dict)
     timeout: timedelta | None = None
 
@@ -113,6 +120,8 @@ class Assembly:
             "gradient_accumulation_steps": self.accumulation.num_steps,
             "compiler": self.dynamo.backend if self.dynamo.enabled else "no",
         }
+        if self.parallelism is not None:
+            facts["parallelism_config"] = self.parallelism.arithmetic()
         for one in dataclasses.fields(self.dataloader):
             facts[f"dataloader_config.{one.name}"] = getattr(self.dataloader, one.name)
         for name, value in self.backend_because.items():
@@ -165,7 +174,8 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
         (r, p() if isinstance(p, type) else p, why) for r, p, why in select_extensions(request)
     ]
     active = {selection.record.name, *(record.name for record, _, _ in extensions)}
-    check_owners(arguments, selection, {*active, precision_record.name})
+    theirs = {name: value for name, value in arguments.items() if name not in CORE_ARGUMENTS}
+    check_owners(theirs, selection, {*active, precision_record.name})
     _refuse_unclaimed(handlers, [backend, precision, *(p for _, p, _ in extensions)])
     accumulation = _accumulation(given, values)
     assembly = Assembly(
@@ -180,6 +190,7 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
         accumulation=accumulation,
         project=_project(given),
         dynamo=_dynamo(given, sources),
+        parallelism=_parallelism(given, sources, request, selection.record.name, backend),
         handlers=handlers,
         timeout=_timeout(
             values["process_group_timeout"].value, handlers.get(InitProcessGroupKwargs)
@@ -196,6 +207,14 @@ def _map_older_names(given: dict[str, Any]) -> None:
     for name in ("split_batches", "even_batches", "dispatch_batches"):
         if given[name] is not None:
             _warn_older(name, f"dataloader_config=DataLoaderConfiguration({name}={given[name]!r})")
+
+    older = given["torch_tp_plugin"]
+    if older is not None:
+        _expect("torch_tp_plugin", older, TorchTensorParallelPlugin)
+        now = f"ParallelismConfig(tp_size={older.tp_size})"
+        _warn_older("torch_tp_plugin", f"parallelism_config={now}")
+        if given["parallelism_config"] is None:
+            given["parallelism_config"] = ParallelismConfig(tp_size=older.tp_size)
 
 
 def _warn_older(name: str, now: str) -> None:
@@ -374,6 +393,34 @@ def _dynamo(given: Mapping[str, Any], sources: Sources) -> TorchDynamoPlugin:
         resolved.backend = "inductor"  # a plugin without a backend asks for torch's own choice
     made: TorchDynamoPlugin = resolved
     return made
+
+
+def _parallelism(
+    given: Mapping[str, Any], sources: Sources, request: Request, name: str, backend: Any
+) -> ParallelismConfig | None:
+    """Return the sizes of the mesh, compared with what was started and what the backend can do."""
+    config, can = given["parallelism_config"], backend.supports.get("mesh") or ()
+    _expect("parallelism_config", config, ParallelismConfig)
+    processes = request.topology.num_processes
+    in_file = sources.config is not None and "parallelism_config" in sources.config
+    if config is None and not request.flag("ACCELERATE_USE_PARALLELISM_CONFIG") and not in_file:
+        return ParallelismConfig(dp_shard_size=processes) if "dp_shard" in can else None
+    resolved, because = resolve_settings(ParallelismConfig, config, sources)
+    sizes: ParallelismConfig = resolved
+    asked = [b.origin for n, b in because.items() if n.endswith("_size") and b.origin != "default"]
+    cannot = [dimension for dimension in sizes.active_mesh_dims if dimension not in can]
+    if cannot:
+        raise ConfigurationError(
+            f"Backend {name!r} has no mesh dimension {listing(cannot)} "
+            f"(from {listing(dict.fromkeys(asked))}); it has "
+            f"{listing(can) if can else 'none'}."
+        )
+    sizes.check(processes, ", ".join(dict.fromkeys(asked)))
+    if sizes.tp_handler is None:
+        sizes.tp_handler = resolve_settings(TorchTensorParallelConfig, None, sources)[0]
+    if sizes.cp_handler is None:
+        sizes.cp_handler = resolve_settings(TorchContextParallelConfig, None, sources)[0]
+    return sizes
 
 
 def _expect(name: str, value: Any, kind: type) -> None:

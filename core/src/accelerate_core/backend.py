@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Backend", "Precision", "SingleProcess"]
 
-_talk = TorchTalk()
+#: Mesh dimensions whose ranks have different samples, and different terms of a loss.
+_DATA = ("dp_replicate", "dp_shard")
+_LOSS = (*_DATA, "cp", "sp")
 
 
 class Backend:
@@ -59,6 +61,10 @@ class Backend:
     Settings: ClassVar[type[Any] | None] = None
     #: Classes of `kwargs_handlers` this backend takes, besides `Settings`.
     handlers: ClassVar[tuple[type, ...]] = ()
+
+    #: How tensors travel: groups for each scope.
+    _talk: TorchTalk = TorchTalk()
+    _mesh: Any | None = None
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         self.settings = settings
@@ -98,8 +104,14 @@ class Backend:
         return runtime.default_device(topology, cpu)
 
     def mesh(self, accelerator: Accelerator) -> Any | None:
-        """Have no mesh."""
-        return None
+        """Make the mesh of `parallelism_config` once; None where there is none."""
+        config = accelerator.parallelism_config
+        if config is None or not dist.is_initialized():
+            return None
+        if self._mesh is None:
+            self._mesh = config.build_device_mesh(accelerator.device.type)
+            self._talk = TorchTalk(scopes=_scope_groups(self._mesh, config))
+        return self._mesh
 
     def new_group(
         self, accelerator: Accelerator, ranks: Sequence[int] | None, device_type: str | None
@@ -116,13 +128,21 @@ class Backend:
         )
 
     def data_shard(self, accelerator: Accelerator) -> tuple[int, int]:
-        """Give every rank its own part."""
-        return accelerator.process_index, accelerator.num_processes
+        """Give every rank its own part; on a mesh, ranks of one tp, cp or sp group the same."""
+        config = accelerator.parallelism_config
+        if config is None:
+            return accelerator.process_index, accelerator.num_processes
+        part: tuple[int, int] = config.shard(accelerator.process_index, _DATA)
+        return part
 
     def loss_shard(self, accelerator: Accelerator) -> tuple[int, int]:
-        """Sum losses over the ranks with different samples."""
-        index, count = accelerator.hooks.data_shard(accelerator)
-        return index, count
+        """Sum losses over the ranks with different samples, or different parts of a sequence."""
+        config = accelerator.parallelism_config
+        if config is None:
+            index, count = accelerator.hooks.data_shard(accelerator)
+            return index, count
+        part: tuple[int, int] = config.shard(accelerator.process_index, _LOSS)
+        return part
 
     def init_model_context(self, accelerator: Accelerator) -> AbstractContextManager[Any]:
         """Construct models as torch does."""
@@ -301,7 +321,7 @@ class Backend:
 
     def gather(self, accelerator: Accelerator, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
         """Gather over the default group."""
-        return _talk.gather(tensor, scope)
+        return self._talk.gather(tensor, scope)
 
     def scatter(
         self,
@@ -312,43 +332,43 @@ class Backend:
         scope: Scope,
     ) -> torch.Tensor:
         """Scatter over the default group."""
-        return _talk.scatter(parts, like, src, scope)
+        return self._talk.scatter(parts, like, src, scope)
 
     def all_to_all(
         self, accelerator: Accelerator, tensor: torch.Tensor, scope: Scope
     ) -> torch.Tensor:
         """Exchange over the default group."""
-        return _talk.all_to_all(tensor, scope)
+        return self._talk.all_to_all(tensor, scope)
 
     def reduce(
         self, accelerator: Accelerator, tensor: torch.Tensor, op: Any, scope: Scope
     ) -> torch.Tensor:
         """Reduce over the default group."""
-        return _talk.reduce(tensor, op, scope)
+        return self._talk.reduce(tensor, op, scope)
 
     def broadcast(
         self, accelerator: Accelerator, tensor: torch.Tensor, src: int, scope: Scope
     ) -> torch.Tensor:
         """Broadcast over the default group."""
-        return _talk.broadcast(tensor, src, scope)
+        return self._talk.broadcast(tensor, src, scope)
 
     def gather_object(self, accelerator: Accelerator, obj: Any, scope: Scope) -> list[Any]:
         """Gather objects over the default group."""
-        return _talk.gather_object(obj, scope)
+        return self._talk.gather_object(obj, scope)
 
     def broadcast_object(self, accelerator: Accelerator, obj: Any, src: int, scope: Scope) -> Any:
         """Broadcast an object over the default group."""
-        return _talk.broadcast_object(obj, src, scope)
+        return self._talk.broadcast_object(obj, src, scope)
 
     def scatter_object(
         self, accelerator: Accelerator, objs: Sequence[Any] | None, src: int, scope: Scope
     ) -> Any:
         """Scatter objects over the default group."""
-        return _talk.scatter_object(objs, src, scope)
+        return self._talk.scatter_object(objs, src, scope)
 
     def barrier(self, accelerator: Accelerator, scope: Scope) -> None:
         """Wait for the default group."""
-        _talk.barrier(scope)
+        self._talk.barrier(scope)
 
     # --- keep ---------------------------------------------------------------------------------
 
@@ -394,6 +414,19 @@ class Backend:
     def consolidate(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
         """Return the unwrapped model's state dict: it is whole on every rank."""
         return dict(accelerator.unwrap_model(model).state_dict())
+
+
+def _scope_groups(mesh: Any, config: Any) -> dict[Scope, Any]:
+    """Return the groups of the scopes that are smaller than the world."""
+    groups: dict[Scope, Any] = {}
+    scopes: tuple[tuple[Scope, tuple[str, ...]], ...] = (("data", _DATA), ("loss", _LOSS))
+    for scope, dimensions in scopes:
+        names = tuple(name for name in dimensions if name in mesh.mesh_dim_names)
+        if all(name in names or config.size(name) == 1 for name in mesh.mesh_dim_names):
+            continue  # everybody
+        part = mesh[names]
+        groups[scope] = (part if len(names) == 1 else part._flatten("_".join(names))).get_group()
+    return groups
 
 
 def _returned(accelerator: Accelerator, hook: str, value: Any) -> Any:

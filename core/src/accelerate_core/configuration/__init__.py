@@ -26,6 +26,12 @@ if TYPE_CHECKING:
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
+    from accelerate_core.configuration.parallelism import (
+        ParallelismConfig,
+        TorchContextParallelConfig,
+        TorchTensorParallelConfig,
+        TorchTensorParallelPlugin,
+    )
     from accelerate_core.configuration.provenance import Because
     from accelerate_core.configuration.resolve import Sources, resolve_core, resolve_settings
     from accelerate_core.configuration.schema import (
@@ -50,13 +56,17 @@ __all__ = [
     "KwargsHandler",
     "LoggerType",
     "OpenEnum",
+    "ParallelismConfig",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
     "Setting",
     "Sources",
+    "TorchContextParallelConfig",
     "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
     "default_config_path",
     "option",
     "read_config",
@@ -86,6 +96,10 @@ _HOMES = {
     "ProfileKwargs": "handlers",
     "ProjectConfiguration": "handlers",
     "TorchDynamoPlugin": "handlers",
+    "ParallelismConfig": "parallelism",
+    "TorchContextParallelConfig": "parallelism",
+    "TorchTensorParallelConfig": "parallelism",
+    "TorchTensorParallelPlugin": "parallelism",
     "Because": "provenance",
     "Sources": "resolve",
     "resolve_core": "resolve",

@@ -128,7 +128,8 @@ def resolve_settings(
             values[field.name] = getattr(given, field.name)
             origin = f"constructor argument {argument or cls.__name__}"
         else:
-            found = _look_up(field, sources, section or (f"{owner}_config" if owner else ""))
+            where = section or (f"{owner}_config" if owner else "")
+            found = _look_up(field, sources, where, getattr(cls, "__yaml_prefix__", ""))
             if found is None:
                 because[field.name] = Because(field.default, "default")
                 continue
@@ -146,16 +147,19 @@ def resolve_settings(
     return made, because
 
 
-def _look_up(field: SettingField, sources: Sources, section: str) -> tuple[Any, str] | None:
+def _look_up(
+    field: SettingField, sources: Sources, section: str, prefix: str
+) -> tuple[Any, str] | None:
     for name in field.env:
         text = sources.environ.get(name)
         if text is not None and text != "":
             return _parse(field, text, variable_origin(name, sources.environ)), variable_origin(
                 name, sources.environ
             )
-    key = f"{section}.{field.yaml}" if section else field.yaml
-    if sources.config is not None and key in sources.config:
-        return sources.config[key], sources.config.where(key)
+    for name in dict.fromkeys((field.yaml, prefix + field.yaml)):
+        key = f"{section}.{name}" if section else name
+        if sources.config is not None and key in sources.config:
+            return sources.config[key], sources.config.where(key)
     return None
 
 

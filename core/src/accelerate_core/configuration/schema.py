@@ -75,11 +75,17 @@ def option(
 def settings(cls: type[T], /) -> type[T]: ...
 @overload
 def settings(
-    *, env_prefix: str = "", section: str = "", argument: str = ""
+    *, env_prefix: str = "", section: str = "", argument: str = "", yaml_prefix: str = ""
 ) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(field_specifiers=(option,))
 def settings(
-    cls: type[Any] | None = None, /, *, env_prefix: str = "", section: str = "", argument: str = ""
+    cls: type[Any] | None = None,
+    /,
+    *,
+    env_prefix: str = "",
+    section: str = "",
+    argument: str = "",
+    yaml_prefix: str = "",
 ) -> Any:
     """Make a class with annotated fields a settings class.
 
@@ -88,12 +94,14 @@ def settings(
             `ACCELERATE_<BACKEND>_` for the `Settings` of a backend.
         section: the YAML key the fields stand under.
         argument: the constructor argument of `Accelerator` that takes an instance.
+        yaml_prefix: what a peer's file puts before the keys of the section; read as well.
     """
 
     def make(target: type[Any]) -> type[Any]:
         config = pydantic.ConfigDict(arbitrary_types_allowed=True, validate_default=False)
         made: Any = pydantic.dataclasses.dataclass(config=config)(target)
         made.__settings_names__ = (env_prefix, section, argument)
+        made.__yaml_prefix__ = yaml_prefix
         original = made.__init__
         signature = inspect.signature(made)
 

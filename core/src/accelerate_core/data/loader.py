@@ -62,6 +62,7 @@ class PreparedLoader(DataLoader[Any]):
         non_blocking: bool = False,
         rng_types: list[str] | None = None,
         comm: Communicator | None = None,
+        order_comm: Communicator | None = None,
         gradient_state: GradientState | None = None,
         feed: Feed | None = None,
         users: Any = None,
@@ -79,6 +80,7 @@ class PreparedLoader(DataLoader[Any]):
         own["_batch_size"] = batch_size
         own["rng_types"] = rng_types or []
         own["comm"] = comm
+        own["order_comm"] = order_comm or comm
         own["gradient_state"] = gradient_state
         own["synchronized_generator"] = find_generator(original)
         own["_original_dataset"] = getattr(original, "dataset", None)
@@ -237,8 +239,8 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         if self.gradient_state is not None and self.gradient_state.before_cycle is not None:
             self.gradient_state.before_cycle()
-        if self.comm is not None and self.comm.size > 1:
-            synchronize_rng_states(self.rng_types, self.synchronized_generator, self.comm)
+        if self.order_comm is not None and self.order_comm.size > 1:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator, self.order_comm)
         sampler = self._seedable()
         if sampler is not None:
             sampler.set_epoch(self._position.epoch)

@@ -66,6 +66,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     *,
     comm: Communicator | None = None,
+    order_comm: Communicator | None = None,
     gradient_state: GradientState | None = None,
     feed: Feed | None = None,
     read_ahead: bool = True,
@@ -86,6 +87,8 @@ def prepare_data_loader(
         use_seedable_sampler, data_seed: shuffle by a seed and the epoch instead of a generator.
         use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
         comm: how the ranks talk; without it, and outside a process group, they do not.
+        order_comm: how all ranks agree on an order, where several read the same part and `comm`
+            joins only those that read different ones; default `comm`.
         gradient_state: is told of iterations and batches.
         feed: iterator of batches -> iterator of batches on the device, for `put_on_device`.
         read_ahead: when dispatching, read the next step on a thread while this one is worked on;
@@ -115,15 +118,16 @@ def prepare_data_loader(
         count, index = 1, 0
     if comm is None and count > 1:
         comm = _default_communicator(count)
+    order_comm = order_comm or (comm if count > 1 else None)
     names = check_rng_types(rng_types)
     base = _copy(dataloader)
     if use_stateful_dataloader:
         base = as_stateful(base)
     if use_seedable_sampler:
-        _make_seedable(base, data_seed, comm)
+        _make_seedable(base, data_seed, order_comm)
     dispatches = _dispatches(dispatch_batches, base, count, comm)
-    if count > 1 and not dispatches and comm is not None and comm.size > 1:
-        _share_order(base, comm)
+    if not dispatches and order_comm is not None and order_comm.size > 1:
+        _share_order(base, order_comm)
     batch_size = _batch_size(base)
     if split_batches and count > 1 and (batch_size is not None or _has_batch_sampler(base)):
         check_split(batch_size, count)
@@ -156,6 +160,7 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         rng_types=names,
         comm=comm,
+        order_comm=order_comm,
         gradient_state=gradient_state,
         feed=feed,
         users=dataloader,

@@ -113,8 +113,8 @@ class Place(FacadeBase):
 
     @property
     def parallelism_config(self) -> Any | None:
-        """The sizes of the mesh's dimensions, None where no plugin has one."""
-        return None
+        """The sizes of the mesh's dimensions (`ParallelismConfig`), None where there is no mesh."""
+        return self._built.parallelism
 
     def _mesh_rank(self, dimension: str) -> int:
         mesh = self.torch_device_mesh

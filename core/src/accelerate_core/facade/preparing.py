@@ -89,6 +89,7 @@ class Preparing(Place):
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
             comm=self._data_communicator,
+            order_comm=self._communicator,
             gradient_state=self.gradient_state,
             feed=partial(self._feed, self.hooks.feed_device) if place else None,
             read_ahead=config.read_ahead,

@@ -98,10 +98,6 @@ EXPORTS: dict[str, str] = {
     **dict.fromkeys(
         (
             "FullyShardedDataParallelPlugin",
-            "ParallelismConfig",
-            "TorchTensorParallelPlugin",
-            "TorchTensorParallelConfig",
-            "TorchContextParallelConfig",
             "disable_fsdp_ram_efficient_loading",
             "enable_fsdp_ram_efficient_loading",
             "ensure_weights_retied",

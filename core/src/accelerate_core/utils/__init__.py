@@ -77,7 +77,9 @@ _OF_MODULE: dict[str, str] = {
     "accelerate_core.configuration": """
         AutocastKwargs ComputeEnvironment DataLoaderConfiguration DistributedType
         GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler
-        LoggerType PrecisionType ProfileKwargs ProjectConfiguration RNGType TorchDynamoPlugin
+        LoggerType ParallelismConfig PrecisionType ProfileKwargs ProjectConfiguration RNGType
+        TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig
+        TorchTensorParallelPlugin
     """,
     "accelerate_core.utils.probes": """
         is_4bit_bnb_available is_8bit_bnb_available is_amdsmi_available is_bf16_available

@@ -1,0 +1,231 @@
+"""`ParallelismConfig`: how the ranks are laid out on a mesh, and which of them read the same data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from accelerate_core.configuration.schema import KwargsHandler, option, settings
+from accelerate_core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "ParallelismConfig",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
+]
+
+
+@settings(env_prefix="PARALLELISM_CONFIG_TP_")
+class TorchTensorParallelConfig(KwargsHandler):
+    """How tensor parallelism is done.
+
+    `plan` maps names of modules, with `*` for one part of a name, to a style: `colwise`, `rowwise`,
+    `sequence` or one of torch's `ParallelStyle` objects. Without one, the model's own `tp_plan` is
+    taken. `enable_async_tp` is accepted as the peer has it, and refused by backends without it.
+    """
+
+    enable_async_tp: bool = option(default=False, help="overlap communication with matmuls")
+    plan: dict[str, Any] | None = option(default=None, help="module name pattern -> style")
+    loss_parallel: bool = option(default=False, help="keep the logits sharded in the loss")
+
+
+@settings
+class TorchTensorParallelPlugin(KwargsHandler):
+    """Older way to ask for tensor parallelism: `ParallelismConfig(tp_size=...)` now."""
+
+    tp_size: int = option(default=1, help="ranks that compute one layer together", ge=1)
+    torch_device_mesh: Any = option(default=None, help="not used: the mesh is made from the sizes")
+
+
+@settings(env_prefix="PARALLELISM_CONFIG_CP_")
+class TorchContextParallelConfig(KwargsHandler):
+    """How context parallelism (ring attention) passes keys and values on."""
+
+    cp_comm_strategy: Literal["allgather", "alltoall"] = option(
+        default="allgather",
+        help="allgather or alltoall",
+        env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+    )
+
+
+def _size(what: str) -> Any:
+    return option(default=1, help=f"ranks {what}", ge=1)
+
+
+@settings(
+    env_prefix="PARALLELISM_CONFIG_",
+    section="parallelism_config",
+    argument="parallelism_config",
+    yaml_prefix="parallelism_config_",
+)
+class ParallelismConfig(KwargsHandler):
+    """Sizes of the dimensions of a device mesh; their product is the number of processes.
+
+    Ranks that differ in `tp`, `cp` or `sp` only get the same samples; those that differ in
+    `dp_replicate` or `dp_shard` get different ones. Of `cp` and `sp` one may be used. `pp` is kept
+    for pipelines. A backend declares which dimensions it can do.
+
+    Raises:
+        ConfigurationError: both `cp_size` and `sp_size` are greater than 1.
+    """
+
+    dp_replicate_size: int | None = _size("that hold copies of the same shards")
+    dp_shard_size: int | None = _size("over which parameters are sharded")
+    tp_size: int | None = _size("that compute one layer together (tensor parallel)")
+    cp_size: int | None = _size("that share a sequence by ring attention (context parallel)")
+    cp_backend: Literal["torch"] | None = option(default=None, help="who does ring attention")
+    sp_size: int | None = _size("that share a sequence by exchanging heads (Ulysses)")
+    sp_backend: Literal["torch", "deepspeed"] | None = option(
+        default=None, help="who does Ulysses: torch, or deepspeed"
+    )
+    tp_handler: TorchTensorParallelConfig | None = option(default=None, help="details of tp")
+    cp_handler: TorchContextParallelConfig | None = option(default=None, help="details of cp")
+    sp_handler: Any = option(default=None, help="details of sp")
+    pp_size: int | None = _size("that hold consecutive parts of the model (pipeline)")
+
+    #: Outermost first: neighbours in the last dimension are neighbours in rank, too.
+    DIMENSIONS: ClassVar[tuple[str, ...]] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+    def __post_init__(self) -> None:
+        for name in self.DIMENSIONS:
+            if getattr(self, f"{name}_size") is None:
+                setattr(self, f"{name}_size", 1)
+        if self.cp_size != 1 and self.sp_size != 1:
+            raise ConfigurationError(
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both split the sequence; "
+                "set one of them to 1."
+            )
+
+    def size(self, dimension: str) -> int:
+        """Return the size of a dimension by its name, such as `tp`."""
+        return int(getattr(self, f"{dimension}_size"))
+
+    @property
+    def total_size(self) -> int:
+        """Number of processes the sizes need."""
+        total = 1
+        for name in self.DIMENSIONS:
+            total *= self.size(name)
+        return total
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Names of the dimensions with more than one rank, outermost first."""
+        return [name for name in self.DIMENSIONS if self.size(name) > 1]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks, or groups of ranks, with different samples."""
+        return self.size("dp_replicate") * self.size("dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Number of ranks that get the same samples."""
+        return self.total_size // self.data_parallel_size
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Dimensions whose ranks get different samples."""
+        return [name for name in ("dp_replicate", "dp_shard") if self.size(name) > 1]
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Dimensions whose ranks get the same samples."""
+        return [name for name in self.active_mesh_dims if name not in self.dp_dim_names]
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Dimensions over which parameters are sharded."""
+        return [name for name in ("dp_shard", "cp", "sp") if self.size(name) > 1]
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Dimensions over which a loss is averaged."""
+        return [name for name in ("dp_replicate", "dp_shard", "cp", "sp") if self.size(name) > 1]
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Dimensions over which gradients are reduced: replicated ones, then sharded ones."""
+        return [*(["dp_replicate"] if self.dp_replicate_enabled else []), "dp_shard_cp"]
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether shards are replicated."""
+        return self.size("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are sharded over ranks with different samples."""
+        return self.size("dp_shard") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are computed by several ranks."""
+        return self.size("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are shared by ring attention."""
+        return self.size("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are shared by exchanging heads."""
+        return self.size("sp") > 1
+
+    def arithmetic(self) -> str:
+        """Return the product as a text, such as `dp_shard 2 x tp 2 = 4`."""
+        names = self.active_mesh_dims or ["dp_shard"]
+        return f"{' x '.join(f'{n} {self.size(n)}' for n in names)} = {self.total_size}"
+
+    def check(self, num_processes: int, origin: str = "") -> None:
+        """Compare with the number of processes.
+
+        Raises:
+            ConfigurationError: the product is another number; the text shows the arithmetic.
+        """
+        if self.total_size == num_processes:
+            return
+        rest, remainder = divmod(num_processes, self.total_size // self.size("dp_shard"))
+        way = (
+            f" dp_shard_size={rest} would fit."
+            if not remainder
+            else f" Start {self.total_size} processes, or change a size."
+        )
+        raise ConfigurationError(
+            f"ParallelismConfig{f' (from {origin})' if origin else ''} needs {self.arithmetic()} "
+            f"processes, and {num_processes} {'was' if num_processes == 1 else 'were'} started.{way}"
+        )
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh of all processes, with `dp_shard` and what has more than one rank.
+
+        All ranks call this, once the process group stands.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names = [n for n in self.DIMENSIONS if self.size(n) > 1 or n == "dp_shard"]
+        sizes = tuple(self.size(name) for name in names)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return a rank's index in every dimension."""
+        found = {}
+        for name in reversed(self.DIMENSIONS):
+            rank, found[name] = divmod(rank, self.size(name))
+        return found
+
+    def shard(self, rank: int, dimensions: tuple[str, ...]) -> tuple[int, int]:
+        """Return index and number of a rank among the combinations of some dimensions."""
+        index, count, at = 0, 1, self.coordinates(rank)
+        for name in dimensions:
+            index = index * self.size(name) + at[name]
+            count *= self.size(name)
+        return index, count
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the sizes by name."""
+        return {f"{name}_size": self.size(name) for name in self.DIMENSIONS}
