@@ -191,6 +191,19 @@ def test_a_new_run_neither_removes_nor_outnumbers_an_earlier_one(tmp_path: Path)
         assert second.accelerator.save_state().endswith("checkpoint_4")
 
 
+def test_what_only_has_the_name_is_not_counted(tmp_path: Path) -> None:
+    run = Run(tmp_path, limit=2)
+    kept = tmp_path / "checkpoints"
+    (kept / "checkpoint_9").mkdir(parents=True)
+    for _ in range(3):
+        last = Path(run.accelerator.save_state())
+    (last / "manifest.json").unlink()
+    assert folders(kept) == ["checkpoint_1", "checkpoint_2", "checkpoint_9"]
+    with pytest.warns(UserWarning, match="passed over"):
+        assert run.accelerator.load_state().endswith("checkpoint_1")
+    assert run.accelerator.save_state() == str(last), "without a manifest it is replaced"
+
+
 def test_a_damaged_one_is_removed_before_a_whole_one(tmp_path: Path) -> None:
     run = Run(tmp_path, limit=2)
     made = [Path(run.accelerator.save_state()) for _ in range(2)]
@@ -322,6 +335,11 @@ def test_what_is_refused_has_changed_nothing(run: Run, tmp_path: Path) -> None:
     ):
         run.accelerator.load_state(directory)
     group = {"params": [nn.Parameter(torch.zeros(1))]}
+    inner = run.optimizer.optimizer
+    run.optimizer.optimizer = torch.optim.SGD(run.net.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="is of a AdamW, and the optimizer is a SGD"):
+        run.accelerator.load_state(directory, trust=True)
+    run.optimizer.optimizer = inner
     run.optimizer.add_param_group(group)
     with pytest.raises(CheckpointError, match=r"optimizer\.bin does not fit the optimizer"):
         run.accelerator.load_state(directory, trust=True)
@@ -552,6 +570,14 @@ def test_a_place_that_cannot_be_written_is_named(run: Run, tmp_path: Path) -> No
         run.accelerator.save_state(tmp_path / "file" / "state")
     with pytest.raises(CheckpointError, match="is a file"):
         run.accelerator.save_state(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="is a file"):
+        run.accelerator.load_state(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="takes the path of a directory, not 3"):
+        run.accelerator.save_state(3)
+    with pytest.raises(CheckpointError, match="max_shard_size=0 is no size"):
+        run.accelerator.save_state(tmp_path / "state", max_shard_size=0)
+    with pytest.raises(CheckpointError, match="load_state needs an input_dir"):
+        run.accelerator.load_state()
 
 
 # --- beside the training --------------------------------------------------------------------------

@@ -31,7 +31,8 @@ class Box:
         return {"n": 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
+        if self.fails:
+            raise ValueError("never")
 
 
 def make(folder: Path, steps: int = 4, **more: Any) -> tuple[Accelerator, Any, Any, Any]:
@@ -99,6 +100,22 @@ def a_rank_that_fails_is_everybodys_error() -> None:
     assert accelerator.load_state() == first
     accelerator.save_state(blocking=False)
     accelerator.wait_for_checkpoint()
+    accelerator.end_training()
+
+
+@case
+def a_load_that_fails_on_a_rank_is_everybodys_error() -> None:
+    folder = scratch("loads")
+    accelerator, *_ = make(folder)
+    box = Box()
+    accelerator.register_for_checkpointing(box)
+    accelerator.save_state()
+    box.fails = RANK == SIZE - 1
+    kind, text = (ValueError, "never") if box.fails else (CheckpointError, f"rank {SIZE - 1}: ")
+    with pytest.raises(kind, match=text):
+        accelerator.load_state()
+    box.fails = False
+    accelerator.load_state()
     accelerator.end_training()
 
 

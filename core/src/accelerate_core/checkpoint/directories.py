@@ -52,6 +52,8 @@ def target_of(output_dir: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: it cannot be replaced as one: a file, the current directory, a mount.
     """
+    if not isinstance(output_dir, str | os.PathLike):
+        raise CheckpointError(f"save_state takes the path of a directory, not {output_dir!r}.")
     target = Path(os.path.realpath(Path(output_dir).expanduser()))
     inside = f"Use a directory inside it, such as {target / 'state'}."
     if target.is_file():
@@ -124,6 +126,9 @@ class Saving:
 
 def discard(path: Path, identity: str) -> None:
     """Remove a directory so that no part of it is seen under its name."""
+    if path.is_symlink():
+        path.unlink()
+        return
     if _LEFT.fullmatch(path.name) is None:
         gone = path.with_name(f".{path.name}.deleted-{identity}")
         os.rename(path, gone)

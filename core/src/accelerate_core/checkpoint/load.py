@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["load_state"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -76,6 +78,11 @@ def load_state(
             has been changed then.
     """
     accelerator.background.wait()
+    if input_dir is None and not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise CheckpointError(
+            "load_state needs an input_dir, or "
+            "ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."
+        )
     if input_dir is not None:
         directory = Path(os.path.realpath(Path(input_dir).expanduser()))
         if accelerator.saves_here:
@@ -90,13 +97,38 @@ def load_state(
     has_manifest = (directory / MANIFEST).exists()
     source = _Source(directory, read_manifest(directory) if has_manifest else None)
     _check_fits(accelerator, source)
-    states = _read_states(accelerator, source, load_kwargs, trust)
+    states = _agreed(
+        accelerator, "read", lambda: _read_states(accelerator, source, load_kwargs, trust)
+    )
     accelerator.settle_scale()  # what is pending belongs to the state that is replaced
-    _load_models(accelerator, source, dict(options))
-    _load_rest(accelerator, source, states, options)
-    del states
+
+    def load() -> None:
+        _load_models(accelerator, source, dict(options))
+        _load_rest(accelerator, source, states, options)
+
+    if "checkpoint" in accelerator.backend.owns:
+        load()  # it talks on the way, and agrees by itself
+    else:
+        _agreed(accelerator, "loaded", load)
     _continue_numbering(accelerator, directory, automatic)
     return str(directory)
+
+
+def _agreed(accelerator: Accelerator, what: str, job: Callable[[], T]) -> T:
+    """Do something on every rank; if any of them fails, all do."""
+    failure: Exception | None = None
+    try:
+        result = job()
+    except Exception as error:
+        failure = error
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    said = accelerator.communicator.gather_object(text)
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+    if failed:
+        raise CheckpointError(f"The checkpoint could not be {what} on every rank. {failed[0]}")
+    return result
 
 
 # --- which ----------------------------------------------------------------------------------------
@@ -117,6 +149,8 @@ def _verdict(accelerator: Accelerator, directory: Path, verify: bool) -> str:
 
 
 def _look(accelerator: Accelerator, directory: Path, verify: bool) -> str:
+    if directory.is_file():
+        return f"{directory} is a file, and load_state needs the directory that save_state wrote."
     if not directory.is_dir():
         return f"There is no checkpoint directory {directory}."
     if not (directory / MANIFEST).exists():
@@ -261,7 +295,7 @@ def _read_states(
         name = files.numbered(files.OPTIMIZER, index, ".bin")
         mapped = not load_kwargs and zipfile.is_zipfile(source.directory / name)
         state = source.read(name, trust=trust, **({"mmap": True} if mapped else load_kwargs))
-        _compare_groups(source.directory / name, state, optimizer.param_groups)
+        _compare_groups(source, name, index, state, optimizer)
         states.optimizers.append(state)
         states.mapped.append(mapped)
     for index in range(len(accelerator.schedulers)):
@@ -274,7 +308,12 @@ def _read_states(
     return states
 
 
-def _compare_groups(path: Path, state: Any, groups: list[dict[str, Any]]) -> None:
+def _compare_groups(source: _Source, name: str, index: int, state: Any, optimizer: Any) -> None:
+    path, groups = source.directory / name, optimizer.param_groups
+    classes = source.manifest.facts.get("optimizers", []) if source.manifest else []
+    own = type(optimizer.optimizer).__name__
+    if index < len(classes) and classes[index] != own:
+        raise CheckpointError(f"{path} is of a {classes[index]}, and the optimizer is a {own}.")
     if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
         return  # of an optimizer with a form of its own
     there = [len(group.get("params", ())) for group in state["param_groups"]]
@@ -364,7 +403,7 @@ def _load_ranks(accelerator: Accelerator, source: _Source, found: dict[int, Any]
     rank, count = accelerator.process_index, accelerator.num_processes
     first, own = found[0], found.get(rank)
     saved_by = _world_size(source)
-    if saved_by != count:
+    if saved_by != count and MARK in first:
         accelerator.note_once(
             f"{source.directory} was saved by {saved_by} processes and is loaded by {count}: the "
             "position in the data is carried over; ranks that were not there keep their own "
@@ -375,9 +414,7 @@ def _load_ranks(accelerator: Accelerator, source: _Source, found: dict[int, Any]
         accelerator.step = int(first.get("step", 0))
         accelerator.note_once(foreign.NOT_TAKEN_OVER.format(directory=source.directory))
     else:
-        for loader, state in zip(accelerator.loaders, ours["loaders"], strict=False):
-            if state is not None and hasattr(loader, "load_state_dict"):
-                loader.load_state_dict(state)
+        _load_positions(accelerator, source, ours["loaders"])
         cycles = [one[MARK]["cycle"] for _, one in sorted(found.items())]
         mine = (own or first)[MARK]["cycle"]
         accelerator.load_cycle_state(mine, None if saved_by == count else cycles)
@@ -390,6 +427,28 @@ def _load_ranks(accelerator: Accelerator, source: _Source, found: dict[int, Any]
                 f"No random state could be set on rank {rank} for {', '.join(missed)}.",
                 every_rank=True,
             )
+
+
+def _load_positions(accelerator: Accelerator, source: _Source, states: list[Any]) -> None:
+    """Put the loaders where they stood; one of other data stays at its beginning."""
+    loaders = accelerator.loaders
+    if len(states) != len(loaders):
+        accelerator.note_once(
+            f"{source.directory} has the positions of {len(states)} loaders, and {len(loaders)} "
+            "are prepared here: they are matched in the order of their preparing."
+        )
+    for index, (loader, state) in enumerate(zip(loaders, states, strict=False)):
+        if state is None or not hasattr(loader, "load_state_dict"):
+            continue
+        was, now = state.get("dataset_size"), getattr(loader, "dataset_size", None)
+        if was is not None and was != now:
+            accelerator.note_once(
+                f"Loader {index} had {was} samples when {source.directory.name} was saved, and has "
+                f"{now} here: its position is not taken over. Loaders are matched in the order of "
+                "their preparing."
+            )
+            continue
+        loader.load_state_dict(state)
 
 
 def _world_size(source: _Source) -> int:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 
+from accelerate_core.checkpoint.files import first_line
 from accelerate_core.checkpoint.manifest import MANIFEST, problems, read_manifest
 from accelerate_core.checkpoint.model import save_weights
 from accelerate_core.errors import CheckpointError
@@ -57,7 +59,16 @@ def merge_weights(
                 raise CheckpointError(wrong[0])
         state = {}
         for path in parts:
-            state.update(load_state_dict(path))
+            try:
+                state.update(load_state_dict(path))
+            except (
+                SafetensorError,
+                RuntimeError,
+                OSError,
+                EOFError,
+                pickle.UnpicklingError,
+            ) as error:
+                raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
     save_weights(state, output, max_shard_size=1 << 62, safe_serialization=safe_serialization)
     if remove:
         shutil.rmtree(source)

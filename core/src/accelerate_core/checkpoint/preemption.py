@@ -71,6 +71,7 @@ class Preemption:
         self._asked = threading.Event()
         self._known = threading.Event()
         self._stop = False
+        self._left = False
         self._lock = threading.Lock()
         self._steps = 0
         self._boundaries = 0
@@ -112,7 +113,12 @@ class Preemption:
 
     def _leave(self) -> None:
         accelerator = self._accelerator
+        self._left = True
         self.close()
+        try:
+            accelerator.wait_for_checkpoint()
+        except Exception as error:  # an earlier one; this is the last chance for a new one
+            logger.warning("An earlier save in the background failed: %s", error)
         directory = accelerator.save_state()
         if accelerator.is_main_process:
             logger.warning("Preempted: the state is saved in %s.", directory)
@@ -148,6 +154,13 @@ class Preemption:
 
     def close(self) -> None:
         """Stop watching and give the signals back."""
+        if self.requested and not self._left:
+            self._accelerator.note_once(
+                "A signal asked this run to save and leave, but no step boundary came after it: "
+                "nothing was saved for it. A step boundary is where the loop over a prepared "
+                "loader asks for its next batch after a step."
+            )
+            self._left = True
         self._stop = True
         self._accelerator.gradient_state.boundary = None
         if threading.current_thread() is threading.main_thread():

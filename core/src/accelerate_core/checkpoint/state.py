@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate_core.checkpoint import files, rng
+from accelerate_core.checkpoint import files, foreign, rng
 from accelerate_core.checkpoint.background import Background
 from accelerate_core.checkpoint.directories import (
     Saving,
@@ -221,7 +221,7 @@ def _agreed_target(accelerator: Accelerator, output_dir: Any) -> tuple[Path, str
         later = [
             other
             for other, path in numbered_checkpoints(root)
-            if other >= number and _is_whole(accelerator, path)
+            if other >= number and _is_whole(path, accelerator.damaged_checkpoints)
         ]
         if later and not accelerator.resumed:
             trouble = (
@@ -241,19 +241,22 @@ def _agreed_target(accelerator: Accelerator, output_dir: Any) -> tuple[Path, str
     return root / f"checkpoint_{number}", trouble
 
 
-def _is_whole(accelerator: Accelerator, directory: Path) -> bool:
-    if str(directory) in accelerator.damaged_checkpoints:
+def _is_whole(directory: Path, damaged: set[str]) -> bool:
+    if str(directory) in damaged:
         return False
     try:
         return not problems(directory, read_manifest(directory), contents=False)
     except CheckpointError:
-        return not (directory / MANIFEST).exists()  # not ours: never replaced
+        return not (directory / MANIFEST).exists() and foreign.why_not(directory) == ""
 
 
 def _remove_oldest(newest: Path, limit: int, damaged: set[str], identity: str) -> None:
     """Keep `limit` checkpoints, now that the new one stands; damaged ones go first."""
-    earlier = [path for _, path in numbered_checkpoints(newest.parent) if path != newest]
-    earlier.sort(key=lambda path: str(path) not in damaged)
+    found = [path for _, path in numbered_checkpoints(newest.parent) if path != newest]
+    whole = {path: _is_whole(path, damaged) for path in found}
+    # What only has the name of a checkpoint is neither counted nor removed.
+    earlier = [path for path in found if whole[path] or (path / MANIFEST).exists()]
+    earlier.sort(key=whole.__getitem__)
     for path in earlier[: max(len(earlier) - (limit - 1), 0)]:
         try:
             discard(path, identity)
@@ -341,10 +344,12 @@ def _write_models(
     models = list(accelerator.models)
     if hooks:
         weights = [accelerator.hooks.model_state(accelerator, model) for model in models]
+        before = list(zip(models, weights, strict=True))
         for hook in hooks:
             with writer.part("a save_state pre hook"):
-                hook(models, weights, str(writer.directory))  # may take models off both lists
-        states = iter(weights)
+                hook(models, weights, str(writer.directory))  # may take off either list
+        taken = [w for model, w in before if not any(model is one for one in models)]
+        states = iter([w for w in weights if not any(w is one for one in taken)])
     else:  # one at a time: a backend may have to gather it
         states = (accelerator.hooks.model_state(accelerator, model) for model in models)
     for index, state in enumerate(states):
@@ -427,6 +432,7 @@ def _facts(accelerator: Accelerator) -> dict[str, Any]:
                 for record, _, _ in accelerator.plugins.plugins
             ],
         },
+        "optimizers": [type(optimizer.optimizer).__name__ for optimizer in accelerator.optimizers],
         "objects": {
             "models": len(accelerator.models),
             "optimizers": len(accelerator.optimizers),

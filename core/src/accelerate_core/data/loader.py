@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -150,6 +151,14 @@ class PreparedLoader(DataLoader[Any]):
         return int(length) if length is not None else len(self._original_dataset)
 
     @property
+    def dataset_size(self) -> int | None:
+        """Number of samples of the whole dataset, None if it has no length."""
+        try:
+            return self.total_dataset_length
+        except (TypeError, AttributeError):
+            return None
+
+    @property
     def even_batches(self) -> bool:
         """Whether the last global step is filled up."""
         return bool(self._source.even_batches)
@@ -200,7 +209,10 @@ class PreparedLoader(DataLoader[Any]):
         The keys `epoch`, `batches_seen` (per rank) and `samples_seen` (of all ranks) are for
         everyone; the rest restores the order. It fits any number of ranks.
         """
-        state: dict[str, Any] = self._position.state_dict(self._batch_size, self._source.per_step)
+        state: dict[str, Any] = self._position.state_dict(
+            self._batch_size, self._source.per_step, self._workers_live_on()
+        )
+        state["dataset_size"] = self.dataset_size
         generator = self.synchronized_generator
         if generator is not None and "torch_rng" not in state:
             state["generator"] = generator.get_state()
@@ -215,7 +227,8 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             ConfigurationError: the state is not one of a prepared loader, or does not fit.
         """
-        self._position.load_state_dict(state_dict, self._batch_size)
+        running = any(run is self._position.owner for run in self._runs)
+        self._position.load_state_dict(state_dict, self._batch_size, running)
         generator = self.synchronized_generator
         if generator is not None and "generator" in state_dict and "torch_rng" not in state_dict:
             generator.set_state(state_dict["generator"])  # saved between epochs
@@ -252,13 +265,43 @@ class PreparedLoader(DataLoader[Any]):
         position: Position = self._position
         source: Source = self._source
         generator: torch.Generator | None = self.synchronized_generator
+        if position.pending and position.ended and self._skip == 0:
+            position.next_epoch()  # that epoch is over, and of the next none is to be skipped
         resumed = position.pending
         start = position.batches if resumed else 0
         if self._skip is not None:
             start = self._skip * source.per_step
         state = position.loader_state if resumed and self._skip is None else None
         order = position.order if resumed else None
-        position.begin(owner, start, order or OrderState.capture(generator))
+        had_workers = position.had_workers
+        fresh = not (self._workers_live_on() or had_workers)
+        position.begin(owner, start, order or OrderState.capture(generator, fresh))
+        with self._without_seed(had_workers):
+            return self._open(start, state, order)
+
+    def _workers_live_on(self) -> bool:
+        """Whether there are worker processes of an earlier epoch, so that none are begun."""
+        persistent = getattr(self.base, "persistent_workers", False)
+        return persistent and getattr(self.base, "_iterator", None) is not None
+
+    @contextmanager
+    def _without_seed(self, had_workers: bool) -> Iterator[None]:
+        """Let workers that are begun anew draw their seed elsewhere: in the run that is resumed
+        they lived on, and drew none.
+        """
+        if not had_workers or self._workers_live_on() or not hasattr(self.base, "generator"):
+            yield
+            return
+        before = self.base.generator
+        self.base.generator = torch.Generator()
+        try:
+            yield
+        finally:
+            self.base.generator = before
+
+    def _open(self, start: int, state: Any, order: OrderState | None) -> Iterator[Item]:
+        source: Source = self._source
+        generator = self.synchronized_generator
         if state is not None:
             return source.start(start, False, state)
         if order is None:
@@ -278,6 +321,7 @@ class PreparedLoader(DataLoader[Any]):
                 self.__dict__["_served"] = served
                 if position.owner is served:
                     position.batches += per_step
+                    position.ended = served.last
                     position.loader_state = source.state
                 if state is not None:
                     state.touched(self, served)

@@ -18,16 +18,20 @@ VERSION = 1
 
 @dataclass
 class OrderState:
-    """The generators that an epoch's order is drawn from, as they were before it began."""
+    """The generators that an epoch's order is drawn from, as they were before it began.
+
+    `fresh`: worker processes began with it, for which the loader draws a seed first.
+    """
 
     global_state: torch.Tensor
     generator: torch.Tensor | None = None
+    fresh: bool = True
 
     @classmethod
-    def capture(cls, generator: torch.Generator | None) -> OrderState:
+    def capture(cls, generator: torch.Generator | None, fresh: bool = True) -> OrderState:
         """Copy the states as they are now."""
         own = None if generator is None else generator.get_state()
-        return cls(torch.get_rng_state(), own)
+        return cls(torch.get_rng_state(), own, fresh)
 
     @contextmanager
     def replayed(self, generator: torch.Generator | None) -> Iterator[None]:
@@ -59,6 +63,10 @@ class Position:
     epoch_was_set: bool = False
     loader_state: Any = None
     pending: bool = False
+    #: The last batch of the epoch was handed out.
+    ended: bool = False
+    #: Worker processes lived on from an earlier epoch in the run that is resumed.
+    had_workers: bool = False
     owner: object = field(default=None, repr=False)
 
     def begin(self, owner: object, start: int, order: OrderState) -> None:
@@ -66,18 +74,25 @@ class Position:
         self.owner = owner
         self.batches = start
         self.order = order
-        self.pending = False
+        self.pending = self.ended = self.had_workers = False
 
     def finish(self, owner: object) -> None:
         """Note that the epoch is over, if `owner` is the latest iteration."""
         if self.owner is owner:
-            self.epoch += 1
-            self.batches = 0
-            self.order = None
-            self.loader_state = None
-            self.owner = None
+            self.next_epoch()
 
-    def state_dict(self, batch_size: int | None, per_step: int) -> dict[str, Any]:
+    def next_epoch(self) -> None:
+        """Stand before the first batch of the next epoch."""
+        self.epoch += 1
+        self.batches = 0
+        self.order = None
+        self.loader_state = None
+        self.owner = None
+        self.pending = self.ended = False
+
+    def state_dict(
+        self, batch_size: int | None, per_step: int, has_workers: bool = False
+    ) -> dict[str, Any]:
         """Return the position as plain values and CPU tensors."""
         state: dict[str, Any] = {
             "version": VERSION,
@@ -87,6 +102,8 @@ class Position:
             "global_batches": self.batches,
             "batch_size": batch_size,
             "samples_seen": None if batch_size is None else self.batches * batch_size,
+            "ended": self.ended,
+            "has_workers": not self.order.fresh if self.order else has_workers,
         }
         if self.order is not None:
             state["torch_rng"] = self.order.global_state
@@ -96,8 +113,12 @@ class Position:
             state["loader"] = self.loader_state
         return state
 
-    def load_state_dict(self, state: dict[str, Any], batch_size: int | None) -> None:
+    def load_state_dict(
+        self, state: dict[str, Any], batch_size: int | None, running: bool = False
+    ) -> None:
         """Take over a position; the next iteration begins there.
+
+        An iteration that is `running` and stands exactly there goes on instead.
 
         Raises:
             ConfigurationError: the state is of another kind, or was saved with a batch size by
@@ -116,12 +137,26 @@ class Position:
                     f"{saved_size}); that is no whole number of batches of {batch_size}."
                 )
             batches = state["samples_seen"] // batch_size
+        if running and self._is_here(state, int(batches)):
+            return
         self.epoch = int(state["epoch"])
         self.epoch_was_set = bool(state.get("epoch_was_set", False))
         self.batches = int(batches)
         self.loader_state = state.get("loader")
         self.order = None
+        self.had_workers = bool(state.get("has_workers", False))
         if "torch_rng" in state:
-            self.order = OrderState(state["torch_rng"], state.get("generator"))
+            fresh = not self.had_workers
+            self.order = OrderState(state["torch_rng"], state.get("generator"), fresh)
+        self.ended = bool(state.get("ended", False))
         self.pending = True
         self.owner = None
+
+    def _is_here(self, state: dict[str, Any], batches: int) -> bool:
+        return (
+            self.order is not None
+            and self.epoch == int(state["epoch"])
+            and self.batches == batches
+            and "torch_rng" in state
+            and torch.equal(self.order.global_state, state["torch_rng"])
+        )

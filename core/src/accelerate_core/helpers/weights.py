@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.errors import CheckpointError
+from accelerate_core.errors import CheckpointError, ConfigurationError
 from accelerate_core.helpers.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -119,6 +119,10 @@ def shard_state_dict(
         (`metadata.total_size` and `weight_map`), or None where one file holds all.
     """
     limit = convert_file_size_to_int(max_shard_size)
+    if limit <= 0:
+        raise ConfigurationError(
+            f"max_shard_size={max_shard_size!r} is no size: it must be positive."
+        )
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = 0
     for name, tensor in state.items():

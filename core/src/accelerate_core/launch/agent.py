@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["main", "pass_signals_on", "wait_for_terminated"]
+__all__ = ["main", "never_restart_preempted", "pass_signals_on", "wait_for_terminated"]
 
 #: `EX_TEMPFAIL`: the ranks have saved and want to be started again.
 _AGAIN = 75
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pass_signals_on()
     parsed = agent.parse_args(list(sys.argv[1:] if arguments is None else arguments))
     wait_for_terminated(parsed)
+    never_restart_preempted()
     try:
         agent.run(parsed)
     except ChildFailedError as error:
@@ -44,6 +45,24 @@ def pass_signals_on() -> None:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, send)
+
+
+def never_restart_preempted() -> None:
+    """Let the agent end when ranks have left with 75: it is the machine that is taken away."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    agent: Any = LocalElasticAgent
+    monitor = getattr(agent, "_monitor_workers", None)
+    if monitor is None:
+        return
+
+    def watched(self: Any, group: Any) -> Any:
+        result = monitor(self, group)
+        if any(getattr(f, "exitcode", 0) == _AGAIN for f in (result.failures or {}).values()):
+            self._remaining_restarts = 0
+        return result
+
+    agent._monitor_workers = watched
 
 
 def wait_for_terminated(parsed: Any) -> None:

@@ -6,7 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from accelerate_core.launch.agent import pass_signals_on, wait_for_terminated
+from accelerate_core.launch.agent import (
+    never_restart_preempted,
+    pass_signals_on,
+    wait_for_terminated,
+)
 
 __all__ = ["main"]
 
@@ -20,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pass_signals_on()
     parsed = agent.parse_args(list(sys.argv[1:] if arguments is None else arguments))
     wait_for_terminated(parsed)
+    never_restart_preempted()
     try:
         agent.run(parsed)
     except ChildFailedError as error:

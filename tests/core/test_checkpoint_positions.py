@@ -1,0 +1,103 @@
+"""Going on in the data: workers that live on, ends of epochs, loaders that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate_core import Accelerator
+from accelerate_core.utils import ProjectConfiguration, set_seed
+
+EPOCHS, BATCHES = 3, 4
+
+
+class Run:
+    def __init__(self, folder: Path, samples: int = 12, **loader: Any) -> None:
+        set_seed(7)
+        config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+        self.accelerator = Accelerator(cpu=True, project_config=config)
+        data = TensorDataset(torch.arange(samples))
+        self.loader = self.accelerator.prepare(DataLoader(data, 3, shuffle=True, **loader))
+
+    def read(self, loaders: list[Any], save_at: tuple[int, ...] = ()) -> list[list[int]]:
+        """Return what each epoch gave; save after some batches."""
+        epochs, seen = [], 0
+        for loader in loaders:
+            epochs.append([])
+            for (batch,) in loader:
+                epochs[-1] += batch.tolist()
+                seen += 1
+                if seen in save_at:
+                    self.accelerator.save_state()
+        return epochs
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["global", "own generator"])
+@pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent workers"])
+def test_workers(tmp_path: Path, persistent: bool, own: bool) -> None:
+    def make(name: str) -> Run:
+        options: dict[str, Any] = {"num_workers": 1, "persistent_workers": persistent}
+        if own:
+            options["generator"] = generator()
+        return Run(tmp_path / name, **options)
+
+    points = (2, BATCHES, BATCHES + 1, 2 * BATCHES, 2 * BATCHES + 2)
+    run = make("whole")
+    whole = run.read([run.loader] * EPOCHS, points)
+    for number, at in enumerate(points):
+        resumed = make("resumed")
+        set_seed(99)
+        resumed.accelerator.load_state(tmp_path / "whole" / "checkpoints" / f"checkpoint_{number}")
+        first = (at - 1) // BATCHES
+        rest = resumed.read([resumed.loader] * (EPOCHS - first))
+        done = (at - first * BATCHES) * 3
+        assert rest == [whole[first][done:], *whole[first + 1 :]], at
+
+
+def test_skipping_none_after_the_end_of_an_epoch_begins_the_next(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    whole = run.read([run.loader] * EPOCHS, tuple(range(1, EPOCHS * BATCHES)))
+    for at in range(1, EPOCHS * BATCHES):
+        resumed = Run(tmp_path / "resumed")
+        set_seed(99)
+        resumed.accelerator.load_state(tmp_path / "checkpoints" / f"checkpoint_{at - 1}")
+        first, skip = divmod(at, BATCHES)
+        part = resumed.accelerator.skip_first_batches(resumed.loader, skip)
+        rest = resumed.read([part, *[resumed.loader] * (EPOCHS - first - 1)])
+        assert rest == [whole[first][skip * 3 :], *whole[first + 1 :]], at
+
+
+def test_loading_what_was_just_saved_does_not_disturb_the_loop(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    seen: list[int] = []
+    for number, (batch,) in enumerate(run.loader):
+        seen += batch.tolist()
+        if number == 1:
+            run.accelerator.save_state()
+            run.accelerator.load_state()
+    assert sorted(seen) == list(range(12))
+    ((again),) = run.read([run.loader])
+    assert sorted(again) == list(range(12)), "a whole epoch, not the rest of the last one"
+
+
+def test_a_position_in_other_data_is_not_taken_over(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for _ in run.loader:
+        run.accelerator.save_state()
+        break
+    other = Run(tmp_path, samples=7)
+    with pytest.warns(UserWarning, match="Loader 0 had 12 samples .* and has 7 here"):
+        other.accelerator.load_state()
+    assert sorted(other.read([other.loader])[0]) == list(range(7))
+    more = Run(tmp_path)
+    more.accelerator.prepare(DataLoader(TensorDataset(torch.arange(3))))
+    with pytest.warns(UserWarning, match="positions of 1 loaders, and 2 are prepared"):
+        more.accelerator.load_state()
