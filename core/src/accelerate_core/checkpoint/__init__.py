@@ -5,6 +5,7 @@ from accelerate_core.checkpoint.load import load_state
 from accelerate_core.checkpoint.model import save_model, save_object
 from accelerate_core.checkpoint.preemption import Preempted, Preemption, read_signals
 from accelerate_core.checkpoint.replay import Boundary
+from accelerate_core.checkpoint.shards import SafeReader, read_metadata
 from accelerate_core.checkpoint.state import own_state, save_state
 
 __all__ = [
@@ -12,8 +13,10 @@ __all__ = [
     "Boundary",
     "Preempted",
     "Preemption",
+    "SafeReader",
     "load_state",
     "own_state",
+    "read_metadata",
     "read_signals",
     "save_model",
     "save_object",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import pickle
 import re
@@ -157,35 +158,75 @@ def write_safetensors(
     Raises:
         CheckpointError: a tensor's dtype is none of the format's.
     """
+    text, order, _ = _header(tensors, metadata)
+
+    def put(file: HashingFile) -> None:
+        file.write(text)
+        for name, _ in order:
+            tensor = tensors[name]
+            if tensor.numel():
+                host = tensor.detach().cpu().contiguous().reshape(-1)
+                file.write(host.view(torch.uint8).numpy())
+
+    return write(path, put, durable=durable)
+
+
+def _header(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> tuple[bytes, list[tuple[str, int]], int]:
+    """Return what stands before the tensors, where behind it each begins, and the size of all."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     # Elements of larger size first, so that every tensor is aligned.
     order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    offset = 0
+    offset, places = 0, []
     for name, tensor in order:
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(
                 f"safetensors cannot hold {name!r} of dtype {tensor.dtype}; save with "
                 "safe_serialization=False."
             )
-        end = offset + tensor.nbytes
+        end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
+        places.append((name, offset))
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, places, offset
 
-    def put(file: HashingFile) -> None:
-        file.write(struct.pack("<Q", len(text)))
+
+def map_safetensors(
+    path: Path, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, torch.Tensor]:
+    """Make a safetensors file and return its tensors, to be filled in: their memory is the file.
+
+    Args:
+        layout: shape and dtype of each tensor.
+    """
+    empty = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, (shape, dtype) in layout.items()
+    }
+    text, places, size = _header(empty, {"format": "pt"})
+    with path.open("w+b") as file:
         file.write(text)
-        for _, tensor in order:
-            if tensor.numel():
-                host = tensor.detach().cpu().contiguous().reshape(-1)
-                file.write(host.view(torch.uint8).numpy())
-
-    return write(path, put, durable=durable)
+        file.truncate(len(text) + size)
+        file.flush()
+        memory = mmap.mmap(file.fileno(), len(text) + size)
+    made = {}
+    for name, start in places:
+        like = empty[name]
+        if not like.numel():
+            made[name] = torch.empty(like.shape, dtype=like.dtype)
+            continue
+        flat = torch.frombuffer(
+            memory, dtype=like.dtype, count=like.numel(), offset=len(text) + start
+        )
+        made[name] = flat.view(like.shape)
+    return made
 
 
 def checksum(path: Path, progress: Callable[[int], None] | None = None) -> Entry:

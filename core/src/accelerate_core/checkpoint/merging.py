@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
+import secrets
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
-from accelerate_core.checkpoint.files import first_line
-from accelerate_core.checkpoint.manifest import MANIFEST, problems, read_manifest
+from accelerate_core.checkpoint.files import (
+    first_line,
+    map_safetensors,
+    sync_directory,
+    write_torch,
+)
+from accelerate_core.checkpoint.manifest import MANIFEST, Manifest, problems, read_manifest
 from accelerate_core.checkpoint.model import save_weights
+from accelerate_core.checkpoint.shards import METADATA, SafeReader, read_metadata
 from accelerate_core.errors import CheckpointError
 from accelerate_core.helpers.weights import checkpoint_files, load_state_dict
 
 __all__ = ["merge_weights"]
-
-#: Torch's file that describes a directory of its distributed checkpoints.
-_METADATA = ".metadata"
 
 
 def merge_weights(
@@ -45,39 +50,36 @@ def merge_weights(
             f"{output} is a checkpoint itself, whose files would be replaced. Write elsewhere."
         )
     distributed = _distributed(source)
+    manifest = read_manifest(source) if (source / MANIFEST).exists() else None
+    if manifest is not None:
+        wrong = problems(source, manifest)
+        if wrong:
+            raise CheckpointError(wrong[0])
     if distributed is not None:
-        state = _read_distributed(distributed)
+        _read_distributed(distributed, output, safe_serialization)
     else:
-        parts = checkpoint_files(source)
-        if (source / MANIFEST).exists():
-            manifest = read_manifest(source)
-            wrong = problems(source, manifest)
-            wrong += [
-                f"{one} is not in {MANIFEST}." for one in parts if one.name not in manifest.files
-            ]
-            if wrong:
-                raise CheckpointError(wrong[0])
-        state = {}
-        for path in parts:
-            try:
-                state.update(load_state_dict(path))
-            except (
-                SafetensorError,
-                RuntimeError,
-                OSError,
-                EOFError,
-                pickle.UnpicklingError,
-            ) as error:
-                raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
-    save_weights(state, output, max_shard_size=1 << 62, safe_serialization=safe_serialization)
+        state = _read_weights(source, manifest)
+        save_weights(state, output, max_shard_size=1 << 62, safe_serialization=safe_serialization)
     if remove:
         shutil.rmtree(source)
     return output / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
 
 
+def _read_weights(source: Path, manifest: Manifest | None) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for path in checkpoint_files(source):
+        if manifest is not None and path.name not in manifest.files:
+            raise CheckpointError(f"{path} is not in {MANIFEST}.")
+        try:
+            state.update(load_state_dict(path))
+        except (SafetensorError, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
+    return state
+
+
 def _distributed(source: Path) -> Path | None:
     places = [source, *sorted(path for path in source.iterdir() if path.is_dir())]
-    found = [path for path in places if (path / _METADATA).is_file()]
+    found = [path for path in places if (path / METADATA).is_file()]
     if len(found) > 1 and found[0] != source:
         models = [path for path in found if "optim" not in path.name]
         if len(models) != 1:
@@ -87,62 +89,53 @@ def _distributed(source: Path) -> Path | None:
     return found[0] if found else None
 
 
-#: What torch's metadata consists of; nothing else is unpickled.
-_ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
-        "ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint._extension", "StreamTransformExtension"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-}  # fmt: skip
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) in _ALLOWED or is_dtype:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in {_METADATA}")
-
-
-def _read_distributed(directory: Path) -> dict[str, Any]:
+def _read_distributed(directory: Path, output: Path, safe_serialization: bool) -> None:
+    """Write the weights of one model into a file that is mapped: a shard at a time is in memory."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    path = directory / _METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"a {type(metadata).__name__}")
-    except Exception as error:
-        raise CheckpointError(f"{path} is damaged or no metadata of torch's: {error}") from error
-
-    class Reader(dcp.FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return cast(Metadata, metadata)
-
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+    metadata = read_metadata(directory)
+    entries = {
+        name: entry
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)  # bytes would be unpickled
     }
+    prefix = _prefix(directory, list(entries))
+    wanted = {n: e for n, e in entries.items() if n.startswith(prefix)}
+    output.mkdir(parents=True, exist_ok=True)
+    target = output / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
+    beside = target.with_name(f".{target.name}.saving-{secrets.token_hex(6)}")
+    layout = {n: (tuple(e.size), e.properties.dtype) for n, e in wanted.items()}
     try:
-        dcp.load(state, storage_reader=Reader(directory), no_dist=True)
-    except Exception as error:
-        raise CheckpointError(f"{directory} cannot be read: {error}") from error
-    names = set(state)
+        names = {name: name.removeprefix(prefix) for name in layout}
+        mapped = map_safetensors(beside, {names[n]: one for n, one in layout.items()})
+        state: dict[str, Any] = {name: mapped[names[name]] for name in layout}
+        try:
+            dcp.load(state, storage_reader=SafeReader(directory, metadata), no_dist=True)
+        except Exception as error:
+            raise CheckpointError(f"{directory} cannot be read: {error}") from error
+        if safe_serialization:
+            del state, mapped
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(beside, target)
+        else:
+            write_torch(beside.with_suffix(".bin"), {n: t.clone() for n, t in mapped.items()})
+            os.replace(beside.with_suffix(".bin"), target)
+    finally:
+        beside.unlink(missing_ok=True)
+        beside.with_suffix(".bin").unlink(missing_ok=True)
+    sync_directory(output)
+
+
+def _prefix(directory: Path, names: list[str]) -> str:
+    """Return what stands before the names of the one model's weights."""
+    ours = sorted({match[0] for name in names if (match := re.match(r"model\.\d+\.", name))})
+    if len(ours) == 1 and all(n.startswith((ours[0], "optimizer.")) for n in names):
+        return ours[0]
+    if len(ours) > 1 and all(n.startswith((*ours, "optimizer.")) for n in names):
+        raise CheckpointError(f"{directory} holds {len(ours)} models; merge-weights takes one.")
     for prefix in ("model.", "app.model."):  # how the peer, and torch's examples, nest it
         if names and all(name.startswith(prefix) for name in names):
-            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-            break
-    return state
+            return prefix
+    return ""

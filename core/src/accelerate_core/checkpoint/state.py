@@ -324,7 +324,7 @@ def _write_parts(
             writer.torch(f"{files.GRADIENTS}_{rank}.bin", gradients)
     with writer.part(f"the backend {accelerator.backend.name!r}"):
         directory = writer.directory / f"backend_{accelerator.backend.name}"
-        job = accelerator.hooks.save_state(accelerator, directory, options)
+        job = accelerator.hooks.save_state(accelerator, directory, options, writer.puts_off)
         if job is not None:
             writer.later(directory.name, job)
     for key, function, names in accelerator.plugins.implementations("on_save"):

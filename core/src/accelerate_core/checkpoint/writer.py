@@ -37,6 +37,11 @@ class Writer:
         self._staging = staging
         self._later: list[tuple[str, Callable[[], None]]] = []
 
+    @property
+    def puts_off(self) -> bool:
+        """Whether states are copied now and written by `finish`."""
+        return self._staging is not None
+
     @contextmanager
     def part(self, what: str) -> Iterator[None]:
         """Keep an exception of the block as this rank's failure of saving `what`."""
