@@ -397,7 +397,7 @@ class Backend:
         optimizer.load_state_dict(state)
 
     def save_state(
-        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
         """Write nothing: the core keeps models and optimizers."""
         if options:

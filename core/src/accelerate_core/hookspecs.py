@@ -341,14 +341,15 @@ class HookSpecs:
 
     @_owner
     def save_state(
-        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
         """Write what the backend keeps beside the core's files; called on every rank, in order.
 
         `directory` is the backend's own inside the checkpoint and does not exist yet; `options`
-        are the further arguments of `save_state`. Write now and return None; or copy now and
-        return a function that writes, which may run beside the training and must not use the
-        default group. Declare `owns={"checkpoint"}` to keep models and optimizers here alone.
+        are the further arguments of `save_state`. Write now and return None; or, where `later`
+        says that training goes on meanwhile, copy now and return a function that writes, which
+        must not use the default group. Declare `owns={"checkpoint"}` to keep models and
+        optimizers here alone.
         """
 
     @_owner

@@ -156,7 +156,7 @@ def _look_up(
             return _parse(field, text, variable_origin(name, sources.environ)), variable_origin(
                 name, sources.environ
             )
-    for name in dict.fromkeys((field.yaml, prefix + field.yaml)):
+    for name in dict.fromkeys((field.yaml, prefix + field.yaml, *field.aliases)):
         key = f"{section}.{name}" if section else name
         if sources.config is not None and key in sources.config:
             return sources.config[key], sources.config.where(key)

@@ -43,6 +43,8 @@ class SettingField:
     env: tuple[str, ...]
     cli: str
     yaml: str
+    #: Other names a peer's file has for it, in its section.
+    aliases: tuple[str, ...] = ()
 
 
 def option(
@@ -50,15 +52,16 @@ def option(
     default: Any = dataclasses.MISSING,
     help: str = "",
     env: str | Iterable[str] = (),
+    yaml: str | Iterable[str] = (),
     default_factory: Callable[[], Any] | None = None,
     **constraints: Any,
 ) -> Any:
     """Declare a field with a help text and, where they differ, its environment variables.
 
-    `constraints` are pydantic's (`ge=1`, `pattern=...`).
+    `yaml` are further names in a config file. `constraints` are pydantic's (`ge=1`, `pattern=...`).
     """
     names = (env,) if isinstance(env, str) else tuple(env)
-    extra: Any = {"env": list(names)}
+    extra: Any = {"env": list(names), "yaml": [yaml] if isinstance(yaml, str) else list(yaml)}
     if default_factory is not None:
         return Field(
             default_factory=default_factory,
@@ -192,6 +195,7 @@ def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, .
                 env=env,
                 cli="--" + (f"{owner}_{field.name}" if owner else field.name),
                 yaml=field.name,
+                aliases=tuple(typing.cast("list[str]", extra.get("yaml", []))),
             )
         )
     return tuple(out)

@@ -107,12 +107,12 @@ class Place(FacadeBase):
         return self.saves_here
 
     @property
-    def torch_device_mesh(self) -> Any | None:
+    def torch_device_mesh(self) -> Any:
         """The device mesh, None where there is none."""
         return self.hooks.mesh(self)
 
     @property
-    def parallelism_config(self) -> Any | None:
+    def parallelism_config(self) -> Any:
         """The sizes of the mesh's dimensions (`ParallelismConfig`), None where there is no mesh."""
         return self._built.parallelism
 

@@ -1,0 +1,527 @@
+"""The backend: parameters, gradients and optimizer state are sharded with `fully_shard`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate_core import Accelerator, Backend, Claim, Request
+from accelerate_core.errors import ConfigurationError, PrepareError
+from accelerate_fsdp2 import keeping, sequence, tensor_parallel, testing, units, weights
+from accelerate_fsdp2.clipping import clip_norm, local, scale
+from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
+
+__all__ = ["FSDP2Backend"]
+
+#: Optimizers that need whole parameters: silently wrong, or an error deep inside of torch.
+_WHOLE_ONLY = ("LBFGS", "Adafactor")
+
+
+class FSDP2Backend(Backend):
+    """Shards models over a device mesh, beside tensor, context and sequence parallelism."""
+
+    name = "fsdp2"
+    api_version = (1, 0)
+    supports: ClassVar[Mapping[str, Any]] = {
+        "precisions": None,
+        "mesh": ("dp_replicate", "dp_shard", "cp", "sp", "tp"),
+        "devices": None,
+        "no_sync": True,
+        "join": False,
+        "compile": True,
+        "gradients": False,
+        "several_models": True,
+    }
+    needs_group = True
+    Settings = FullyShardedDataParallelPlugin
+    handlers = (FullyShardedDataParallelPlugin,)
+
+    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+        super().__init__(settings or FullyShardedDataParallelPlugin(), handlers)
+        self.options: FullyShardedDataParallelPlugin = self.settings
+        owned = {"device_placement"}
+        if self.options.state_dict_type == "SHARDED_STATE_DICT":
+            owned.add("checkpoint")
+        self.owns = frozenset(owned)  # type: ignore[misc]
+        self._sources: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self._ignored: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._unsynced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._sharded = keeping.Sharded()
+        self._loss_parallel: Any = None
+
+    @classmethod
+    def detect(cls, request: Request) -> Claim | None:
+        """Claim what asks for FSDP, or for a mesh."""
+        if request.arguments.get("fsdp_plugin") is not None:
+            return Claim(50, "fsdp_plugin was passed")
+        if request.arguments.get("parallelism_config") is not None:
+            return Claim(40, "parallelism_config was passed")
+        if request.flag("ACCELERATE_USE_FSDP"):
+            return Claim(50, "ACCELERATE_USE_FSDP is set")
+        if request.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+            return Claim(40, "ACCELERATE_USE_PARALLELISM_CONFIG is set")
+        if request.config is not None and "fsdp_config" in request.config:
+            return Claim(30, request.config.where("fsdp_config"))
+        if request.config is not None and "parallelism_config" in request.config:
+            return Claim(20, request.config.where("parallelism_config"))
+        return None
+
+    def distributed_type(self, accelerator: Accelerator) -> str:
+        """`FSDP`."""
+        return "FSDP"
+
+    def state_attributes(self, accelerator: Accelerator) -> Mapping[str, Any]:
+        """Serve `accelerator.fsdp_plugin`, `is_fsdp2` and `is_composable_parallelism_enabled`."""
+        return {
+            "fsdp_plugin": self.options,
+            "is_fsdp2": True,
+            "is_composable_parallelism_enabled": True,
+        }
+
+    # --- start --------------------------------------------------------------------------------
+
+    def mesh(self, accelerator: Accelerator) -> Any | None:
+        """Make the mesh; refuse ring attention where torch has no kernel for it."""
+        config = accelerator.parallelism_config
+        on_cpu = accelerator.device.type == "cpu"
+        if config.cp_enabled and on_cpu and not testing.ring_runs_on_cpu():
+            raise ConfigurationError(
+                f"cp_size={config.cp_size} is ring attention, which torch has for accelerators "
+                "only; on the CPU share sequences with sp_size (Ulysses). Tests may call "
+                "accelerate_fsdp2.testing.enable_cpu_ring_attention()."
+            )
+        return super().mesh(accelerator)
+
+    def check(self, accelerator: Accelerator) -> None:
+        """Refuse details of the mesh that are another backend's."""
+        config = accelerator.parallelism_config
+        if config.sp_backend == "deepspeed":
+            raise ConfigurationError(
+                "sp_backend='deepspeed' is of the backend deepspeed; fsdp2 has Ulysses of its own: "
+                "leave sp_backend out."
+            )
+        if config.tp_handler is not None and config.tp_handler.enable_async_tp:
+            raise ConfigurationError(
+                "enable_async_tp is not offered: it needs symmetric memory of CUDA devices, and "
+                "has not been tried. Leave it out."
+            )
+
+    def _shard_mesh(self, accelerator: Accelerator) -> Any:
+        """Return the mesh over which gradients are reduced: shards, and copies of them."""
+        mesh, config = accelerator.torch_device_mesh, accelerator.parallelism_config
+        names = ("dp_shard", *(name for name in ("cp", "sp") if config.size(name) > 1))
+        if len(names) > 1:
+            mesh[names]._flatten("dp_shard_cp")
+        shards = "dp_shard_cp" if len(names) > 1 else "dp_shard"
+        return mesh[("dp_replicate", shards) if config.dp_replicate_enabled else shards]
+
+    def on_end(self, accelerator: Accelerator) -> None:
+        """Leave loss_parallel."""
+        if self._loss_parallel is not None:
+            self._loss_parallel.__exit__(None, None, None)
+            self._loss_parallel = None
+
+    def init_model_context(self, accelerator: Accelerator) -> AbstractContextManager[Any]:
+        """With `cpu_ram_efficient_loading` only rank 0 makes weights."""
+        if self.options.cpu_ram_efficient_loading and not accelerator.is_main_process:
+            return torch.device("meta")
+        return nullcontext()
+
+    # --- prepare ------------------------------------------------------------------------------
+
+    def parallelise(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        """Make the ranks' weights alike, then distribute layers over `tp`."""
+        if isinstance(model, FSDPModule):
+            return model
+        if isinstance(model, DistributedDataParallel):
+            raise PrepareError(
+                "The model is a DistributedDataParallel already; pass the module inside of it."
+            )
+        config = accelerator.parallelism_config
+        self._agree_on_weights(accelerator, model)
+        if config.tp_enabled:
+            handler = config.tp_handler
+            plan = tensor_parallel.plan_of(model, handler.plan if handler else None)
+            tensor_parallel.parallelise(model, accelerator.torch_device_mesh["tp"], plan)
+            if handler is not None and handler.loss_parallel and self._loss_parallel is None:
+                from torch.distributed.tensor.parallel import loss_parallel
+
+                self._loss_parallel = loss_parallel()
+                self._loss_parallel.__enter__()
+        return model
+
+    def _agree_on_weights(self, accelerator: Accelerator, model: nn.Module) -> None:
+        if accelerator.num_processes == 1 and not weights.on_meta(model):
+            return
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            return  # distributed by whoever made it
+        meta = accelerator.communicator.gather_object(weights.on_meta(model))
+        if any(meta):
+            self._sources[model] = None if meta[0] else "rank 0"
+            if not meta[0]:
+                held = weights.take_off(model)
+                self._sources[model] = held if accelerator.is_main_process else "rank 0"
+        elif self.options.sync_module_states is False:
+            weights.check_alike(model)
+        else:
+            if accelerator.device.type != "cpu":
+                model.to(accelerator.device)
+            weights.broadcast_whole(model)
+
+    def checkpoint(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        """Compute the activations of each unit again in backward, if asked for."""
+        if not self.options.activation_checkpointing or isinstance(model, FSDPModule):
+            return model
+        from torch.distributed._composable import checkpoint
+
+        for group in units.find_units(model, self.options):
+            for module in group:
+                if self.options.activation_checkpointing_offload:
+                    _offload_saved(module, accelerator.device)
+                checkpoint(module)
+        return model
+
+    def prepare_model(
+        self, accelerator: Accelerator, model: nn.Module, evaluation_mode: bool
+    ) -> nn.Module:
+        """Shard the units and then the model, and fill the shards of what was on meta."""
+        if isinstance(model, FSDPModule):
+            return model
+        mesh = self._shard_mesh(accelerator)
+        self._check_reshard(mesh)
+        ignored = units.ignored_parameters(model, self.options.ignored_modules)
+        groups = units.find_units(model, self.options)
+        units.check_groups(model, groups, set(ignored.values()))
+        arguments: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": self.options.precision_policy(accelerator.mixed_precision),
+            "offload_policy": self.options.offload_policy(accelerator.device),
+            "ignored_params": set(ignored.values()),
+        }
+        reshard = self.options.reshard_after_forward
+        for group in groups:
+            fully_shard(
+                group[0] if len(group) == 1 else group, reshard_after_forward=reshard, **arguments
+            )
+        # Backward begins with what the model itself holds: by default it stays whole.
+        fully_shard(model, reshard_after_forward=None if reshard is True else reshard, **arguments)
+        self._ignored[model] = [p for p in ignored.values() if p.requires_grad]
+        if model in self._sources:
+            self._materialise(accelerator, model)
+        if ignored and accelerator.device.type != "cpu":
+            for parameter in ignored.values():
+                parameter.data = parameter.data.to(accelerator.device)
+        if self.options.forward_prefetch:
+            _prefetch_forward([group[0] for group in groups], model)
+        for method in self._methods(model):
+            register_fsdp_forward_method(model, method)
+        return model
+
+    def _check_reshard(self, mesh: Any) -> None:
+        reshard = self.options.reshard_after_forward
+        if isinstance(reshard, bool) or reshard is None:
+            return
+        shards = mesh.size(mesh.ndim - 1)
+        assert isinstance(reshard, int)
+        if shards % reshard:
+            raise ConfigurationError(
+                f"reshard_after_forward={reshard} does not divide the {shards} ranks that "
+                "parameters are sharded over."
+            )
+
+    def _methods(self, model: nn.Module) -> list[str]:
+        asked = list(self.options.forward_methods or [])
+        for name in asked:
+            if not callable(getattr(model, name, None)):
+                raise ConfigurationError(
+                    f"forward_methods names {name!r}, which {type(model).__name__} does not have."
+                )
+        usual = ["generate"] if callable(getattr(model, "generate", None)) else []
+        return list(dict.fromkeys([*usual, *asked]))
+
+    def _materialise(self, accelerator: Accelerator, model: nn.Module) -> None:
+        source = self._sources.pop(model)
+        offload = self.options.offload_policy(accelerator.device)
+        place = "cpu" if hasattr(offload, "pin_memory") else accelerator.device
+        model.to_empty(device=place)
+        if source is None:
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    if tensor.is_floating_point():
+                        local(tensor.detach()).fill_(float("nan"))
+            accelerator.note_once(
+                f"{type(model).__name__} was on the meta device on every rank, so it has no "
+                "weights yet: its shards are filled with NaN until load_state reads them."
+            )
+            return
+        held = source if isinstance(source, dict) else None
+        weights.fill_from_rank_0(model, held, accelerator.parallelism_config, accelerator.device)
+
+    def prepare_optimizer(self, accelerator: Accelerator, optimizer: Any) -> Any:
+        """Refuse what needs whole parameters, and shard the state it has already."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        sharded = [p for p in parameters if isinstance(p, DTensor)]
+        if not sharded:
+            return optimizer
+        kind = type(optimizer).__name__
+        if kind in _WHOLE_ONLY and accelerator.num_processes > 1:
+            raise ConfigurationError(
+                f"{kind} computes over whole parameters, and FSDP2 gives it shards. Use another "
+                "optimizer, or the backend ddp."
+            )
+        if len({p.device_mesh for p in sharded}) > 1 or len(sharded) < len(parameters):
+            # One call over all of them cannot mix tensors of several meshes.
+            for group in optimizer.param_groups:
+                for option in ("foreach", "fused"):
+                    if option in group:
+                        group[option] = False
+            for option in ("foreach", "fused"):
+                if optimizer.defaults.get(option):
+                    accelerator.note_once(
+                        f"{kind}({option}=True) is switched off: its parameters are on several "
+                        "meshes."
+                    )
+        self._shard_state(accelerator, optimizer)
+        return optimizer
+
+    def _shard_state(self, accelerator: Accelerator, optimizer: Any) -> None:
+        config, rank = accelerator.parallelism_config, accelerator.process_index
+        for parameter, values in getattr(optimizer, "state", {}).items():
+            if not isinstance(parameter, DTensor):
+                continue
+            for key, value in values.items():
+                whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+                if whole and value.shape == parameter.shape and value.dim():
+                    made: Any = torch.zeros_like(parameter, dtype=value.dtype)
+                    made.to_local().copy_(weights.local_part(value, parameter, config, rank))
+                    values[key] = made.detach()
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def no_sync(self, accelerator: Accelerator, model: Any) -> AbstractContextManager[Any]:
+        """Keep whole gradients on their ranks: nothing is reduced."""
+        return self._synced(model, False) if isinstance(model, FSDPModule) else nullcontext()
+
+    def trigger_sync_in_backward(
+        self, accelerator: Accelerator, model: Any
+    ) -> AbstractContextManager[Any]:
+        """Reduce in the next backward, although its forward ran under `no_sync`."""
+        return self._synced(model, True) if isinstance(model, FSDPModule) else nullcontext()
+
+    @contextmanager
+    def _synced(self, model: Any, sync: bool) -> Iterator[None]:
+        was = model not in self._unsynced
+        self._set_sync(model, sync)
+        try:
+            yield
+        finally:
+            self._set_sync(model, was)
+
+    def _set_sync(self, model: Any, sync: bool) -> None:
+        model.set_requires_gradient_sync(sync)
+        (self._unsynced.discard if sync else self._unsynced.add)(model)
+
+    def _refuse_unsynced(self, what: str) -> None:
+        if self._unsynced:
+            raise ConfigurationError(
+                f"{what} inside of no_sync: the gradients are not reduced and not in the "
+                "parameters, so nothing would happen. Leave the block first, or use accumulate."
+            )
+
+    def backward(
+        self, accelerator: Accelerator, loss: torch.Tensor, kwargs: dict[str, Any]
+    ) -> None:
+        """Compute gradients; average those of parameters that stay whole."""
+        replicated = accelerator.parallelism_config.dp_replicate_enabled
+        if replicated and accelerator.gradient_state.sync_each_batch:
+            # Shards are reduced at each batch, copies of them when the optimizer steps.
+            for model in accelerator.models:
+                if isinstance(model, FSDPModule):
+                    model.set_requires_all_reduce(accelerator.sync_gradients)
+        super().backward(accelerator, loss, kwargs)
+        for model, parameters in self._ignored.items():
+            if parameters and model not in self._unsynced:
+                _average(parameters, self._shard_mesh(accelerator))
+
+    def scale_gradients(
+        self, accelerator: Accelerator, models: Sequence[nn.Module], factor: torch.Tensor
+    ) -> None:
+        """Multiply every gradient in place."""
+        parameters = dict.fromkeys(p for model in models for p in model.parameters())
+        scale([p.grad for p in parameters if p.grad is not None], factor)
+
+    def clip_grad_norm(
+        self,
+        accelerator: Accelerator,
+        parameters: Sequence[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+    ) -> Any:
+        """Clip by the norm over all shards of all meshes; it is a plain tensor."""
+        self._refuse_unsynced("Clipping")
+        return clip_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value(
+        self, accelerator: Accelerator, parameters: Sequence[torch.Tensor], clip_value: float
+    ) -> None:
+        """Clip each shard."""
+        self._refuse_unsynced("Clipping")
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    local(parameter.grad).clamp_(-clip_value, clip_value)
+
+    def unscale_gradients(self, accelerator: Accelerator, optimizer: Any) -> None:
+        """Unscale each shard, and let every rank know of an overflow on any."""
+        scaler: Any = accelerator.scaler
+        if scaler is None:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parts = [_part(p) for p in parameters if p.grad is not None]
+        stand_in = _Parts(parts)
+        scaler.unscale_(stand_in)
+        entry = scaler._per_optimizer_states.pop(id(stand_in))
+        for found in entry["found_inf_per_device"].values():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        scaler._per_optimizer_states[id(optimizer)] = entry
+
+    def optimizer_step(
+        self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Step, unless gradients are not there."""
+        self._refuse_unsynced("optimizer.step()")
+        scaler: Any = accelerator.scaler
+        if scaler is not None and closure is None:
+            entry = scaler._per_optimizer_states[id(optimizer)]
+            if not entry["found_inf_per_device"]:  # nobody has clipped, so nothing is unscaled
+                self.unscale_gradients(accelerator, optimizer)
+                from torch.amp.grad_scaler import OptState
+
+                scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+        return super().optimizer_step(accelerator, optimizer, closure)
+
+    def context_parallel(
+        self,
+        accelerator: Accelerator,
+        buffers: Sequence[torch.Tensor] | None,
+        buffer_seq_dims: Sequence[int] | None,
+        no_restore_buffers: set[torch.Tensor] | None,
+    ) -> AbstractContextManager[Any]:
+        """Share the sequences in the buffers over `cp` or `sp`; nothing without them."""
+        config = accelerator.parallelism_config
+        given = (buffers or (), buffer_seq_dims or (), no_restore_buffers or set())
+        if config.cp_enabled:
+            handler = config.cp_handler
+            strategy = handler.cp_comm_strategy if handler else "allgather"
+            return sequence.ring(accelerator.torch_device_mesh["cp"], strategy, *given)
+        if config.sp_enabled:
+            return sequence.ulysses(accelerator.torch_device_mesh["sp"], *given)
+        return nullcontext()
+
+    # --- keep ---------------------------------------------------------------------------------
+
+    def model_state(self, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+        """Return the whole state dict on rank 0."""
+        return keeping.full_model(accelerator.unwrap_model(model))
+
+    def load_model_state(
+        self, accelerator: Accelerator, model: nn.Module, state: Mapping[str, Any], strict: bool
+    ) -> None:
+        """Take this rank's parts of a whole state dict."""
+        config = accelerator.parallelism_config
+        keeping.load_full_model(accelerator.unwrap_model(model), state, config, strict)
+
+    def optimizer_state(self, accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
+        """Return the whole state on rank 0."""
+        return keeping.full_optimizer(optimizer)
+
+    def load_optimizer_state(
+        self, accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any]
+    ) -> None:
+        """Take this rank's parts of a whole state."""
+        keeping.load_full_optimizer(optimizer, state, accelerator.parallelism_config)
+
+    def save_state(
+        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any], later: bool
+    ) -> Callable[[], None] | None:
+        """Write each rank's shards with torch.distributed.checkpoint."""
+        if "checkpoint" not in self.owns:
+            return super().save_state(accelerator, directory, options, later)
+        models = [accelerator.unwrap_model(model) for model in accelerator.models]
+        optimizers = [wrapper.optimizer for wrapper in accelerator.optimizers]
+        return self._sharded.save(models, optimizers, directory, later)
+
+    def load_state(
+        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+    ) -> None:
+        """Read the shards of any number of ranks and any mesh."""
+        if "checkpoint" not in self.owns:
+            return
+        models = [accelerator.unwrap_model(model) for model in accelerator.models]
+        optimizers = [wrapper.optimizer for wrapper in accelerator.optimizers]
+        strict = bool(options.get("strict", True))
+        self._sharded.load(models, optimizers, directory, strict)
+
+    def consolidate(self, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+        """Return the whole state dict on rank 0, an empty one elsewhere."""
+        return keeping.full_model(accelerator.unwrap_model(model))
+
+
+class _Parts:
+    """What a gradient scaler needs of an optimizer: tensors with gradients."""
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self.param_groups = [{"params": parts}]
+
+
+def _part(parameter: torch.Tensor) -> torch.Tensor:
+    part = local(parameter.detach()).detach()
+    assert parameter.grad is not None
+    part.grad = local(parameter.grad)
+    return part
+
+
+@torch.no_grad()
+def _average(parameters: list[nn.Parameter], mesh: Any) -> None:
+    """Average the gradients of whole parameters over the ranks that shards are reduced over."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    dims = [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.mesh_dim_names]
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        together = [grad for grad in grads if grad.dtype == dtype]
+        flat = torch.cat([grad.reshape(-1) for grad in together])
+        for dim in dims:
+            dist.all_reduce(flat, group=dim.get_group())
+        flat /= mesh.size()
+        for grad, part in zip(together, flat.split([g.numel() for g in together]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def _prefetch_forward(blocks: list[nn.Module], model: nn.Module) -> None:
+    order = {id(module): number for number, module in enumerate(model.modules())}
+    blocks = sorted(blocks, key=lambda block: order[id(block)])
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+
+def _offload_saved(module: nn.Module, device: torch.device) -> None:
+    """Keep what backward needs of a module's forward in host memory."""
+    forward = module.forward
+
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=device.type != "cpu"):
+            return forward(*args, **kwargs)
+
+    module.forward = offloaded  # type: ignore[method-assign]

@@ -1,0 +1,264 @@
+"""What users may say about FSDP2, by the names that FSDP of Hugging Face Accelerate has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from accelerate_core import BackendSettings, option, settings
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+
+__all__ = ["FullyShardedDataParallelPlugin"]
+
+_WRAP = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+_STATE = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+_DTYPES = {
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16,
+    "float16": torch.float16, "fp32": torch.float32, "float32": torch.float32,
+}  # fmt: skip
+
+
+@settings(env_prefix="FSDP_", section="fsdp_config", argument="fsdp_plugin", yaml_prefix="fsdp_")
+class FullyShardedDataParallelPlugin(BackendSettings):
+    """Options of `torch.distributed.fsdp.fully_shard`, and what is done around it.
+
+    Fields that only FSDP1 had are mapped to what does the same, or refused with it.
+
+    Args:
+        auto_wrap_policy: which modules become units that are gathered together:
+            `transformer_based_wrap` (classes of `transformer_cls_names_to_wrap`, or the model's
+            own `_no_split_modules`), `size_based_wrap` (`min_num_params`), `no_wrap` (the model is
+            one unit) or a function of a module; by default what the model names, else the members
+            of its `ModuleList`s.
+        mixed_precision_policy: a `MixedPrecisionPolicy`, its fields as a dict, or one dtype for
+            parameters; by default that of `mixed_precision`, reduced in fp32.
+        ignored_modules: modules, or a pattern of their names, that stay whole on every rank; their
+            gradients are averaged.
+        sync_module_states: False compares the ranks' initial weights instead of sending rank 0's.
+
+    Raises:
+        ConfigurationError: FSDP1, or one of its options without a successor.
+    """
+
+    fsdp_version: int | None = option(default=2, help="2; 1 is not offered")
+    sharding_strategy: Any = option(default=None, help="older name: see reshard_after_forward")
+    reshard_after_forward: bool | int | str | None = option(
+        default=None, help="free whole parameters after forward; an int: keep shards of that many"
+    )
+    backward_prefetch: Any = option(default=None, help="FSDP2 always gathers ahead in backward")
+    mixed_precision_policy: Any = option(default=None, help="dtypes of parameters and reduction")
+    auto_wrap_policy: Any = option(
+        default=None, help="transformer_based_wrap, size_based_wrap, no_wrap, or a function"
+    )
+    cpu_offload: Any = option(
+        default=None,
+        help="keep shards in host memory",
+        env="FSDP_OFFLOAD_PARAMS",
+        yaml="fsdp_offload_params",
+    )
+    ignored_modules: Any = option(default=None, help="modules, or a pattern of their names")
+    state_dict_type: str | None = option(
+        default=None, help="SHARDED_STATE_DICT, or FULL_STATE_DICT as of one process"
+    )
+    state_dict_config: Any = option(default=None, help="FSDP1 only")
+    optim_state_dict_config: Any = option(default=None, help="FSDP1 only")
+    limit_all_gathers: bool = option(default=True, help="FSDP2 always does")
+    use_orig_params: bool | None = option(default=None, help="FSDP2 always does")
+    param_init_fn: Any = option(default=None, help="FSDP1 only")
+    sync_module_states: bool | None = option(
+        default=None, help="send rank 0's weights to all; False: check that they are alike"
+    )
+    forward_prefetch: bool | None = option(default=None, help="gather the next unit in forward")
+    activation_checkpointing: bool | None = option(
+        default=None, help="compute activations of each unit again in backward"
+    )
+    activation_checkpointing_offload: bool | None = option(
+        default=None, help="keep the inputs of checkpointed units in host memory"
+    )
+    cpu_ram_efficient_loading: bool | None = option(
+        default=None, help="only rank 0 loads weights; the others make the model on meta"
+    )
+    transformer_cls_names_to_wrap: list[str] | str | None = option(
+        default=None,
+        help="classes whose modules become units",
+        env="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        yaml="fsdp_transformer_layer_cls_to_wrap",
+    )
+    min_num_params: int | None = option(default=None, help="smallest unit of size_based_wrap")
+    forward_methods: list[str] | str | None = option(
+        default=None, help="methods besides forward that need whole parameters, such as generate"
+    )
+
+    def __post_init__(self) -> None:
+        if self.fsdp_version not in (None, 2):
+            raise ConfigurationError(
+                f"fsdp_version={self.fsdp_version} is not offered: this is FSDP2 "
+                "(torch's fully_shard); leave it out."
+            )
+        self._refuse_fsdp1()
+        self.sharding_strategy = self._strategy(self.sharding_strategy)
+        self.reshard_after_forward = self._reshard(self.reshard_after_forward)
+        self.auto_wrap_policy = self._wrap(self.auto_wrap_policy)
+        self.state_dict_type = self._state(self.state_dict_type)
+        self.transformer_cls_names_to_wrap = _names(self.transformer_cls_names_to_wrap)
+        self.forward_methods = _names(self.forward_methods)
+        self.cpu_offload = _switch("cpu_offload", self.cpu_offload)
+        self.mixed_precision_policy = _policy(self.mixed_precision_policy)
+
+    def _refuse_fsdp1(self) -> None:
+        gone = {
+            "state_dict_config": "state_dict_type alone decides",
+            "optim_state_dict_config": "state_dict_type alone decides",
+            "param_init_fn": "make the model on the meta device and load its weights",
+        }
+        for name, way in gone.items():
+            if getattr(self, name) is not None:
+                raise ConfigurationError(f"{name} is of FSDP1; with FSDP2: {way}.")
+        if self.use_orig_params is False:
+            raise ConfigurationError(
+                "use_orig_params=False is of FSDP1; FSDP2 always keeps the parameters as they are."
+            )
+        if not self.limit_all_gathers:
+            warnings.warn("limit_all_gathers=False has no effect with FSDP2.", stacklevel=6)
+        text = str(getattr(self.backward_prefetch, "name", self.backward_prefetch)).upper()
+        if text not in ("NONE", "BACKWARD_PRE", "NO_PREFETCH", "BACKWARD_POST"):
+            raise ConfigurationError(
+                f"backward_prefetch={self.backward_prefetch!r} is not known; leave it out: FSDP2 "
+                "gathers the next unit ahead in backward."
+            )
+        if text in ("BACKWARD_POST", "NO_PREFETCH"):
+            warnings.warn(
+                f"backward_prefetch={text} has no effect with FSDP2, which gathers ahead.",
+                stacklevel=6,
+            )
+
+    def _strategy(self, value: Any) -> Any:
+        if value is None:
+            return None
+        names = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD"}
+        text = str(getattr(value, "name", names.get(value, value))).upper()
+        text = names.get(int(text), text) if text.isdigit() else text
+        if text in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            if self.reshard_after_forward is None:
+                self.reshard_after_forward = text == "FULL_SHARD"
+            return text
+        ways = {
+            "NO_SHARD": "use the backend ddp, which keeps the whole model on every rank",
+            "HYBRID_SHARD": "use ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)",
+            "HYBRID_SHARD_ZERO2": "use ParallelismConfig(dp_replicate_size=..., dp_shard_size=...) "
+            "and reshard_after_forward=False",
+        }
+        if text in ways:
+            raise ConfigurationError(f"sharding_strategy={text} is of FSDP1; {ways[text]}.")
+        known = ["FULL_SHARD", "SHARD_GRAD_OP"]
+        raise ConfigurationError(
+            f"sharding_strategy={value!r} is not known; allowed are {listing(known)}."
+            f"{did_you_mean(text, [*known, *ways])}"
+        )
+
+    def _reshard(self, value: Any) -> bool | int | None:
+        if isinstance(value, str):
+            text = value.strip().lower()
+            if text in ("true", "false", "1", "0"):
+                return text in ("true", "1")
+            if text.isdigit():
+                return int(text)
+            return bool(self._strategy(value) == "FULL_SHARD")
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise ConfigurationError(
+                f"reshard_after_forward={value} must be True, False or a number of ranks."
+            )
+        return value
+
+    def _wrap(self, value: Any) -> Any:
+        if value is None or callable(value):
+            return value
+        text = str(value).lower()
+        if text not in _WRAP:
+            raise ConfigurationError(
+                f"auto_wrap_policy={value!r} is not known; allowed are {listing(_WRAP)} and a "
+                f"function.{did_you_mean(text, _WRAP)}"
+            )
+        return text
+
+    def _state(self, value: Any) -> str:
+        text = str(getattr(value, "name", value or "SHARDED_STATE_DICT")).upper()
+        if text not in _STATE:
+            raise ConfigurationError(
+                f"state_dict_type={value!r} is not offered; allowed are {listing(_STATE)}."
+                f"{did_you_mean(text, _STATE)}"
+            )
+        return text
+
+    def precision_policy(self, mixed_precision: str) -> MixedPrecisionPolicy:
+        """Return the dtypes: those given, else parameters in the run's precision, reduced in fp32."""
+        if isinstance(self.mixed_precision_policy, MixedPrecisionPolicy):
+            return self.mixed_precision_policy
+        dtype = _DTYPES.get(mixed_precision)
+        if dtype is None or dtype is torch.float32:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+    def offload_policy(self, device: torch.device) -> OffloadPolicy:
+        """Return where shards live; pinned memory needs an accelerator."""
+        if isinstance(self.cpu_offload, OffloadPolicy):
+            pins = getattr(self.cpu_offload, "pin_memory", False)
+            if device.type == "cpu" and pins:
+                return CPUOffloadPolicy(pin_memory=False)
+            return self.cpu_offload
+        if self.cpu_offload:
+            return CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        return OffloadPolicy()
+
+
+def _names(value: Any) -> list[str] | None:
+    if isinstance(value, str):
+        value = value.split(",")
+    if value is None:
+        return None
+    return [name.strip() for name in value if name.strip()]
+
+
+def _switch(name: str, value: Any) -> Any:
+    if isinstance(value, OffloadPolicy | bool | None):
+        return value
+    if hasattr(value, "offload_params"):  # FSDP1's
+        return bool(value.offload_params)
+    text = str(value).lower()
+    if text in ("true", "false", "1", "0", "yes", "no"):
+        return text in ("true", "1", "yes")
+    raise ConfigurationError(f"{name}={value!r} takes True, False or a CPUOffloadPolicy.")
+
+
+def _policy(value: Any) -> Any:
+    if value is None or isinstance(value, MixedPrecisionPolicy):
+        return value
+    if isinstance(value, Mapping):
+        known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+        unknown = [name for name in value if name not in known]
+        if unknown:
+            raise ConfigurationError(
+                f"mixed_precision_policy has no {unknown[0]!r}; it has {listing(known)}."
+                f"{did_you_mean(unknown[0], known)}"
+            )
+        fields = {n: v if n == "cast_forward_inputs" else _dtype(v) for n, v in value.items()}
+        return MixedPrecisionPolicy(**fields)
+    if hasattr(value, "buffer_dtype"):  # FSDP1's
+        return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
+    return MixedPrecisionPolicy(param_dtype=_dtype(value), reduce_dtype=torch.float32)
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    text = str(value).removeprefix("torch.")
+    if text not in _DTYPES:
+        raise ConfigurationError(
+            f"{value!r} is no dtype of a mixed precision policy; allowed are {listing(_DTYPES)}."
+            f"{did_you_mean(text, _DTYPES)}"
+        )
+    return _DTYPES[text]

@@ -1,0 +1,158 @@
+"""Layers that several ranks compute together: plans by name, checked before anything is changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+
+__all__ = ["parallelise", "plan_of"]
+
+_STYLES: dict[str, Any] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "sequence": SequenceParallel,
+    # Names that models of transformers use.
+    "sequence_parallel": SequenceParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # For torch's loss_parallel: the logits stay in pieces.
+    "colwise_loss": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+}
+#: Styles of transformers that say that a module stays as it is.
+_NOTHING = ("replicate", "replicated_with_grad_allreduce")
+
+
+def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the plan that was given, else the model's own.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    plan = given or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not plan:
+        raise ConfigurationError(
+            f"Tensor parallelism needs a plan, and {type(model).__name__} has no tp_plan: "
+            "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.fc1': "
+            "'colwise', 'layers.*.fc2': 'rowwise'}))."
+        )
+    return dict(plan)
+
+
+def parallelise(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> nn.Module:
+    """Distribute the modules that a plan names over the ranks of a one-dimensional mesh.
+
+    Parameters that were tied stay tied.
+
+    Raises:
+        ConfigurationError: a name matches no module, a style is not known, a dimension cannot be
+            divided by the number of ranks, or a tie would be broken.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return model  # distributed already, as by transformers
+    styles = {name: _style(pattern, style) for name, pattern, style in _matches(model, plan)}
+    modules = dict(model.named_modules())
+    for name, style in styles.items():
+        if style is not None:
+            _check_divides(name, modules[name], style, mesh.size())
+    ties = _ties(model)
+    parallelize_module(model, mesh, {n: s for n, s in styles.items() if s is not None})
+    _retie(model, ties)
+    return model
+
+
+def _matches(model: nn.Module, plan: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    names = [name for name, _ in model.named_modules() if name]
+    found = []
+    for pattern, style in plan.items():
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        hits = [name for name in names if expression.fullmatch(name)]
+        if not hits:
+            general = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})
+            raise ConfigurationError(
+                f"The tensor parallel plan names {pattern!r}, which matches no module of "
+                f"{type(model).__name__}.{did_you_mean(pattern, general)}"
+            )
+        found += [(name, pattern, style) for name in hits]
+    return found
+
+
+def _style(pattern: str, style: Any) -> ParallelStyle | None:
+    if isinstance(style, ParallelStyle):
+        return style
+    if style in _NOTHING:
+        return None
+    if style not in _STYLES:
+        raise ConfigurationError(
+            f"The tensor parallel plan has the style {style!r} for {pattern!r}; allowed are "
+            f"{listing(_STYLES)} and torch's ParallelStyle objects."
+            f"{did_you_mean(str(style), _STYLES)}"
+        )
+    made: ParallelStyle = _STYLES[style]()
+    return made
+
+
+def _check_divides(name: str, module: nn.Module, style: ParallelStyle, ranks: int) -> None:
+    if isinstance(style, ColwiseParallel):
+        dims = {nn.Linear: "out_features", nn.Embedding: "embedding_dim"}
+    elif isinstance(style, RowwiseParallel):
+        dims = {nn.Linear: "in_features", nn.Embedding: "num_embeddings"}
+    else:
+        return
+    for kind, attribute in dims.items():
+        if isinstance(module, kind) and getattr(module, attribute) % ranks:
+            raise ConfigurationError(
+                f"Tensor parallelism over {ranks} ranks cannot divide {attribute}="
+                f"{getattr(module, attribute)} of {name!r}. Choose a size it divides, or leave "
+                "that module out of the plan."
+            )
+
+
+def _slots(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    return [
+        (f"{prefix}.{name}" if prefix else name, module, name)
+        for prefix, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _ties(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
+    by: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for slot in _slots(model):
+        by.setdefault(id(slot[1]._parameters[slot[2]]), []).append(slot)
+    return [slots for slots in by.values() if len(slots) > 1]
+
+
+def _retie(model: nn.Module, ties: list[list[tuple[str, nn.Module, str]]]) -> None:
+    for slots in ties:
+        first_name, first_module, first = slots[0]
+        kept = first_module._parameters[first]
+        for name, module, attribute in slots[1:]:
+            other = module._parameters[attribute]
+            if other is kept:
+                continue
+            one, two = getattr(kept, "placements", None), getattr(other, "placements", None)
+            if one != two:
+                raise ConfigurationError(
+                    f"{first_name!r} and {name!r} are one parameter, and the tensor parallel plan "
+                    f"places them as {one or 'whole'} and {two or 'whole'}. Give both modules "
+                    "styles that shard the weight alike (an embedding 'rowwise' and a head "
+                    "'colwise'), or leave both out."
+                )
+            module._parameters[attribute] = kept

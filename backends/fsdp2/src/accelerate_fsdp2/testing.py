@@ -1,0 +1,72 @@
+"""For tests only: ring attention on the CPU, which torch offers for accelerators alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+__all__ = ["enable_cpu_ring_attention", "ring_runs_on_cpu"]
+
+_enabled = False
+
+
+def ring_runs_on_cpu() -> bool:
+    """Whether `enable_cpu_ring_attention` was called in this process."""
+    return _enabled
+
+
+def enable_cpu_ring_attention() -> None:
+    """Let torch's ring attention call the CPU's attention kernel.
+
+    This reaches into private parts of torch (2.13), so that what is around ring attention can be
+    tried on a machine without an accelerator. Not for training.
+    """
+    global _enabled
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    aten: Any = torch.ops.aten
+    ahead = aten._scaled_dot_product_flash_attention_for_cpu
+    back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        query, key, value, *rest = args
+        dropout, causal = (*rest, 0.0, False)[:2] if len(rest) > 1 else (0.0, False)
+        made = ring._templated_ring_attention(
+            query.device_mesh.get_group(),
+            2,
+            ahead,
+            *(one.to_local() for one in (query, key, value)),
+            is_causal=kwargs.get("is_causal", causal),
+            dropout_p=kwargs.get("dropout_p", dropout),
+            scale=kwargs.get("scale"),
+        )
+        return tuple(_wrapped(one, query) for one in made[:2])
+
+    def backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        grad, query, key, value, out, lse, dropout, causal = args[:8]
+        made = ring._templated_ring_attention_backward(
+            query.device_mesh.get_group(),
+            2,
+            back.default,
+            grad_out=grad.to_local(),
+            grad_out_name="grad_out",
+            query=query.to_local(),
+            key=key.to_local(),
+            value=value.to_local(),
+            out=out.to_local(),
+            logsumexp=lse.to_local(),
+            is_causal=causal,
+            dropout_p=dropout,
+            scale=kwargs.get("scale"),
+        )
+        return tuple(_wrapped(one, query) for one in made[:3])
+
+    ring.custom_ops[ahead.default] = forward
+    ring.custom_ops[back.default] = backward
+    _enabled = True
+
+
+def _wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(local, like.device_mesh, [Shard(2)], run_check=False)

@@ -1,0 +1,192 @@
+"""Which modules are sharded and gathered together."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
+from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
+
+__all__ = ["check_groups", "find_units", "ignored_parameters"]
+
+#: Parameters from which a unit of its own is worth its collectives; torch's own default.
+_MIN_PARAMS = 100_000_000
+
+Group = list[nn.Module]
+
+
+def find_units(model: nn.Module, options: FullyShardedDataParallelPlugin) -> list[Group]:
+    """Return the modules to shard before the model itself, innermost first.
+
+    Modules that share a parameter are in one group, so that the tie is kept.
+    """
+    chosen = [module for module in _chosen(model, options) if module is not model]
+    chosen = list(dict.fromkeys(chosen))
+    return _joined(model, _bottom_up(model, chosen))
+
+
+def _chosen(model: nn.Module, options: FullyShardedDataParallelPlugin) -> Iterable[nn.Module]:
+    policy = options.auto_wrap_policy
+    if policy == "no_wrap":
+        return []
+    if callable(policy):
+        return _by_function(model, policy)
+    if policy == "size_based_wrap":
+        return _by_size(model, options.min_num_params or _MIN_PARAMS)
+    named = list(options.transformer_cls_names_to_wrap or [])
+    own = list(getattr(model, "_no_split_modules", None) or [])
+    if policy == "transformer_based_wrap" and not named and not own:
+        raise ConfigurationError(
+            "auto_wrap_policy='transformer_based_wrap' needs transformer_cls_names_to_wrap: the "
+            f"model {type(model).__name__} does not name its layers (_no_split_modules)."
+        )
+    if named or own:
+        return _by_class(model, named or own, required=bool(named))
+    return [
+        child
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1
+        for child in module
+        if not isinstance(child, nn.ModuleList) and any(True for _ in child.parameters())
+    ]
+
+
+def _by_class(model: nn.Module, names: list[str], required: bool) -> list[nn.Module]:
+    kinds = {type(module).__name__ for module in model.modules()}
+    missing = [name for name in names if name not in kinds]
+    if missing and required:
+        raise ConfigurationError(
+            f"transformer_cls_names_to_wrap: the model has no module of class {missing[0]!r}."
+            f"{did_you_mean(missing[0], kinds)}"
+        )
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> int:
+        left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        left += sum(walk(child) for child in module.children())
+        holder = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if left >= least and not holder:
+            found.append(module)
+            return 0
+        return left
+
+    walk(model)
+    return found
+
+
+def _by_function(model: nn.Module, policy: Any) -> list[nn.Module]:
+    names = inspect.signature(policy).parameters
+    if "recurse" in names:  # the form of torch's own policies
+
+        def chosen(module: nn.Module) -> bool:
+            numel = sum(parameter.numel() for parameter in module.parameters())
+            return bool(policy(module=module, recurse=False, nonwrapped_numel=numel))
+
+    else:
+
+        def chosen(module: nn.Module) -> bool:
+            return bool(policy(module))
+
+    return [module for module in model.modules() if chosen(module)]
+
+
+def _bottom_up(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
+    depth = {id(module): name.count(".") for name, module in model.named_modules()}
+    order = {id(module): number for number, module in enumerate(model.modules())}
+    return sorted(chosen, key=lambda module: (-depth[id(module)], order[id(module)]))
+
+
+def _joined(model: nn.Module, units: list[nn.Module]) -> list[Group]:
+    """Put units that share a parameter into one group."""
+    inside = {id(model): model}
+    for unit in reversed(units):  # outermost first: the innermost has the last word
+        inside.update((id(module), unit) for module in unit.modules())
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            unit = inside.get(id(module), model)
+            holders.setdefault(id(parameter), []).append(module if unit is model else unit)
+    groups: list[Group] = [[unit] for unit in units]
+    for modules in holders.values():
+        distinct = list(dict.fromkeys(modules))
+        if len(distinct) < 2 or not any(unit in distinct for unit in units):
+            continue  # of one unit, or all in what is left for the model itself
+        together = [group for group in groups if any(one in group for one in distinct)]
+        merged = list(dict.fromkeys([*(one for group in together for one in group), *distinct]))
+        # What lies inside of another member goes with it.
+        outer = [
+            one
+            for one in merged
+            if not any(one is not other and one in set(other.modules()) for other in merged)
+        ]
+        at = groups.index(together[0])
+        groups = [group for group in groups if group not in together]
+        groups.insert(min(at, len(groups)), outer)
+    return groups
+
+
+def ignored_parameters(model: nn.Module, given: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters that stay whole, by name: those asked for, and scalars.
+
+    Raises:
+        ConfigurationError: a pattern or a module that the model does not have.
+    """
+    chosen: set[nn.Module] = set()
+    if isinstance(given, str):
+        names = [name for name, _ in model.named_modules() if name]
+        chosen = {m for n, m in model.named_modules() if n and re.fullmatch(given, n)}
+        if not chosen:
+            raise ConfigurationError(
+                f"ignored_modules={given!r} matches no module; there are {listing(names[:8])}."
+            )
+    elif given is not None:
+        chosen = set(given)
+        if strange := [one for one in chosen if one not in set(model.modules())]:
+            raise ConfigurationError(
+                f"ignored_modules has a {type(strange[0]).__name__} that is not in the model."
+            )
+    inside = {id(p) for module in chosen for p in module.parameters()}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in inside or parameter.dim() == 0
+    }
+
+
+def check_groups(model: nn.Module, units: list[Group], ignored: set[nn.Parameter]) -> None:
+    """Refuse what torch would only find in the first forward.
+
+    Raises:
+        PrepareError: trainable parameters of one unit have several dtypes.
+    """
+    seen: set[int] = {id(parameter) for parameter in ignored}
+    for group in [*units, [model]]:
+        dtypes: dict[torch.dtype, str] = {}
+        for name, parameter in _parameters(group):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if parameter.requires_grad:
+                dtypes.setdefault(parameter.dtype, name)
+        if len(dtypes) > 1:
+            kinds = " and ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
+            raise PrepareError(
+                f"The trainable parameters of {type(group[0]).__name__} have several dtypes: "
+                f"{kinds}. FSDP2 gathers a unit's parameters as one: give them one dtype, freeze "
+                "some, or make them units of their own (auto_wrap_policy)."
+            )
+
+
+def _parameters(group: Group) -> Iterator[tuple[str, nn.Parameter]]:
+    for module in group:
+        yield from module.named_parameters()
