@@ -211,11 +211,10 @@ class FSDP2Backend(Backend):
             "offload_policy": self.options.offload_policy(accelerator.device),
             "ignored_params": set(ignored.values()),
         }
-        reshard = self.options.reshard_after_forward
+        reshard: Any = self.options.reshard_after_forward
         for group in groups:
-            fully_shard(
-                group[0] if len(group) == 1 else group, reshard_after_forward=reshard, **arguments
-            )
+            unit: Any = group[0] if len(group) == 1 else group
+            fully_shard(unit, reshard_after_forward=reshard, **arguments)
         # Backward begins with what the model itself holds: by default it stays whole.
         fully_shard(model, reshard_after_forward=None if reshard is True else reshard, **arguments)
         self._ignored[model] = [p for p in ignored.values() if p.requires_grad]
@@ -501,7 +500,7 @@ def _average(parameters: list[nn.Parameter], mesh: Any) -> None:
     dims = [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.mesh_dim_names]
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         together = [grad for grad in grads if grad.dtype == dtype]
-        flat = torch.cat([grad.reshape(-1) for grad in together])
+        flat: Any = torch.cat([grad.reshape(-1) for grad in together])
         for dim in dims:
             dist.all_reduce(flat, group=dim.get_group())
         flat /= mesh.size()
@@ -524,4 +523,4 @@ def _offload_saved(module: nn.Module, device: torch.device) -> None:
         with torch.autograd.graph.save_on_cpu(pin_memory=device.type != "cpu"):
             return forward(*args, **kwargs)
 
-    module.forward = offloaded  # type: ignore[method-assign]
+    module.forward = offloaded

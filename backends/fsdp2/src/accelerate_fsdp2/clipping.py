@@ -36,7 +36,7 @@ def clip_norm(
     for together in groups.values():
         norm = torch.nn.utils.get_total_norm(together, norm_type)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     scale(grads, factor)
     return total

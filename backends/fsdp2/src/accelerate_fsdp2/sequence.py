@@ -163,13 +163,14 @@ class Ulysses(TorchFunctionMode):
                 f"Under Ulysses attn_mask must be over the whole sequence of {length}, not "
                 f"{attn_mask.shape[-1]}; or use is_causal."
             )
-        q, k, v = (_Exchange.apply(one, self._group, True) for one in (query, key, value))
+        exchange: Any = _Exchange.apply
+        q, k, v = (exchange(one, self._group, True) for one in (query, key, value))
         if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] > 1:
             attn_mask = attn_mask.chunk(ranks, 1)[self._group.rank()]
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **options
         )
-        result: torch.Tensor = _Exchange.apply(out, self._group, False)
+        result: torch.Tensor = exchange(out, self._group, False)
         return result
 
 

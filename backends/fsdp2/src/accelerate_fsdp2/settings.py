@@ -160,7 +160,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
             f"{did_you_mean(text, [*known, *ways])}"
         )
 
-    def _reshard(self, value: Any) -> bool | int | None:
+    def _reshard(self, value: Any) -> Any:
         if isinstance(value, str):
             text = value.strip().lower()
             if text in ("true", "false", "1", "0"):
@@ -245,7 +245,9 @@ def _policy(value: Any) -> Any:
                 f"mixed_precision_policy has no {unknown[0]!r}; it has {listing(known)}."
                 f"{did_you_mean(unknown[0], known)}"
             )
-        fields = {n: v if n == "cast_forward_inputs" else _dtype(v) for n, v in value.items()}
+        fields: dict[str, Any] = {
+            n: v if n == "cast_forward_inputs" else _dtype(v) for n, v in value.items()
+        }
         return MixedPrecisionPolicy(**fields)
     if hasattr(value, "buffer_dtype"):  # FSDP1's
         return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)

@@ -37,7 +37,9 @@ def enable_cpu_ring_attention() -> None:
             query.device_mesh.get_group(),
             2,
             ahead,
-            *(one.to_local() for one in (query, key, value)),
+            query=query.to_local(),
+            key=key.to_local(),
+            value=value.to_local(),
             is_causal=kwargs.get("is_causal", causal),
             dropout_p=kwargs.get("dropout_p", dropout),
             scale=kwargs.get("scale"),
@@ -63,8 +65,8 @@ def enable_cpu_ring_attention() -> None:
         )
         return tuple(_wrapped(one, query) for one in made[:3])
 
-    ring.custom_ops[ahead.default] = forward
-    ring.custom_ops[back.default] = backward
+    handlers: Any = ring.custom_ops
+    handlers[ahead.default], handlers[back.default] = forward, backward
     _enabled = True
 
 

@@ -187,5 +187,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with all its parts; all ranks of its mesh call this."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    made: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[no-untyped-call]
+    sharded: Any = tensor.detach()
+    made: torch.Tensor = sharded.full_tensor()
     return made

@@ -1,0 +1,26 @@
+"""FSDP2 on two ranks and on four: the cases are in `fsdp2_worker.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import case_names, check_case, run_workers
+
+WORKER = Path(__file__).with_name("fsdp2_worker.py")
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return {}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", case_names(WORKER))
+def test_case(runs, ranks, case):
+    if ranks not in runs:
+        runs[ranks] = run_workers(WORKER, ranks, timeout=300, env={"OMP_NUM_THREADS": "1"})
+    check_case(runs[ranks], case)
