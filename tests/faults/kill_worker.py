@@ -1,6 +1,7 @@
 """A run that is killed and started again: dropout, shuffling, accumulation, many saves.
 
-Arguments: project folder, how to save ("blocking" or "background"), where the final weights go.
+Arguments: project folder, how to save ("blocking" or "background"), where the final weights go,
+seconds between two batches, and the backend.
 Starts from the newest checkpoint if there is one. Prints nothing; ends with status 0 when done.
 """
 
@@ -32,10 +33,14 @@ class Counter:
         self.batches = state["batches"]
 
 
-def main(folder: Path, how: str, out: Path, pause: float) -> None:
+def main(folder: Path, how: str, out: Path, pause: float, backend: str | None) -> None:
     config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=2, project_config=config, process_group_timeout=30
+        cpu=True,
+        backend=backend,
+        gradient_accumulation_steps=2,
+        project_config=config,
+        process_group_timeout=30,
     )
     set_seed(11, device_specific=True)
     # Large enough that a save takes a while to be killed in.
@@ -64,11 +69,18 @@ def main(folder: Path, how: str, out: Path, pause: float) -> None:
                 accelerator.save_state(blocking=how == "blocking")
             time.sleep(pause)
     accelerator.wait_for_checkpoint()
+    state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+        weights = torch.cat([value.flatten() for value in state.values()])
         torch.save((counter.batches, weights), out)
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]))
+    main(
+        Path(sys.argv[1]),
+        sys.argv[2],
+        Path(sys.argv[3]),
+        float(sys.argv[4]),
+        (sys.argv[5:] or [None])[0],
+    )

@@ -19,12 +19,15 @@ WORKER = Path(__file__).with_name("kill_worker.py")
 TIMEOUT = 120
 
 
-def start(nproc: int, folder: Path, how: str, pause: float = 0.0) -> subprocess.Popen[str]:
+def start(
+    nproc: int, folder: Path, how: str, backend: str | None = None, pause: float = 0.0
+) -> subprocess.Popen[str]:
     command = [sys.executable]
     if nproc > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
         command += ["--nproc_per_node", str(nproc)]
     command += [str(WORKER), str(folder), how, str(folder / "weights.pt"), str(pause)]
+    command += [backend] if backend else []
     return subprocess.Popen(
         command,
         env=clean_environment(OMP_NUM_THREADS="1"),
@@ -57,11 +60,13 @@ def finish(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0, said[-4000:]
 
 
-def check(tmp_path: Path, nproc: int, runs: int, kills: int, seed: int) -> None:
+def check(
+    tmp_path: Path, nproc: int, runs: int, kills: int, seed: int, backend: str | None = None
+) -> None:
     dice = random.Random(seed)
     reference = tmp_path / "reference"
     reference.mkdir()
-    finish(start(nproc, reference, "blocking"))
+    finish(start(nproc, reference, "blocking", backend))
     expected = torch.load(reference / "weights.pt")
     inside = 0
     for number in range(runs):
@@ -69,7 +74,7 @@ def check(tmp_path: Path, nproc: int, runs: int, kills: int, seed: int) -> None:
         folder.mkdir()
         how = ("blocking", "background")[number % 2]
         for _ in range(kills):
-            process = start(nproc, folder, how, pause=0.02)
+            process = start(nproc, folder, how, backend, pause=0.02)
             before = set(folder.glob("checkpoints/checkpoint_*"))
             until = time.monotonic() + TIMEOUT
             # Wait for the first save of this start, then for a random while, or a save's middle.
@@ -84,7 +89,7 @@ def check(tmp_path: Path, nproc: int, runs: int, kills: int, seed: int) -> None:
                         break
             kill(process)
             inside += any(folder.glob("checkpoints/.checkpoint_*"))
-        finish(start(nproc, folder, how))
+        finish(start(nproc, folder, how, backend))
         batches, weights = torch.load(folder / "weights.pt")
         assert batches == expected[0], (number, batches)
         assert torch.equal(weights, expected[1]), number
@@ -94,12 +99,17 @@ def check(tmp_path: Path, nproc: int, runs: int, kills: int, seed: int) -> None:
     print(f"{runs} runs of {kills} kills on {nproc} processes, {inside} inside a save")
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_killed_runs_end_with_the_same_weights(tmp_path: Path, nproc: int) -> None:
-    check(tmp_path, nproc, runs=2, kills=2, seed=nproc)
+@pytest.mark.parametrize(("nproc", "backend"), [(1, None), (2, None), (2, "fsdp2")])
+def test_killed_runs_end_with_the_same_weights(
+    tmp_path: Path, nproc: int, backend: str | None
+) -> None:
+    check(tmp_path, nproc, runs=2, kills=2, seed=nproc, backend=backend)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("nproc", "runs"), [(1, 50), (2, 10)])
-def test_many_killed_runs(tmp_path: Path, nproc: int, runs: int) -> None:
-    check(tmp_path, nproc, runs=runs, kills=3, seed=100 + nproc)
+@pytest.mark.timeout(6000)
+@pytest.mark.parametrize(
+    ("nproc", "runs", "backend"), [(1, 50, None), (2, 10, None), (2, 10, "fsdp2")]
+)
+def test_many_killed_runs(tmp_path: Path, nproc: int, runs: int, backend: str | None) -> None:
+    check(tmp_path, nproc, runs=runs, kills=3, seed=100 + nproc, backend=backend)
