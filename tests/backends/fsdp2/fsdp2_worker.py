@@ -30,7 +30,6 @@ from accelerate_core.utils import (
     GradientAccumulationPlugin,
     TorchTensorParallelConfig,
     load_checkpoint_in_model,
-    set_seed,
 )
 from accelerate_fsdp2 import FullyShardedDataParallelPlugin
 from accelerate_fsdp2.testing import enable_cpu_ring_attention
@@ -136,7 +135,7 @@ MESHES: dict[int, list[dict[str, int]]] = {
 
 @case
 def parity() -> None:
-    expected = train({})
+    expected = train(None)
     for sizes in MESHES[SIZE]:
         told = train(sizes)
         for one, other in zip(expected["losses"], told["losses"], strict=True):
@@ -149,38 +148,9 @@ def parity() -> None:
 def half_precision_is_that_of_ddp() -> None:
     for precision, tolerance in (("bf16", 1e-2), ("fp16", 1e-2)):
         told = train({"dp_shard": SIZE}, mixed_precision=precision)
-        other = train_ddp(precision)
+        other = train({}, backend="ddp", mixed_precision=precision)["losses"]
         for one, two in zip(told["losses"], other, strict=True):
             assert abs(one - two) <= tolerance, (precision, told, other)
-
-
-def train_ddp(precision: str) -> list[float]:
-    set_seed(0)
-    accelerator = Accelerator(
-        cpu=True,
-        backend="ddp",
-        mixed_precision=precision,
-        gradient_accumulation_steps=2,
-        process_group_timeout=PG_TIMEOUT,
-    )
-    model = GPT()
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(TensorDataset(text(8 * 2 * 8)), 8 // SIZE)
-    model, adam, loader = accelerator.prepare(model, adam, loader)
-    losses = []
-    for (rows,) in loader:
-        with accelerator.accumulate(model):
-            loss = loss_of(
-                model, rows[:, :-1], torch.arange(LENGTH).expand(len(rows), -1), rows[:, 1:]
-            )
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            adam.step()
-            adam.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-    accelerator.end_training()
-    return [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
 
 
 @case

@@ -1,8 +1,13 @@
-"""Eight optimizer steps with accumulation and clipping; rank 0 writes losses and norms as JSON."""
+"""Eight optimizer steps with accumulation and clipping; rank 0 writes losses and norms as JSON.
+
+Arguments: sizes of the mesh and options of the Accelerator (both JSON), where the JSON goes. Sizes
+`null` are plain PyTorch in one process; the option `backend` may name one that has no mesh.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,17 +22,19 @@ from accelerate_core.utils import TorchTensorParallelConfig, set_seed
 STEPS, CYCLE, BATCH = 8, 2, 8
 
 
-def train(sizes: dict[str, int], **options: Any) -> dict[str, Any]:
-    """Train with a mesh of these sizes; without any, in one process with plain PyTorch."""
+def train(sizes: dict[str, int] | None, **options: Any) -> dict[str, Any]:
+    """Train with a mesh of these sizes; None: in one process with plain PyTorch."""
     set_seed(0)
     model: Any = GPT()
     rows = text(STEPS * CYCLE * BATCH)
-    if not sizes:
+    if sizes is None:
         return plain(model, rows)
-    config = ParallelismConfig(
-        **{f"{name}_size": size for name, size in sizes.items()},
-        tp_handler=TorchTensorParallelConfig(plan=PLAN),
-    )
+    config = None
+    if sizes:
+        config = ParallelismConfig(
+            **{f"{name}_size": size for name, size in sizes.items()},
+            tp_handler=TorchTensorParallelConfig(plan=PLAN),
+        )
     accelerator = Accelerator(
         cpu=True,
         parallelism_config=config,
@@ -36,7 +43,8 @@ def train(sizes: dict[str, int], **options: Any) -> dict[str, Any]:
         **options,
     )
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(TensorDataset(rows), BATCH // config.data_parallel_size)
+    parts = config.data_parallel_size if config else accelerator.num_processes
+    loader = DataLoader(TensorDataset(rows), BATCH // parts)
     model, adam, loader = accelerator.prepare(model, adam, loader)
     losses, norms, part = [], [], []
     for (batch,) in loader:
@@ -82,12 +90,12 @@ def plain(model: Any, rows: torch.Tensor) -> dict[str, Any]:
 def main() -> None:
     sizes, options, out = json.loads(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    if sizes.get("cp", 1) > 1:
+    if (sizes or {}).get("cp", 1) > 1:
         from accelerate_fsdp2.testing import enable_cpu_ring_attention
 
         enable_cpu_ring_attention()
     told = train(sizes, **options)
-    if int(__import__("os").environ.get("RANK", "0")) == 0:
+    if int(os.environ.get("RANK", "0")) == 0:
         out.write_text(json.dumps(told))
 
 

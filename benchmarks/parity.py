@@ -1,0 +1,107 @@
+"""Every backend and mesh against plain PyTorch in one process: same model, data and seed.
+
+    python benchmarks/parity.py [--only fsdp2]
+
+Eight optimizer steps of a small character model, accumulation 2, clipping. Printed is the largest
+difference of a loss, and of a gradient norm relative to it. Backends join by a row in CASES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+WORKER = Path(__file__).parents[1] / "tests" / "backends" / "fsdp2" / "parity_worker.py"
+
+
+@dataclass
+class Case:
+    title: str
+    ranks: int
+    mesh: dict[str, int] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    #: What it is compared with: None is plain PyTorch, else the title of another case.
+    against: str | None = None
+    loss: float = 1e-5
+    norm: float = 1e-4
+
+
+BF16 = {"mixed_precision": "bf16"}
+CASES = [
+    Case("ddp, 2 ranks", 2, {}, {"backend": "ddp"}),
+    Case("ddp, 2 ranks, bf16", 2, {}, {"backend": "ddp", **BF16}, loss=1e-1, norm=1.0),
+    Case("fsdp2, 2 ranks", 2, {"dp_shard": 2}),
+    Case("fsdp2, 4 ranks", 4, {"dp_shard": 4}),
+    Case("fsdp2, HSDP 2 x 2", 4, {"dp_replicate": 2, "dp_shard": 2}),
+    Case("fsdp2, TP 2", 2, {"tp": 2}),
+    Case("fsdp2, FSDP x TP 2 x 2", 4, {"dp_shard": 2, "tp": 2}),
+    Case("fsdp2, ring attention 2 (CPU test path)", 2, {"cp": 2}),
+    Case("fsdp2, Ulysses 2", 2, {"sp": 2}),
+    Case(
+        "fsdp2, 2 ranks, bf16", 2, {"dp_shard": 2}, BF16, "ddp, 2 ranks, bf16", loss=1e-2, norm=1e-1
+    ),
+]
+
+
+def run(case: Case | None) -> dict[str, list[float]]:
+    """Return losses and norms of a case; None is plain PyTorch."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "told.json")
+        command = [sys.executable]
+        mesh, options = (case.mesh, case.options) if case else (None, {})
+        if case:
+            command += ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+            command += [f"--nproc_per_node={case.ranks}"]
+        command += [str(WORKER), json.dumps(mesh), json.dumps(options), str(out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise SystemExit(f"{case.title if case else 'plain'}: {done.stderr[-3000:]}")
+        told: dict[str, list[float]] = json.loads(out.read_text())
+        return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose title has this text")
+    options = parser.parse_args()
+    chosen = [case for case in CASES if options.only in case.title]
+    needed = {case.against for case in chosen}
+    chosen = [case for case in CASES if case in chosen or case.title in needed]
+    plain = run(None)
+    told = {case.title: run(case) for case in track(chosen, "training")}
+    table = Table("case", "against", "loss, largest difference", "norm, relative", "")
+    table.columns[2].justify = table.columns[3].justify = "right"
+    failed = False
+    for case in chosen:
+        one, other = told[case.title], told[case.against] if case.against else plain
+        pairs = zip(one["losses"], other["losses"], strict=True)
+        loss = max(abs(a - b) for a, b in pairs)
+        pairs = zip(one["norms"], other["norms"], strict=True)
+        norm = max(abs(a - b) / b for a, b in pairs)
+        holds = loss <= case.loss and norm <= case.norm
+        failed |= not holds
+        table.add_row(
+            case.title,
+            case.against or "plain PyTorch",
+            f"{loss:.1e} (limit {case.loss:g})",
+            f"{norm:.1e} (limit {case.norm:g})",
+            "holds" if holds else "OVER",
+        )
+    Console().print(table)
+    raise SystemExit(int(failed))
+
+
+if __name__ == "__main__":
+    main()
