@@ -75,6 +75,8 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/sampler_scale.py
 	$(BIN)/python benchmarks/cli_start.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/parity.py
+	$(BIN)/python benchmarks/sharding.py
 	$(BIN)/python benchmarks/plot.py
 
 clean:

@@ -9,11 +9,12 @@ import inspect
 import sys
 from pathlib import Path
 
-from accelerate_core.configuration import handlers
+from accelerate_core.configuration import handlers, parallelism
 from accelerate_core.configuration.core import CORE_SETTINGS
 from accelerate_core.configuration.schema import settings_fields
 from accelerate_core.hookspecs import API_VERSION, HookSpecs, hooks_of_kind
 from accelerate_ddp.settings import DistributedDataParallelKwargs
+from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
 
 HERE = Path(__file__).parent
 KINDS = {
@@ -66,7 +67,9 @@ def configuration() -> str:
     ]
     lines += table(["setting", "environment", "YAML key", "default", "meaning"], rows)
     classes = [getattr(handlers, name) for name in handlers.__all__]
-    for cls in [*classes, DistributedDataParallelKwargs]:
+    classes += [parallelism.ParallelismConfig, parallelism.TorchTensorParallelConfig]
+    classes += [parallelism.TorchContextParallelConfig]
+    for cls in [*classes, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin]:
         prefix = getattr(cls, "__settings_names__", ("",))[0]
         lines += [f"## {cls.__name__}", "", (inspect.getdoc(cls) or "").split("\n\n")[0], ""]
         rows = [

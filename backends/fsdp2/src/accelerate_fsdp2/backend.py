@@ -108,10 +108,10 @@ class FSDP2Backend(Backend):
     def check(self, accelerator: Accelerator) -> None:
         """Refuse details of the mesh that are another backend's."""
         config = accelerator.parallelism_config
-        if config.sp_backend == "deepspeed":
+        if config.sp_backend not in (None, "torch"):
             raise ConfigurationError(
-                "sp_backend='deepspeed' is of the backend deepspeed; fsdp2 has Ulysses of its own: "
-                "leave sp_backend out."
+                f"sp_backend={config.sp_backend!r} is not of this backend; fsdp2 has Ulysses of its "
+                "own: leave sp_backend out."
             )
         if config.tp_handler is not None and config.tp_handler.enable_async_tp:
             raise ConfigurationError(

@@ -44,7 +44,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         ConfigurationError: FSDP1, or one of its options without a successor.
     """
 
-    fsdp_version: int | None = option(default=2, help="2; 1 is not offered")
+    fsdp_version: int | None = option(default=2, help="2; 1 is not offered", env="FSDP_VERSION")
     sharding_strategy: Any = option(default=None, help="older name: see reshard_after_forward")
     reshard_after_forward: bool | int | str | None = option(
         default=None, help="free whole parameters after forward; an int: keep shards of that many"

@@ -78,8 +78,8 @@ class ParallelismConfig(KwargsHandler):
     cp_size: int | None = _size("that share a sequence by ring attention (context parallel)")
     cp_backend: Literal["torch"] | None = option(default=None, help="who does ring attention")
     sp_size: int | None = _size("that share a sequence by exchanging heads (Ulysses)")
-    sp_backend: Literal["torch", "deepspeed"] | None = option(
-        default=None, help="who does Ulysses: torch, or deepspeed"
+    sp_backend: str | None = option(
+        default=None, help="who does Ulysses: torch, or the name of a backend"
     )
     tp_handler: TorchTensorParallelConfig | None = option(default=None, help="details of tp")
     cp_handler: TorchContextParallelConfig | None = option(default=None, help="details of cp")
@@ -145,11 +145,6 @@ class ParallelismConfig(KwargsHandler):
     def dp_cp_dim_names(self) -> list[str]:
         """Dimensions over which a loss is averaged."""
         return [name for name in ("dp_replicate", "dp_shard", "cp", "sp") if self.size(name) > 1]
-
-    @property
-    def fsdp_dim_names(self) -> list[str]:
-        """Dimensions over which gradients are reduced: replicated ones, then sharded ones."""
-        return [*(["dp_replicate"] if self.dp_replicate_enabled else []), "dp_shard_cp"]
 
     @property
     def dp_replicate_enabled(self) -> bool:
