@@ -412,7 +412,7 @@ def _parallelism(
     if cannot:
         raise ConfigurationError(
             f"Backend {name!r} has no mesh dimension {listing(cannot)} "
-            f"(from {listing(dict.fromkeys(asked))}); it has "
+            f"(from {', '.join(dict.fromkeys(asked))}); it has "
             f"{listing(can) if can else 'none'}."
         )
     sizes.check(processes, ", ".join(dict.fromkeys(asked)))

@@ -703,6 +703,50 @@ def shards_come_back() -> None:
 
 
 @case
+def shards_are_merged_and_hooks_are_heard() -> None:
+    import subprocess
+    import sys
+
+    from safetensors.torch import load_file
+
+    folder = scratch("merged")
+    sizes = {"tp": 2} if SIZE == 2 else {"dp_shard": 2, "tp": 2}
+    torch.manual_seed(0)
+    original = GPT(tied=True)
+    expected = {n: t.clone() for n, t in original.state_dict().items()}
+    accelerator = fsdp(sizes)
+    accelerator.prepare(original, torch.optim.AdamW(original.parameters()))
+    heard: list[Any] = []
+
+    def before_save(models: list[Any], weights: list[Any], directory: str) -> None:
+        heard.append((len(models), len(weights)))
+        if RANK == 0:
+            with open(f"{directory}/mine.txt", "w") as file:
+                file.write("mine")
+
+    accelerator.register_save_state_pre_hook(before_save)
+    accelerator.register_load_state_pre_hook(lambda models, directory: heard.append(len(models)))
+    accelerator.save_state(folder / "state")
+    accelerator.load_state(folder / "state")
+    assert heard == [(1, 0), 1]
+    assert (folder / "state" / "mine.txt").read_text() == "mine"
+    if RANK == 0:
+        command = [sys.executable, "-m", "accelerate_core", "merge-weights"]
+        for flags, name in (
+            ([], "model.safetensors"),
+            (["--unsafe_serialization"], "pytorch_model.bin"),
+        ):
+            subprocess.run(
+                [*command, str(folder / "state"), str(folder / "out"), *flags], check=True
+            )
+            path = folder / "out" / name
+            merged = load_file(path) if not flags else torch.load(path)
+            close(merged, expected, atol=0)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+@case
 def a_planted_pickle_runs_nothing() -> None:
     import pickle
 

@@ -233,11 +233,11 @@ def _check_fits(accelerator: Accelerator, source: _Source) -> None:
 
 
 def _load_models(accelerator: Accelerator, source: _Source, options: dict[str, Any]) -> None:
-    if "checkpoint" in accelerator.backend.owns:
-        return
     models = list(accelerator.models)
     for hook in list(accelerator.load_state_pre_hooks.values()):
         hook(models, str(source.directory))
+    if "checkpoint" in accelerator.backend.owns:
+        return
     strict = bool(options.get("strict", True))
     inner = [accelerator.inner_model(model) for model in models]
     stems = [files.numbered(files.MODEL, index, "") for index in range(len(models))]

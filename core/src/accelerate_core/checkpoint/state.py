@@ -307,6 +307,10 @@ def _write_parts(
                 if here:
                     writer.torch(name, state)
                 del state
+    else:  # the backend writes the models; hooks may add what they like
+        for hook in accelerator.save_state_pre_hooks.values():
+            with writer.part("a save_state pre hook"):
+                hook(list(accelerator.models), [], str(writer.directory))
     for index, scheduler in enumerate(accelerator.schedulers):
         name = files.numbered(files.SCHEDULER, index, ".bin")
         _write_state(writer, name, past.of(scheduler) if past else scheduler, here)

@@ -1,0 +1,143 @@
+"""`FullyShardedDataParallelPlugin`: the peer's names, from every source, and what FSDP1 had."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from accelerate_core import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.utils import TorchTensorParallelConfig
+from accelerate_fsdp2 import FSDP2Backend
+
+CPU = torch.device("cpu")
+
+
+def test_defaults():
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
+    assert plugin.precision_policy("no") == MixedPrecisionPolicy()
+    half = plugin.precision_policy("fp16")
+    assert (half.param_dtype, half.reduce_dtype) == (torch.float16, torch.float32)
+    assert type(plugin.offload_policy(CPU)) is OffloadPolicy
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, "reshard_after_forward", False),
+        ({"sharding_strategy": 1}, "reshard_after_forward", True),
+        (
+            {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 4},
+            "reshard_after_forward",
+            4,
+        ),
+        ({"reshard_after_forward": "true"}, "reshard_after_forward", True),
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, "reshard_after_forward", False),
+        ({"reshard_after_forward": "2"}, "reshard_after_forward", 2),
+        (
+            {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+            "auto_wrap_policy",
+            "transformer_based_wrap",
+        ),
+        ({"state_dict_type": "full_state_dict"}, "state_dict_type", "FULL_STATE_DICT"),
+        ({"transformer_cls_names_to_wrap": "A, B"}, "transformer_cls_names_to_wrap", ["A", "B"]),
+        ({"cpu_offload": "true"}, "cpu_offload", True),
+        ({"use_orig_params": True}, "use_orig_params", True),
+    ],
+)
+def test_names_and_texts(given, field, value):
+    assert getattr(FullyShardedDataParallelPlugin(**given), field) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"fsdp_version": 1}, "fsdp_version=1 is not offered"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, "dp_replicate_size"),
+        ({"sharding_strategy": "NO_SHARD"}, "backend ddp"),
+        ({"sharding_strategy": "FULL_SHART"}, "Did you mean 'FULL_SHARD'"),
+        ({"use_orig_params": False}, "is of FSDP1"),
+        ({"param_init_fn": print}, "meta device"),
+        ({"state_dict_config": 1}, "state_dict_type alone"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "not offered"),
+        ({"auto_wrap_policy": "size_wrap"}, "Did you mean 'size_based_wrap'"),
+        ({"mixed_precision_policy": "bf17"}, "Did you mean 'bf16'"),
+        ({"mixed_precision_policy": {"param_dtyp": "bf16"}}, "Did you mean 'param_dtype'"),
+        ({"backward_prefetch": "SOMETIMES"}, "is not known"),
+        ({"reshard_after_forward": 0}, "must be True, False or a number"),
+        ({"min_num_parameters": 3}, "Did you mean 'min_num_params'"),
+    ],
+)
+def test_what_is_refused_says_what_to_do(given, text):
+    with pytest.raises((ConfigurationError, TypeError), match=text):
+        FullyShardedDataParallelPlugin(**given)
+
+
+def test_policies():
+    plugin = FullyShardedDataParallelPlugin(
+        mixed_precision_policy={"param_dtype": "bf16", "reduce_dtype": "torch.bfloat16"},
+        cpu_offload=CPUOffloadPolicy(),
+    )
+    policy = plugin.precision_policy("no")
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.bfloat16)
+    offload = plugin.offload_policy(CPU)
+    assert isinstance(offload, CPUOffloadPolicy)
+    assert not offload.pin_memory, "pinning needs an accelerator"
+    with pytest.warns(UserWarning, match="BACKWARD_POST has no effect"):
+        FullyShardedDataParallelPlugin(backward_prefetch="BACKWARD_POST")
+
+
+def test_from_environment_and_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Block,Layer")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    with Accelerator(cpu=True) as accelerator:
+        plugin = accelerator.fsdp_plugin
+        assert isinstance(accelerator.backend, FSDP2Backend)
+        assert plugin.cpu_offload is True
+        assert plugin.transformer_cls_names_to_wrap == ["Block", "Layer"]
+        assert plugin.reshard_after_forward is False
+        assert accelerator.parallelism_config.total_size == 1
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_OFFLOAD_PARAMS", "FSDP_TRANSFORMER_CLS_TO_WRAP"):
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("FSDP_RESHARD_AFTER_FORWARD")
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "fsdp_config:\n  fsdp_offload_params: true\n"
+        "  fsdp_transformer_layer_cls_to_wrap: Block\n  fsdp_min_num_params: 7\n"
+    )
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(path))
+    with Accelerator(cpu=True) as accelerator:
+        plugin = accelerator.fsdp_plugin
+        assert (plugin.cpu_offload, plugin.min_num_params) == (True, 7)
+        assert plugin.transformer_cls_names_to_wrap == ["Block"]
+
+
+def test_ring_attention_needs_an_accelerator():
+    with pytest.raises(ConfigurationError, match=r"1 was started"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    handler = TorchTensorParallelConfig(enable_async_tp=True)
+    with pytest.raises(ConfigurationError, match="enable_async_tp is not offered"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_handler=handler))
+    with pytest.raises(ConfigurationError, match="has Ulysses of its own"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_backend="deepspeed"))
+
+
+def test_one_process_shards_too(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    with Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()) as accelerator:
+        prepared, optimizer = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        accelerator.save_state(tmp_path / "state")
+        accelerator.backward(prepared(torch.ones(1, 3)).sum())
+        optimizer.step()
+        assert not torch.equal(prepared.weight.full_tensor(), before)
+        accelerator.load_state(tmp_path / "state")
+        assert torch.equal(prepared.weight.full_tensor(), before)
