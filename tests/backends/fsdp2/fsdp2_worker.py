@@ -30,6 +30,7 @@ from accelerate_core.utils import (
     GradientAccumulationPlugin,
     TorchTensorParallelConfig,
     load_checkpoint_in_model,
+    set_seed,
 )
 from accelerate_fsdp2 import FullyShardedDataParallelPlugin
 from accelerate_fsdp2.testing import enable_cpu_ring_attention
@@ -281,6 +282,24 @@ def nobody_has_the_weights() -> None:
 
 
 @case
+def buffers_of_models_that_nobody_has() -> None:
+    class Rotary(Tower):
+        def __init__(self, real: bool) -> None:
+            super().__init__()
+            with torch.device("cpu" if real else "meta"):
+                self.register_buffer("turns", torch.arange(8), persistent=False)
+
+    accelerator = fsdp()
+    with torch.device("meta"):
+        kept, lost = Rotary(True), Rotary(False)
+    model = accelerator.prepare(kept)
+    assert torch.equal(model.turns, torch.arange(8))
+    with pytest.raises(PrepareError, match=r"The buffer 'turns' .* in no checkpoint"):
+        accelerator.prepare(lost)
+    accelerator.end_training()
+
+
+@case
 def weights_that_differ_are_sent_or_refused() -> None:
     accelerator = fsdp()
     model = accelerator.prepare(Tower(seed=RANK))
@@ -390,6 +409,42 @@ def ties_across_units_are_kept() -> None:
 
 
 @case
+def blocks_are_found() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.parts = nn.ModuleList(
+                nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}) for _ in range(2)
+            )
+            self.stack = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = torch.tanh(part["a"](x) + part["b"](x))
+            return self.stack(x)
+
+    calls: list[int] = []
+    for option in ({}, {"activation_checkpointing": True}):
+        model = Odd()
+        expected = reference(model, torch.optim.SGD, lr=0.1)
+        accelerator = fsdp(**option)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert type(model.stack[0]).__name__ == "FSDPLinear"
+        assert type(model.parts[0]["a"]) is nn.Linear
+        steps(model, optimizer, accelerator)
+        close(whole(model), expected)
+        accelerator.end_training()
+    whole_model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    whole_model[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    accelerator = fsdp(activation_checkpointing=True)
+    model = accelerator.prepare(whole_model)
+    accelerator.backward(model(data()[0]).sum())
+    assert len(calls) == 2, "once again in backward"
+    accelerator.end_training()
+
+
+@case
 def methods_besides_forward() -> None:
     class Speaks(Tower):
         def generate(self, x: torch.Tensor) -> torch.Tensor:
@@ -429,6 +484,16 @@ def what_stays_whole_is_averaged() -> None:
     steps(model, optimizer, accelerator)
     close(whole(model), expected)
     assert same_on_ranks(model.layers[1].weight.detach())
+    accelerator.end_training()
+    # The same where only rank 0 has made weights.
+    accelerator = fsdp(sizes, ignored_modules=r"layers\.1")
+    model = Scaled()
+    if RANK:
+        with torch.device("meta"):
+            model = Scaled()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    steps(model, optimizer, accelerator)
+    close(whole(model), expected)
     with pytest.raises(ConfigurationError, match="matches no module"):
         fsdp(ignored_modules="layer1").prepare(Tower())
     accelerator.end_training()
@@ -464,6 +529,9 @@ def what_cannot_work_is_refused() -> None:
     tp = fsdp({"tp": SIZE}, plan={"layers.*": "colwize"})
     with pytest.raises(ConfigurationError, match=r"style 'colwize'.*'colwise'"):
         tp.prepare(Tower())
+    tp = fsdp({"tp": SIZE}, plan={"layers.*": "colwise"}, ignored_modules=r"layers\.1")
+    with pytest.raises(PrepareError, match=r"'layers.1.weight' is to stay whole"):
+        tp.prepare(Tower())
     tp = fsdp({"tp": SIZE}, plan={"head": "rowwise", "tokens": "rowwise"})
     with pytest.raises(ConfigurationError, match="are one parameter"):
         tp.prepare(GPT(tied=True))
@@ -491,8 +559,33 @@ def a_step_without_gradients_is_refused() -> None:
             lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
             lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
         ):
-            with pytest.raises(ConfigurationError, match="inside of no_sync"):
+            with pytest.raises(ConfigurationError, match="under no_sync"):
                 call()
+    with pytest.raises(ConfigurationError, match="under no_sync"):
+        optimizer.step()  # the block is over, and nothing is reduced all the same
+    other = Tower(seed=1)
+    other, second = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    accelerator.backward(mse_loss(other(x), y))
+    with accelerator.no_sync(model):
+        second.step()  # of another model
+    optimizer.zero_grad()  # drops what was not reduced
+    accelerator.backward(mse_loss(model(x), y))
+    once = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+    optimizer.zero_grad()
+    with accelerator.no_sync(model):
+        accelerator.backward(100 * mse_loss(model(x), y))
+    optimizer.zero_grad()
+    accelerator.backward(mse_loss(model(x), y))
+    close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, once)
+    optimizer.zero_grad()
+    place = scratch("dropped") / "state"
+    accelerator.save_state(place)
+    with accelerator.no_sync(model):
+        accelerator.backward(100 * mse_loss(model(x), y))
+    accelerator.load_state(place)
+    accelerator.backward(mse_loss(model(x), y))
+    close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, once)
+    optimizer.zero_grad()
     with accelerator.accumulate(model):  # the usual no-op
         accelerator.backward(mse_loss(model(x), y))
         optimizer.step()
@@ -575,10 +668,56 @@ def buffers_are_cut_and_given_back() -> None:
         with pytest.raises(ConfigurationError, match="1 buffers and 2"):
             accelerator.maybe_context_parallel([rows], [1, 1]).__enter__()
         accelerator.end_training()
+        # As they are usually made: views of one tensor.
+        accelerator = fsdp({kind: SIZE})
+        rows = torch.arange(2 * 17).view(2, 17)
+        before = rows.clone()
+        tokens, labels = rows[:, :-1], rows[:, 1:]
+        with accelerator.maybe_context_parallel([tokens, labels], [1, 1]):
+            assert torch.equal(labels, tokens + 1)
+            assert tokens.shape == (2, 16 // SIZE)
+        assert torch.equal(rows, before)
+        assert torch.equal(labels, before[:, 1:])
+        accelerator.end_training()
     accelerator = fsdp()
     kept = torch.arange(7)
     with accelerator.maybe_context_parallel([kept], [0]):
         assert len(kept) == 7
+    accelerator.end_training()
+
+
+@case
+def attention_of_torchs_own_layers() -> None:
+    """Inside of MultiheadAttention, and computed again in backward."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 8, 16)
+    expected = layer(x).detach()
+    (layer(x).square().sum()).backward()
+    grads = {n: p.grad.clone() for n, p in layer.named_parameters()}
+    layer.zero_grad()
+    for again in (False, True):
+        accelerator = fsdp({"sp": SIZE}, activation_checkpointing=again)
+        model = accelerator.prepare(copy.deepcopy(layer))
+        part = x.clone()
+        with accelerator.maybe_context_parallel([part], [1]):
+            out = model(part)
+            accelerator.backward(out.square().sum() * SIZE)  # gradients are averaged
+            torch.testing.assert_close(out, expected.chunk(SIZE, 1)[RANK], rtol=0, atol=1e-5)
+        close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, grads, atol=1e-4)
+        accelerator.end_training()
+    accelerator = fsdp({"sp": SIZE})
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    with (
+        accelerator.maybe_context_parallel(),
+        pytest.raises(ConfigurationError, match="need_weights=False"),
+    ):
+        attention(x, x, x)
+    with (
+        pytest.warns(UserWarning, match=r"No scaled_dot_product_attention was called"),
+        accelerator.maybe_context_parallel([x.clone()], [1]),
+    ):
+        pass
     accelerator.end_training()
 
 
@@ -612,6 +751,53 @@ def ranks_of_one_group_read_the_same() -> None:
         assert sorted(every) == list(range(16)), read
         gathered = accelerator.gather(torch.tensor([RANK]))
         assert len(gathered) == count
+        accelerator.end_training()
+
+
+@case
+def a_model_of_transformers_by_its_own_plan() -> None:
+    """A small Llama: its layers are the units, its `tp_plan` is the plan, Ulysses shares it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make() -> Any:
+        set_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8}
+        return LlamaForCausalLM(
+            LlamaConfig(vocab_size=64, num_hidden_layers=2, num_key_value_heads=4, **sizes)
+        )
+
+    def loss_and_norm(model: Any, accelerator: Any) -> tuple[float, float]:
+        rows = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(3))
+        if accelerator is not None:
+            index, count = accelerator.hooks.data_shard(accelerator)
+            rows = rows.chunk(count)[index]
+        tokens, labels = rows[:, :-1].clone(), rows[:, 1:].clone()
+        places = torch.arange(16).expand_as(tokens).clone()
+        if accelerator is None:
+            loss = loss_of(lambda t, p: model(t, position_ids=p).logits, tokens, places, labels)
+            loss.backward()
+            return float(loss.detach()), float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        with accelerator.maybe_context_parallel([tokens, labels, places], [1, 1, 1]):
+            loss = loss_of(lambda t, p: model(t, position_ids=p).logits, tokens, places, labels)
+            accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        return float(accelerator.reduce(loss.detach(), "mean")), float(norm)
+
+    expected = loss_and_norm(make(), None)
+    meshes = [{"dp_shard": 2}, {"tp": 2}, {"sp": 2}]
+    if SIZE == 4:
+        meshes = [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "sp": 2}, {"sp": 4}]
+    for sizes in meshes:
+        config = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
+        accelerator = Accelerator(
+            cpu=True, parallelism_config=config, process_group_timeout=PG_TIMEOUT
+        )
+        model = accelerator.prepare(make())
+        assert type(model.model.layers[0]).__name__ == "FSDPLlamaDecoderLayer"
+        assert model.model.layers[0].self_attn.q_proj.weight.to_local().numel() == 1024 // SIZE
+        loss, norm = loss_and_norm(model, accelerator)
+        assert abs(loss - expected[0]) <= 1e-5, (sizes, loss, expected)
+        assert abs(norm - expected[1]) <= 1e-4 * norm, (sizes, norm, expected)
         accelerator.end_training()
 
 
@@ -662,6 +848,10 @@ def a_whole_checkpoint_is_one_of_a_single_process() -> None:
     ddp = Accelerator(cpu=True, backend="ddp", process_group_timeout=PG_TIMEOUT)
     plain, adam = ddp.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
     ddp.load_state(folder / "state")
+    other, sharded = Tower(), fsdp()
+    sharded.prepare(other, torch.optim.AdamW(other.parameters(), lr=0.01))
+    with pytest.raises(CheckpointError, match=r"not saved in shards.*FULL_STATE_DICT"):
+        sharded.load_state(folder / "state")
     steps(plain, adam, ddp)
     close(dict(ddp.unwrap_model(plain).state_dict()), ended)
     ddp.end_training()
@@ -673,7 +863,8 @@ def shards_come_back() -> None:
     for blocking in (True, False):
         accelerator = fsdp()
         model = Tower()
-        model, adam = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        rate = torch.tensor(0.01)
+        model, adam = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=rate))
         steps(model, adam, accelerator)
         place = folder / f"state_{blocking}"
         accelerator.save_state(place, blocking=blocking)
@@ -681,12 +872,17 @@ def shards_come_back() -> None:
         steps(model, adam, accelerator)  # while it is written
         ended = whole(model)
         accelerator.wait_for_checkpoint()
+        rate.fill_(0.5)
         assert (place / "backend_fsdp2" / ".metadata").exists()
         assert not (place / "model.safetensors").exists()
         accelerator.load_state(place)
         close(whole(model), expected, atol=0)
+        assert adam.param_groups[0]["lr"] is rate
         steps(model, adam, accelerator)
         close(whole(model), ended, atol=0)
+        adam.optimizer.state[model.layers[0].weight]["history"] = [torch.zeros(1)]
+        with pytest.raises(CheckpointError, match=r"keeps 'history' of 0.layers.0.weight"):
+            accelerator.save_state(folder / "refused")
         other = Tower(width=4)
         mismatched = fsdp()
         mismatched.prepare(other, torch.optim.AdamW(other.parameters(), lr=0.01))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -59,8 +60,11 @@ class FSDP2Backend(Backend):
             weakref.WeakKeyDictionary()
         )
         self._unsynced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        #: Models with gradients that are not reduced yet.
+        self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._sharded = keeping.Sharded()
         self._loss_parallel: Any = None
+        self._shards: Any = None
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
@@ -121,12 +125,19 @@ class FSDP2Backend(Backend):
 
     def _shard_mesh(self, accelerator: Accelerator) -> Any:
         """Return the mesh over which gradients are reduced: shards, and copies of them."""
+        if self._shards is not None:
+            return self._shards
         mesh, config = accelerator.torch_device_mesh, accelerator.parallelism_config
         names = ("dp_shard", *(name for name in ("cp", "sp") if config.size(name) > 1))
-        if len(names) > 1:
-            mesh[names]._flatten("dp_shard_cp")
-        shards = "dp_shard_cp" if len(names) > 1 else "dp_shard"
-        return mesh[("dp_replicate", shards) if config.dp_replicate_enabled else shards]
+        shards = "dp_shard" if len(names) == 1 else "dp_shard_cp"
+        flat = mesh["dp_shard"] if len(names) == 1 else mesh[names]._flatten(shards)
+        if config.dp_replicate_enabled:
+            with warnings.catch_warnings():
+                # Of a flattened dimension and another one there is no mesh but this slice.
+                warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+                flat = mesh["dp_replicate", shards]
+        self._shards = flat
+        return flat
 
     def on_end(self, accelerator: Accelerator) -> None:
         """Leave loss_parallel."""
@@ -166,8 +177,6 @@ class FSDP2Backend(Backend):
     def _agree_on_weights(self, accelerator: Accelerator, model: nn.Module) -> None:
         if accelerator.num_processes == 1 and not weights.on_meta(model):
             return
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            return  # distributed by whoever made it
         meta = accelerator.communicator.gather_object(weights.on_meta(model))
         if any(meta):
             self._sources[model] = None if meta[0] else "rank 0"
@@ -187,7 +196,7 @@ class FSDP2Backend(Backend):
             return model
         from torch.distributed._composable import checkpoint
 
-        for group in units.find_units(model, self.options):
+        for group in units.find_units(model, self.options) or [[model]]:
             for module in group:
                 if self.options.activation_checkpointing_offload:
                     _offload_saved(module, accelerator.device)
@@ -203,6 +212,12 @@ class FSDP2Backend(Backend):
         mesh = self._shard_mesh(accelerator)
         self._check_reshard(mesh)
         ignored = units.ignored_parameters(model, self.options.ignored_modules)
+        for name, parameter in ignored.items():
+            if isinstance(parameter, DTensor):
+                raise PrepareError(
+                    f"{name!r} is to stay whole (ignored_modules, or a scalar), and is distributed "
+                    "by the tensor parallel plan. Take it out of one of them."
+                )
         groups = units.find_units(model, self.options)
         units.check_groups(model, groups, set(ignored.values()))
         arguments: dict[str, Any] = {
@@ -217,12 +232,14 @@ class FSDP2Backend(Backend):
             fully_shard(unit, reshard_after_forward=reshard, **arguments)
         # Backward begins with what the model itself holds: by default it stays whole.
         fully_shard(model, reshard_after_forward=None if reshard is True else reshard, **arguments)
-        self._ignored[model] = [p for p in ignored.values() if p.requires_grad]
         if model in self._sources:
             self._materialise(accelerator, model)
-        if ignored and accelerator.device.type != "cpu":
-            for parameter in ignored.values():
+        now = dict(model.named_parameters())
+        whole = [now[name] for name in ignored]
+        if accelerator.device.type != "cpu":
+            for parameter in whole:
                 parameter.data = parameter.data.to(accelerator.device)
+        self._ignored[model] = [parameter for parameter in whole if parameter.requires_grad]
         if self.options.forward_prefetch:
             _prefetch_forward([group[0] for group in groups], model)
         for method in self._methods(model):
@@ -253,6 +270,9 @@ class FSDP2Backend(Backend):
 
     def _materialise(self, accelerator: Accelerator, model: nn.Module) -> None:
         source = self._sources.pop(model)
+        held_buffers = {n: b.detach().clone() for n, b in model.named_buffers() if not b.is_meta}
+        if source is None:
+            _check_buffers(model)
         offload = self.options.offload_policy(accelerator.device)
         place = "cpu" if hasattr(offload, "pin_memory") else accelerator.device
         model.to_empty(device=place)
@@ -261,6 +281,9 @@ class FSDP2Backend(Backend):
                 for tensor in (*model.parameters(), *model.buffers()):
                     if tensor.is_floating_point():
                         local(tensor.detach()).fill_(float("nan"))
+                for name, buffer in model.named_buffers():
+                    if name in held_buffers:
+                        buffer.copy_(held_buffers[name])
             accelerator.note_once(
                 f"{type(model).__name__} was on the meta device on every rank, so it has no "
                 "weights yet: its shards are filled with NaN until load_state reads them."
@@ -333,12 +356,36 @@ class FSDP2Backend(Backend):
         model.set_requires_gradient_sync(sync)
         (self._unsynced.discard if sync else self._unsynced.add)(model)
 
-    def _refuse_unsynced(self, what: str) -> None:
-        if self._unsynced:
+    def _refuse_unsynced(self, what: str, parameters: Iterable[torch.Tensor]) -> None:
+        waiting = {*self._unsynced, *self._waiting}
+        if not waiting:
+            return
+        given = {id(parameter) for parameter in parameters}
+        if any(id(p) in given for model in waiting for p in model.parameters()):
             raise ConfigurationError(
-                f"{what} inside of no_sync: the gradients are not reduced and not in the "
-                "parameters, so nothing would happen. Leave the block first, or use accumulate."
+                f"{what} after a backward under no_sync: the gradients are not reduced and not in "
+                "the parameters, so nothing would happen. Do the last backward of a cycle outside "
+                "of the block, or use accumulate."
             )
+
+    def _forget_gradients(self, models: Iterable[nn.Module]) -> None:
+        """Drop what was computed under no_sync: it is where zero_grad does not reach."""
+        for model in models:
+            for group in _groups(model):
+                group._partial_reduce_output = None
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+            self._waiting.discard(model)
+
+    def zero_grad(self, accelerator: Accelerator, optimizer: Any, set_to_none: bool) -> None:
+        """Clear gradients, those that are not reduced yet, too."""
+        super().zero_grad(accelerator, optimizer, set_to_none)
+        if self._waiting:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            mine = [m for m in self._waiting if any(id(p) in held for p in m.parameters())]
+            self._forget_gradients(mine)
 
     def backward(
         self, accelerator: Accelerator, loss: torch.Tensor, kwargs: dict[str, Any]
@@ -351,6 +398,9 @@ class FSDP2Backend(Backend):
                 if isinstance(model, FSDPModule):
                     model.set_requires_all_reduce(accelerator.sync_gradients)
         super().backward(accelerator, loss, kwargs)
+        if self._unsynced or self._waiting:
+            for model in {*self._unsynced, *self._waiting}:
+                (self._waiting.add if _has_unreduced(model) else self._waiting.discard)(model)
         for model, parameters in self._ignored.items():
             if parameters and model not in self._unsynced:
                 _average(parameters, self._shard_mesh(accelerator))
@@ -370,14 +420,14 @@ class FSDP2Backend(Backend):
         norm_type: float,
     ) -> Any:
         """Clip by the norm over all shards of all meshes; it is a plain tensor."""
-        self._refuse_unsynced("Clipping")
+        self._refuse_unsynced("Clipping", parameters)
         return clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value(
         self, accelerator: Accelerator, parameters: Sequence[torch.Tensor], clip_value: float
     ) -> None:
         """Clip each shard."""
-        self._refuse_unsynced("Clipping")
+        self._refuse_unsynced("Clipping", parameters)
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -401,7 +451,8 @@ class FSDP2Backend(Backend):
         self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Step, unless gradients are not there."""
-        self._refuse_unsynced("optimizer.step()")
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        self._refuse_unsynced("optimizer.step()", held)
         scaler: Any = accelerator.scaler
         if scaler is not None and closure is None:
             entry = scaler._per_optimizer_states[id(optimizer)]
@@ -467,6 +518,7 @@ class FSDP2Backend(Backend):
         self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
     ) -> None:
         """Read the shards of any number of ranks and any mesh."""
+        self._forget_gradients(accelerator.models)
         if "checkpoint" not in self.owns:
             return
         models = [accelerator.unwrap_model(model) for model in accelerator.models]
@@ -477,6 +529,35 @@ class FSDP2Backend(Backend):
     def consolidate(self, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, an empty one elsewhere."""
         return keeping.full_model(accelerator.unwrap_model(model))
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Refuse buffers that nobody has: those on meta that no checkpoint holds."""
+    kept = set(model.state_dict())
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in kept]
+    if lost:
+        raise PrepareError(
+            f"The buffer {lost[0]!r} of {type(model).__name__} is on the meta device on every rank, "
+            "and being not persistent is in no checkpoint. Make buffers where they have memory "
+            "(init_empty_weights keeps them), or the model on rank 0."
+        )
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """Iterate over what torch reduces together: whole gradients are kept there, out of reach."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            yield from state._fsdp_param_groups
+
+
+def _has_unreduced(model: nn.Module) -> bool:
+    return any(
+        parameter.unsharded_accumulated_grad is not None
+        or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+        for group in _groups(model)
+        for parameter in group.fsdp_params
+    )
 
 
 class _Parts:

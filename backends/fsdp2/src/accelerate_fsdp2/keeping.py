@@ -81,6 +81,11 @@ class Sharded:
         Raises:
             CheckpointError: names, shapes or dtypes do not fit. Nothing has been changed then.
         """
+        if not directory.is_dir():
+            raise CheckpointError(
+                f"{directory.parent} was not saved in shards by FSDP2. Load it with "
+                "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
+            )
         metadata = read_metadata(directory)
         stored = metadata.state_dict_metadata
         tensors = _model_tensors(models)
@@ -156,10 +161,13 @@ def _optimizer_parts(
     """Return the tensors of an optimizer's state by name, and the rest as plain data."""
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    groups = [
-        {"params": [], **{k: v for k, v in group.items() if k != "params" and _is_plain(v)}}
+    groups: list[dict[str, Any]] = [
+        {"params": [], **{k: _plain(v) for k, v in group.items() if k != "params"}}
         for group in optimizer.param_groups
     ]
+    known = {parameter for _, parameter in _parameters(optimizer)}
+    if strange := [key for key in optimizer.state if key not in known]:
+        raise CheckpointError(_cannot_hold(optimizer, f"the state {strange[0]!r}"))
     for number, parameter in _parameters(optimizer):
         name = _name(names, parameter)
         groups[number]["params"].append(name)
@@ -168,7 +176,23 @@ def _optimizer_parts(
                 tensors[f"{prefix}.{name}.{key}"] = value.detach()
             elif _is_plain(value):
                 values.setdefault(name, {})[key] = value
+            else:
+                raise CheckpointError(_cannot_hold(optimizer, f"{key!r} of {name}"))
     return tensors, {"groups": groups, "values": values, "class": type(optimizer).__name__}
+
+
+def _cannot_hold(optimizer: Any, what: str) -> str:
+    return (
+        f"A sharded checkpoint holds tensors and plain values of each parameter, and "
+        f"{type(optimizer).__name__} keeps {what}, which is neither. Use "
+        "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()  # a hyperparameter that changes in a compiled step
+    return value if _is_plain(value) else None
 
 
 def _is_plain(value: Any) -> bool:
@@ -233,6 +257,8 @@ def _empty_state(
     for _, parameter in _parameters(optimizer):
         for name in by_name.get(f"{prefix}.{_name(names, parameter)}", ()):
             entry = stored[name]
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointError(f"{directory}: {name} is no tensor.")
             dtype = entry.properties.dtype
             if entry.size == parameter.shape and parameter.dim():
                 made[name] = torch.zeros_like(parameter, dtype=dtype)
@@ -258,8 +284,12 @@ def _put_state(
     optimizer.state.update(state)
     for group, there in zip(optimizer.param_groups, rest["groups"], strict=True):
         for key, value in there.items():
-            if key != "params":
-                was = group.get(key)
+            was = group.get(key)
+            if key == "params" or (value is None and was is not None):
+                continue
+            if isinstance(was, torch.Tensor):
+                was.fill_(value)
+            else:
                 group[key] = tuple(value) if isinstance(was, tuple) else value
 
 

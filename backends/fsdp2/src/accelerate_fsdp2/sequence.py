@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -79,13 +80,30 @@ def ring(
 
     check_buffers(buffers, dims, no_restore, 2 * mesh.size(), mesh.size())
     set_rotate_method(strategy)
-    with context_parallel(
-        mesh,
-        buffers=list(buffers),
-        buffer_seq_dims=list(dims),
-        no_restore_buffers=no_restore,
+    with (
+        _own_memory(buffers, no_restore),
+        context_parallel(
+            mesh,
+            buffers=list(buffers),
+            buffer_seq_dims=list(dims),
+            no_restore_buffers=set(buffers),
+        ),
     ):
         yield
+
+
+@contextmanager
+def _own_memory(buffers: Sequence[torch.Tensor], no_restore: set[torch.Tensor]) -> Iterator[None]:
+    """Let the buffers be cut without touching what they are views of; give it back."""
+    before = [buffer.data for buffer in buffers]
+    for buffer in buffers:
+        buffer.data = buffer.data.clone()
+    try:
+        yield
+    finally:
+        for buffer, whole in zip(buffers, before, strict=True):
+            if not any(buffer is one for one in no_restore):
+                buffer.data = whole
 
 
 @contextmanager
@@ -98,19 +116,25 @@ def ulysses(
     """Cut the buffers, and let attention exchange sequences for heads."""
     check_buffers(buffers, dims, no_restore, mesh.size(), mesh.size())
     rank = mesh.get_local_rank()
-    kept = [None if any(b is n for n in no_restore) else b.clone() for b in buffers]
-    with torch.no_grad():
+    with _own_memory(buffers, no_restore):
         for buffer, dim in zip(buffers, dims, strict=True):
-            part = buffer.chunk(mesh.size(), dim)[rank].clone()
-            buffer.resize_(part.shape).copy_(part)
-    try:
-        with Ulysses(mesh.get_group()):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, whole in zip(buffers, kept, strict=True):
-                if whole is not None:
-                    buffer.resize_(whole.shape).copy_(whole)
+            buffer.data = buffer.data.chunk(mesh.size(), dim)[rank].clone()
+        mode = Ulysses(mesh.get_group())
+        whole = F.scaled_dot_product_attention
+        # Python code around it (MultiheadAttention) and what backward computes again find it in
+        # its module; who holds the function itself meets the mode.
+        F.scaled_dot_product_attention = mode.attend
+        try:
+            with mode:
+                yield
+        finally:
+            F.scaled_dot_product_attention = whole
+    if buffers and not mode.calls:
+        warnings.warn(
+            "No scaled_dot_product_attention was called inside of maybe_context_parallel: "
+            "attention of another kind has seen this rank's part of the sequence only.",
+            stacklevel=3,
+        )
 
 
 class Ulysses(TorchFunctionMode):
@@ -127,6 +151,9 @@ class Ulysses(TorchFunctionMode):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self._group = group
+        self._inside = False
+        self._whole = F.scaled_dot_product_attention
+        self.calls = 0
 
     def __torch_function__(
         self,
@@ -135,9 +162,27 @@ class Ulysses(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is self._whole and not self._inside:
+            return self.attend(*args, **kwargs)
+        if func in _FUSED or (func is F.multi_head_attention_forward and _wants_weights(kwargs)):
+            raise ConfigurationError(
+                f"Under Ulysses {getattr(func, '__name__', func)} would attend to this rank's part "
+                "of the sequence only. Call MultiheadAttention with need_weights=False, and "
+                "encoder layers in train() or with gradients."
+            )
+        return func(*args, **kwargs)
+
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Attend to the whole sequence; arguments are those of `scaled_dot_product_attention`."""
+        if self._inside:
+            return self._whole(*args, **kwargs)
+        self.calls += 1
+        self._inside = True
+        try:
+            return self._attend(*args, **kwargs)
+        finally:
+            self._inside = False
 
     def _attend(
         self,
@@ -167,11 +212,23 @@ class Ulysses(TorchFunctionMode):
         q, k, v = (exchange(one, self._group, True) for one in (query, key, value))
         if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] > 1:
             attn_mask = attn_mask.chunk(ranks, 1)[self._group.rank()]
-        out = F.scaled_dot_product_attention(
+        out = self._whole(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **options
         )
         result: torch.Tensor = exchange(out, self._group, False)
         return result
+
+
+#: Fused kernels of torch's own layers, which attend inside.
+_FUSED = tuple(
+    getattr(torch, name)
+    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+    if hasattr(torch, name)
+)
+
+
+def _wants_weights(kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("need_weights", True))
 
 
 class _Exchange(torch.autograd.Function):

@@ -248,9 +248,11 @@ def _policy(value: Any) -> Any:
         fields: dict[str, Any] = {
             n: v if n == "cast_forward_inputs" else _dtype(v) for n, v in value.items()
         }
+        fields.setdefault("reduce_dtype", torch.float32)
         return MixedPrecisionPolicy(**fields)
     if hasattr(value, "buffer_dtype"):  # FSDP1's
-        return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
+        reduced = value.reduce_dtype or torch.float32
+        return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=reduced)
     return MixedPrecisionPolicy(param_dtype=_dtype(value), reduce_dtype=torch.float32)
 
 

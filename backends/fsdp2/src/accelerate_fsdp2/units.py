@@ -51,10 +51,19 @@ def _chosen(model: nn.Module, options: FullyShardedDataParallelPlugin) -> Iterab
     return [
         child
         for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 1
-        for child in module
-        if not isinstance(child, nn.ModuleList) and any(True for _ in child.parameters())
+        if _is_stack(module)
+        for child in module.children()
+        # What is never called by itself (a container, a holder of parts) gathers nothing.
+        if type(child).forward is not nn.Module.forward and any(True for _ in child.parameters())
     ]
+
+
+def _is_stack(module: nn.Module) -> bool:
+    children = list(module.children())
+    if isinstance(module, nn.ModuleList):
+        return len(children) > 1
+    alike = len({type(child) for child in children}) == 1
+    return isinstance(module, nn.Sequential) and alike and len(children) > 1
 
 
 def _by_class(model: nn.Module, names: list[str], required: bool) -> list[nn.Module]:

@@ -55,7 +55,8 @@ def take_off(model: nn.Module) -> dict[str, torch.Tensor]:
 def broadcast_whole(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers, before they are sharded."""
     for tensor in _tensors(model).values():
-        _send(tensor)
+        if not isinstance(tensor, DTensor):  # distributed by whoever made it
+            _send(tensor)
 
 
 def _send(tensor: torch.Tensor) -> None:
@@ -76,7 +77,7 @@ def check_alike(model: nn.Module) -> None:
     sums = {
         name: (float(t.double().sum()), float(t.double().square().sum()))
         for name, t in _tensors(model).items()
-        if t.is_floating_point()
+        if t.is_floating_point() and not isinstance(t, DTensor)
     }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, sums)

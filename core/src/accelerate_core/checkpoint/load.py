@@ -57,7 +57,14 @@ class _Source:
     def read(self, name: str, *, trust: bool | None = None, **options: Any) -> Any:
         """Read a file of torch's format."""
         if not self.has(name):
-            raise CheckpointError(f"The checkpoint {self.directory} has no {name}.")
+            shards = sorted(self.directory.glob("backend_*"))
+            way = (
+                f" The backend {shards[0].name.removeprefix('backend_')!r} saved it in a form of its "
+                "own: load it with that backend, or make weights of it with merge-weights."
+                if shards
+                else ""
+            )
+            raise CheckpointError(f"The checkpoint {self.directory} has no {name}.{way}")
         allowed = nullcontext() if self.manifest else foreign.numpy_globals()
         return files.read(self.directory / name, trust=trust, allowed=allowed, **options)
 
