@@ -65,6 +65,7 @@ class Backend:
     #: How tensors travel: groups for each scope.
     _talk: TorchTalk = TorchTalk()
     _mesh: Any | None = None
+    _joint_meshes: Mapping[str, Any] = {}
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         self.settings = settings
@@ -110,8 +111,27 @@ class Backend:
             return None
         if self._mesh is None:
             self._mesh = config.build_device_mesh(accelerator.device.type)
-            self._talk = TorchTalk(scopes=_scope_groups(self._mesh, config))
+            self._joint_meshes = config.flatten(self._mesh)
+            world = self._mesh.size()
+            scopes: tuple[tuple[Scope, str], ...] = (("data", "dp"), ("loss", "dp_cp"))
+            parts = {scope: self._joint_meshes[name] for scope, name in scopes}
+            self._talk = TorchTalk(
+                scopes={s: mesh.get_group() for s, mesh in parts.items() if mesh.size() < world}
+            )
         return self._mesh
+
+    def sub_mesh(self, name: str) -> Any:
+        """Return the part of the mesh with a name: a dimension, or several together."""
+        if name in self._joint_meshes:
+            return self._joint_meshes[name]
+        known = [
+            *(self._mesh.mesh_dim_names if self._mesh is not None else ()),
+            *self._joint_meshes,
+        ]
+        if name not in known or self._mesh is None:
+            have = f"it has {listing(known)}" if known else "there is none"
+            raise ConfigurationError(f"The device mesh has no {name!r}; {have}.")
+        return self._mesh[name]
 
     def new_group(
         self, accelerator: Accelerator, ranks: Sequence[int] | None, device_type: str | None
@@ -414,19 +434,6 @@ class Backend:
     def consolidate(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
         """Return the unwrapped model's state dict: it is whole on every rank."""
         return dict(accelerator.unwrap_model(model).state_dict())
-
-
-def _scope_groups(mesh: Any, config: Any) -> dict[Scope, Any]:
-    """Return the groups of the scopes that are smaller than the world."""
-    groups: dict[Scope, Any] = {}
-    scopes: tuple[tuple[Scope, tuple[str, ...]], ...] = (("data", _DATA), ("loss", _LOSS))
-    for scope, dimensions in scopes:
-        names = tuple(name for name in dimensions if name in mesh.mesh_dim_names)
-        if all(name in names or config.size(name) == 1 for name in mesh.mesh_dim_names):
-            continue  # everybody
-        part = mesh[names]
-        groups[scope] = (part if len(names) == 1 else part._flatten("_".join(names))).get_group()
-    return groups
 
 
 def _returned(accelerator: Accelerator, hook: str, value: Any) -> Any:

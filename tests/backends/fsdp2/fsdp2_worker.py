@@ -424,6 +424,19 @@ def blocks_are_found() -> None:
                 x = torch.tanh(part["a"](x) + part["b"](x))
             return self.stack(x)
 
+    class Expert(Tower):
+        """Each rank uses another part of it."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[RANK % 3](x)
+
+    chosen = nn.Sequential(*(Expert(seed=n) for n in range(2)))
+    x = data()[0]
+    by_hand = chosen(x).detach()
+    accelerator = fsdp()
+    sharded = accelerator.prepare(chosen)
+    torch.testing.assert_close(sharded(x).detach(), by_hand)
+    accelerator.end_training()
     calls: list[int] = []
     for option in ({}, {"activation_checkpointing": True}):
         model = Odd()
@@ -494,6 +507,24 @@ def what_stays_whole_is_averaged() -> None:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     steps(model, optimizer, accelerator)
     close(whole(model), expected)
+    accelerator.end_training()
+
+    class Sometimes(Tower):
+        """Only the first rank goes through the part that stays whole."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            return self.extra(x) if RANK == 0 else x
+
+    accelerator = fsdp(ignored_modules="extra|never")
+    model = accelerator.prepare(Sometimes())
+    accelerator.backward(model(data()[0]).sum())
+    assert same_on_ranks(model.extra.weight.grad)
+    assert model.never.weight.grad is None
     with pytest.raises(ConfigurationError, match="matches no module"):
         fsdp(ignored_modules="layer1").prepare(Tower())
     accelerator.end_training()
@@ -540,6 +571,47 @@ def what_cannot_work_is_refused() -> None:
     assert tied.head.weight is tied.tokens.weight
     with pytest.raises(ConfigurationError, match="needs a plan"):
         fsdp({"tp": SIZE}, plan={}).prepare(nn.Linear(4, 4))
+
+
+@case
+def two_models_cannot_share_a_parameter() -> None:
+    accelerator = fsdp()
+    one, other = Tower(), Tower()
+    other.layers[1].weight = one.layers[2].weight
+    with pytest.raises(
+        PrepareError, match=r"'layers.1.weight' of Tower is a parameter of Tower, too"
+    ):
+        accelerator.prepare(one, other)
+    accelerator.end_training()
+
+
+@case
+def parts_of_the_mesh_have_names() -> None:
+    sizes = {"tp": 2} if SIZE == 2 else {"dp_replicate": 2, "tp": 2}
+    accelerator = fsdp(sizes)
+    assert accelerator.sub_mesh("tp").size() == 2
+    assert accelerator.sub_mesh("dp").size() == accelerator.sub_mesh("dp_cp").size() == SIZE // 2
+    assert accelerator.sub_mesh("dp_shard_cp").size() == 1
+    assert accelerator.tensor_parallel_rank == RANK % 2
+    with pytest.raises(ConfigurationError, match=r"has no 'pp'; it has 'dp_"):
+        accelerator.sub_mesh("pp")
+    accelerator.end_training()
+
+
+@case
+def ranks_of_one_group_draw_the_same() -> None:
+    sizes = {"tp": 2} if SIZE == 2 else {"dp_shard": 2, "tp": 2}
+    accelerator = fsdp(sizes, plan={"layers.*": "colwise_rep"})
+    tower = Tower()
+    set_seed(3, device_specific=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        accelerator.prepare(tower)
+    assert sum("different random states" in str(one.message) for one in said) == RANK % 2
+    drawn = accelerator.communicator.gather_object(torch.rand(4).tolist())
+    assert drawn[0] == drawn[1]
+    assert SIZE == 2 or (drawn[2] == drawn[3] and drawn[0] != drawn[2])
+    accelerator.end_training()
 
 
 # --- the step -------------------------------------------------------------------------------------
@@ -646,6 +718,36 @@ def an_overflow_on_one_rank_is_everybodys() -> None:
 
 
 # --- sequences ------------------------------------------------------------------------------------
+
+
+@case
+def logits_may_stay_in_parts() -> None:
+    plan = {**PLAN, "head": "colwise_loss"}
+    config = ParallelismConfig(
+        dp_shard_size=SIZE // 2,
+        tp_size=2,
+        tp_handler=TorchTensorParallelConfig(plan=plan, loss_parallel=True),
+    )
+    set_seed(0)
+    plain = GPT()
+    rows = text(4)
+    places = torch.arange(LENGTH).expand(4, -1)
+    expected = loss_of(plain, rows[:, :-1], places, rows[:, 1:])
+    expected.backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    accelerator = Accelerator(cpu=True, parallelism_config=config, process_group_timeout=PG_TIMEOUT)
+    model = accelerator.prepare(copy.deepcopy(plain).requires_grad_())
+    index, count = accelerator.hooks.data_shard(accelerator)
+    part = rows.chunk(count)[index]
+    loss = loss_of(model, part[:, :-1], places[: len(part)], part[:, 1:])
+    assert isinstance(loss, DTensor)
+    accelerator.backward(loss)
+    mean = accelerator.reduce(loss.detach(), "mean")
+    assert abs(float(mean) - float(expected.detach())) <= 1e-5
+    assert accelerator.gather(loss.detach()).numel() == count
+    got = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    assert abs(float(got) - float(norm)) <= 1e-4 * float(norm)
+    accelerator.end_training()
 
 
 @case

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
 
 from accelerate_core import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate_core.errors import ConfigurationError
@@ -46,6 +52,9 @@ def test_defaults():
         ({"transformer_cls_names_to_wrap": "A, B"}, "transformer_cls_names_to_wrap", ["A", "B"]),
         ({"cpu_offload": "true"}, "cpu_offload", True),
         ({"use_orig_params": True}, "use_orig_params", True),
+        ({"state_dict_type": StateDictType.FULL_STATE_DICT}, "state_dict_type", "FULL_STATE_DICT"),
+        ({"reshard_after_forward": ShardingStrategy.FULL_SHARD}, "reshard_after_forward", True),
+        ({"reshard_after_forward": ShardingStrategy.SHARD_GRAD_OP}, "reshard_after_forward", False),
     ],
 )
 def test_names_and_texts(given, field, value):

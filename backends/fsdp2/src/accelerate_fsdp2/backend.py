@@ -16,8 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core import Accelerator, Backend, Claim, Request
+from accelerate_core.checkpoint import rng
 from accelerate_core.errors import ConfigurationError, PrepareError
 from accelerate_fsdp2 import keeping, sequence, tensor_parallel, testing, units, weights
 from accelerate_fsdp2.clipping import clip_norm, local, scale
@@ -65,6 +67,8 @@ class FSDP2Backend(Backend):
         self._sharded = keeping.Sharded()
         self._loss_parallel: Any = None
         self._shards: Any = None
+        self._aligned = False
+        self._owners: Any = WeakIdKeyDictionary()
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
@@ -128,16 +132,16 @@ class FSDP2Backend(Backend):
         if self._shards is not None:
             return self._shards
         mesh, config = accelerator.torch_device_mesh, accelerator.parallelism_config
-        names = ("dp_shard", *(name for name in ("cp", "sp") if config.size(name) > 1))
-        shards = "dp_shard" if len(names) == 1 else "dp_shard_cp"
-        flat = mesh["dp_shard"] if len(names) == 1 else mesh[names]._flatten(shards)
-        if config.dp_replicate_enabled:
-            with warnings.catch_warnings():
-                # Of a flattened dimension and another one there is no mesh but this slice.
-                warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
-                flat = mesh["dp_replicate", shards]
-        self._shards = flat
-        return flat
+        joint = config.cp_enabled or config.sp_enabled
+        shards = "dp_shard_cp" if joint else "dp_shard"
+        if not config.dp_replicate_enabled:
+            self._shards = self.sub_mesh(shards)
+            return self._shards
+        with warnings.catch_warnings():
+            # Of a flattened dimension and another one there is no mesh but this slice.
+            warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+            self._shards = mesh["dp_replicate", shards]
+        return self._shards
 
     def on_end(self, accelerator: Accelerator) -> None:
         """Leave loss_parallel."""
@@ -162,6 +166,8 @@ class FSDP2Backend(Backend):
                 "The model is a DistributedDataParallel already; pass the module inside of it."
             )
         config = accelerator.parallelism_config
+        self._refuse_shared(model)
+        self._align_generators(accelerator)
         self._agree_on_weights(accelerator, model)
         if config.tp_enabled:
             handler = config.tp_handler
@@ -173,6 +179,41 @@ class FSDP2Backend(Backend):
                 self._loss_parallel = loss_parallel()
                 self._loss_parallel.__enter__()
         return model
+
+    def _refuse_shared(self, model: nn.Module) -> None:
+        """Two models that share a parameter would train a copy each."""
+        for name, parameter in model.named_parameters():
+            owner = self._owners.get(parameter)
+            if owner is not None and owner() is not None and owner() is not model:
+                raise PrepareError(
+                    f"{name!r} of {type(model).__name__} is a parameter of {type(owner()).__name__}, "
+                    "too, which is sharded by itself: the tie would be lost. Put both into one "
+                    "module and prepare that."
+                )
+            self._owners[parameter] = weakref.ref(model)
+
+    def _align_generators(self, accelerator: Accelerator) -> None:
+        """Give ranks that get the same samples the same random states, once.
+
+        Dropout of ranks that compute one layer together must agree, and so must augmentation of
+        what they read, whatever seeds they were given.
+        """
+        config, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
+        if self._aligned or not config.non_dp_dim_names:
+            return
+        self._aligned = True
+        for name in config.non_dp_dim_names:
+            states: list[Any] = [rng.capture([accelerator.device])]
+            own = states[0]
+            group = mesh[name].get_group()
+            dist.broadcast_object_list(states, group_src=0, group=group)
+            if not _alike(own, states[0]):
+                rng.restore(states[0])
+                accelerator.note_once(
+                    f"Ranks of one {name} group had different random states; they have those of its "
+                    "first rank now. Seed them alike: set_seed(seed) without device_specific.",
+                    every_rank=True,
+                )
 
     def _agree_on_weights(self, accelerator: Accelerator, model: nn.Module) -> None:
         if accelerator.num_processes == 1 and not weights.on_meta(model):
@@ -299,7 +340,8 @@ class FSDP2Backend(Backend):
         if not sharded:
             return optimizer
         kind = type(optimizer).__name__
-        if kind in _WHOLE_ONLY and accelerator.num_processes > 1:
+        kinds = {base.__name__ for base in type(optimizer).__mro__}
+        if kinds.intersection(_WHOLE_ONLY) and accelerator.num_processes > 1:
             raise ConfigurationError(
                 f"{kind} computes over whole parameters, and FSDP2 gives it shards. Use another "
                 "optimizer, or the backend ddp."
@@ -560,6 +602,14 @@ def _has_unreduced(model: nn.Module) -> bool:
     )
 
 
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+        for key, value in one.items()
+        if key != "devices"
+    )
+
+
 class _Parts:
     """What a gradient scaler needs of an optimizer: tensors with gradients."""
 
@@ -576,16 +626,26 @@ def _part(parameter: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _average(parameters: list[nn.Parameter], mesh: Any) -> None:
-    """Average the gradients of whole parameters over the ranks that shards are reduced over."""
-    grads = [p.grad for p in parameters if p.grad is not None]
+    """Average the gradients of whole parameters over the ranks that shards are reduced over.
+
+    A rank that has none adds nothing; where no rank has one, none there will be.
+    """
     dims = [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.mesh_dim_names]
-    for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        together = [grad for grad in grads if grad.dtype == dtype]
-        flat: Any = torch.cat([grad.reshape(-1) for grad in together])
+    device = parameters[0].device
+    there = torch.tensor([p.grad is not None for p in parameters], device=device).int()
+    for dim in dims:
+        dist.all_reduce(there, group=dim.get_group())
+    used = [p for p, count in zip(parameters, there.tolist(), strict=True) if count]
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for dtype in dict.fromkeys(parameter.dtype for parameter in used):
+        grads: list[Any] = [p.grad for p in used if p.dtype == dtype]
+        flat: Any = torch.cat([grad.reshape(-1) for grad in grads])
         for dim in dims:
             dist.all_reduce(flat, group=dim.get_group())
         flat /= mesh.size()
-        for grad, part in zip(together, flat.split([g.numel() for g in together]), strict=True):
+        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             grad.copy_(part.view_as(grad))
 
 

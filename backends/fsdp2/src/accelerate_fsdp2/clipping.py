@@ -36,7 +36,9 @@ def clip_norm(
     for together in groups.values():
         norm = torch.nn.utils.get_total_norm(together, norm_type)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    joined = torch.stack(norms)
+    # A norm of order 0 is a count.
+    total: torch.Tensor = joined.sum() if norm_type == 0 else joined.norm(norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     scale(grads, factor)
     return total

@@ -46,7 +46,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
 
     fsdp_version: int | None = option(default=2, help="2; 1 is not offered", env="FSDP_VERSION")
     sharding_strategy: Any = option(default=None, help="older name: see reshard_after_forward")
-    reshard_after_forward: bool | int | str | None = option(
+    reshard_after_forward: Any = option(
         default=None, help="free whole parameters after forward; an int: keep shards of that many"
     )
     backward_prefetch: Any = option(default=None, help="FSDP2 always gathers ahead in backward")
@@ -61,7 +61,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         yaml="fsdp_offload_params",
     )
     ignored_modules: Any = option(default=None, help="modules, or a pattern of their names")
-    state_dict_type: str | None = option(
+    state_dict_type: Any = option(
         default=None, help="SHARDED_STATE_DICT, or FULL_STATE_DICT as of one process"
     )
     state_dict_config: Any = option(default=None, help="FSDP1 only")
@@ -161,6 +161,8 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         )
 
     def _reshard(self, value: Any) -> Any:
+        if value is not None and hasattr(value, "name"):  # FSDP1's ShardingStrategy
+            value = value.name
         if isinstance(value, str):
             text = value.strip().lower()
             if text in ("true", "false", "1", "0"):
@@ -168,7 +170,8 @@ class FullyShardedDataParallelPlugin(BackendSettings):
             if text.isdigit():
                 return int(text)
             return bool(self._strategy(value) == "FULL_SHARD")
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+        bad = not isinstance(value, int | None)
+        if bad or (isinstance(value, int) and not isinstance(value, bool) and value < 1):
             raise ConfigurationError(
                 f"reshard_after_forward={value} must be True, False or a number of ranks."
             )

@@ -48,14 +48,19 @@ def _chosen(model: nn.Module, options: FullyShardedDataParallelPlugin) -> Iterab
         )
     if named or own:
         return _by_class(model, named or own, required=bool(named))
-    return [
-        child
-        for module in model.modules()
-        if _is_stack(module)
-        for child in module.children()
-        # What is never called by itself (a container, a holder of parts) gathers nothing.
-        if type(child).forward is not nn.Module.forward and any(True for _ in child.parameters())
-    ]
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            # What is never called by itself (a container, a holder of parts) gathers nothing.
+            called = type(child).forward is not nn.Module.forward
+            if _is_stack(module) and called and any(True for _ in child.parameters()):
+                found.append(child)  # and nothing inside: ranks may use parts of it differently
+            else:
+                walk(child)
+
+    walk(model)
+    return found
 
 
 def _is_stack(module: nn.Module) -> bool:

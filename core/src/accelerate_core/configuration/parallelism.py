@@ -206,6 +206,25 @@ class ParallelismConfig(KwargsHandler):
         sizes = tuple(self.size(name) for name in names)
         return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
 
+    #: Dimensions that have a name together.
+    JOINT: ClassVar[dict[str, tuple[str, ...]]] = {
+        "dp": ("dp_replicate", "dp_shard"),
+        "dp_shard_cp": ("dp_shard", "cp", "sp"),
+        "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
+    }
+
+    def flatten(self, mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+        """Return the one-dimensional meshes of dimensions together: `dp`, `dp_shard_cp`, `dp_cp`.
+
+        All ranks call this, once per mesh.
+        """
+        made = {}
+        for name, dimensions in self.JOINT.items():
+            names = tuple(one for one in dimensions if one in (mesh.mesh_dim_names or ()))
+            part = mesh[names] if len(names) > 1 else mesh[names[0]]
+            made[name] = part._flatten(name)
+        return made
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's index in every dimension."""
         found = {}

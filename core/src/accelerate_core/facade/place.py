@@ -111,6 +111,14 @@ class Place(FacadeBase):
         """The device mesh, None where there is none."""
         return self.hooks.mesh(self)
 
+    def sub_mesh(self, name: str) -> Any:
+        """Return a part of the device mesh: of one dimension, or `dp`, `dp_shard_cp`, `dp_cp`.
+
+        Raises:
+            ConfigurationError: the mesh has no such part, or there is no mesh.
+        """
+        return self.backend.sub_mesh(name)
+
     @property
     def parallelism_config(self) -> Any:
         """The sizes of the mesh's dimensions (`ParallelismConfig`), None where there is no mesh."""
