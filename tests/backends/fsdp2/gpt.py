@@ -23,15 +23,14 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
         h = self.norm1(x)
-        # The number of heads follows from what this rank has of them.
+        # Heads and length follow from what this rank has of them after the layer.
         q, k, v = (
-            one(h).view(batch, length, -1, self.size).transpose(1, 2)
+            one(h).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for one in (self.q, self.k, self.v)
         )
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(h.transpose(1, 2).reshape(batch, length, -1))
+        x = x + self.o(h.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -63,6 +62,14 @@ class GPT(nn.Module):
 PLAN = {
     **dict.fromkeys(("layers.*.q", "layers.*.k", "layers.*.v", "layers.*.up"), "colwise"),
     **dict.fromkeys(("layers.*.o", "layers.*.down"), "rowwise"),
+}
+#: The same with activations in parts along the sequence between the layers.
+SEQUENCE_PLAN = {
+    **dict.fromkeys(("tokens", "places"), "split_sequence"),
+    **dict.fromkeys(("layers.*.norm1", "layers.*.norm2", "norm"), "sequence"),
+    **dict.fromkeys(("layers.*.q", "layers.*.k", "layers.*.v", "layers.*.up"), "colwise_sequence"),
+    **dict.fromkeys(("layers.*.o", "layers.*.down"), "rowwise_sequence"),
+    "head": "colwise_sequence_rep",
 }
 
 

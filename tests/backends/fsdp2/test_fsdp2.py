@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks and on four: the cases are in `fsdp2_worker.py`."""
+"""FSDP2 on two ranks and on four: the cases are in the workers beside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 from support import case_names, check_case, run_workers
 
-WORKER = Path(__file__).with_name("fsdp2_worker.py")
+HERE = Path(__file__).parent
+CASES = [
+    (worker, case)
+    for worker in ("fsdp2_worker.py", "fsdp2_step_worker.py")
+    for case in case_names(HERE / worker)
+]
 
 pytestmark = pytest.mark.dist
 
@@ -19,8 +24,9 @@ def runs():
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", case_names(WORKER))
-def test_case(runs, ranks, case):
-    if ranks not in runs:
-        runs[ranks] = run_workers(WORKER, ranks, timeout=300, env={"OMP_NUM_THREADS": "1"})
-    check_case(runs[ranks], case)
+@pytest.mark.parametrize(("worker", "case"), CASES, ids=[case for _, case in CASES])
+def test_case(runs, ranks, worker, case):
+    if (worker, ranks) not in runs:
+        environment = {"OMP_NUM_THREADS": "1"}
+        runs[worker, ranks] = run_workers(HERE / worker, ranks, timeout=300, env=environment)
+    check_case(runs[worker, ranks], case)

@@ -23,6 +23,7 @@ from accelerate_core.checkpoint import rng
 from accelerate_core.errors import ConfigurationError, PrepareError
 from accelerate_fsdp2 import keeping, sequence, tensor_parallel, testing, units, weights
 from accelerate_fsdp2.clipping import clip_norm, local, scale
+from accelerate_fsdp2.gradients import Parts, average, groups_of, has_unreduced, part_of
 from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
 
 __all__ = ["FSDP2Backend"]
@@ -64,6 +65,13 @@ class FSDP2Backend(Backend):
         self._unsynced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         #: Models with gradients that are not reduced yet.
         self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        #: Parameters whose gradients the ranks of `tp` have parts of: by name, and then sharded.
+        self._added_names: weakref.WeakKeyDictionary[nn.Module, list[str]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._added: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._sharded = keeping.Sharded()
         self._loss_parallel: Any = None
         self._shards: Any = None
@@ -172,6 +180,7 @@ class FSDP2Backend(Backend):
         if config.tp_enabled:
             handler = config.tp_handler
             plan = tensor_parallel.plan_of(model, handler.plan if handler else None)
+            self._added_names[model] = tensor_parallel.added_up(model, plan)
             tensor_parallel.parallelise(model, accelerator.torch_device_mesh["tp"], plan)
             if handler is not None and handler.loss_parallel and self._loss_parallel is None:
                 from torch.distributed.tensor.parallel import loss_parallel
@@ -218,6 +227,7 @@ class FSDP2Backend(Backend):
     def _agree_on_weights(self, accelerator: Accelerator, model: nn.Module) -> None:
         if accelerator.num_processes == 1 and not weights.on_meta(model):
             return
+        weights.check_models(model)
         meta = accelerator.communicator.gather_object(weights.on_meta(model))
         if any(meta):
             self._sources[model] = None if meta[0] else "rank 0"
@@ -281,6 +291,7 @@ class FSDP2Backend(Backend):
             for parameter in whole:
                 parameter.data = parameter.data.to(accelerator.device)
         self._ignored[model] = [parameter for parameter in whole if parameter.requires_grad]
+        self._added[model] = [now[name] for name in self._added_names.get(model, ())]
         if self.options.forward_prefetch:
             _prefetch_forward([group[0] for group in groups], model)
         for method in self._methods(model):
@@ -413,7 +424,7 @@ class FSDP2Backend(Backend):
     def _forget_gradients(self, models: Iterable[nn.Module]) -> None:
         """Drop what was computed under no_sync: it is where zero_grad does not reach."""
         for model in models:
-            for group in _groups(model):
+            for group in groups_of(model):
                 group._partial_reduce_output = None
                 for parameter in group.fsdp_params:
                     parameter.unsharded_accumulated_grad = None
@@ -439,13 +450,39 @@ class FSDP2Backend(Backend):
             for model in accelerator.models:
                 if isinstance(model, FSDPModule):
                     model.set_requires_all_reduce(accelerator.sync_gradients)
+        before = self._added_gradients()
         super().backward(accelerator, loss, kwargs)
+        self._add_up(before, accelerator)
         if self._unsynced or self._waiting:
             for model in {*self._unsynced, *self._waiting}:
-                (self._waiting.add if _has_unreduced(model) else self._waiting.discard)(model)
+                (self._waiting.add if has_unreduced(model) else self._waiting.discard)(model)
         for model, parameters in self._ignored.items():
             if parameters and model not in self._unsynced:
-                _average(parameters, self._shard_mesh(accelerator))
+                average(parameters, self._shard_mesh(accelerator))
+
+    def _added_gradients(self) -> dict[nn.Parameter, torch.Tensor | None]:
+        """Return what the parameters have so far whose gradients are added up over `tp`."""
+        found: dict[nn.Parameter, torch.Tensor | None] = {}
+        for model, parameters in self._added.items():
+            if model not in self._unsynced:
+                for parameter in parameters:
+                    grad = parameter.grad
+                    found[parameter] = None if grad is None else local(grad).clone()
+        return found
+
+    @torch.no_grad()
+    def _add_up(
+        self, before: dict[nn.Parameter, torch.Tensor | None], accelerator: Accelerator
+    ) -> None:
+        for parameter, earlier in before.items():
+            if parameter.grad is None:
+                continue
+            grad = local(parameter.grad)
+            if earlier is not None:
+                grad.sub_(earlier)
+            dist.all_reduce(grad, group=accelerator.torch_device_mesh["tp"].get_group())
+            if earlier is not None:
+                grad.add_(earlier)
 
     def scale_gradients(
         self, accelerator: Accelerator, models: Sequence[nn.Module], factor: torch.Tensor
@@ -481,8 +518,8 @@ class FSDP2Backend(Backend):
         if scaler is None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        parts = [_part(p) for p in parameters if p.grad is not None]
-        stand_in = _Parts(parts)
+        parts = [part_of(p) for p in parameters if p.grad is not None]
+        stand_in = Parts(parts)
         scaler.unscale_(stand_in)
         entry = scaler._per_optimizer_states.pop(id(stand_in))
         for found in entry["found_inf_per_device"].values():
@@ -585,68 +622,12 @@ def _check_buffers(model: nn.Module) -> None:
         )
 
 
-def _groups(model: nn.Module) -> Iterator[Any]:
-    """Iterate over what torch reduces together: whole gradients are kept there, out of reach."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            yield from state._fsdp_param_groups
-
-
-def _has_unreduced(model: nn.Module) -> bool:
-    return any(
-        parameter.unsharded_accumulated_grad is not None
-        or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
-        for group in _groups(model)
-        for parameter in group.fsdp_params
-    )
-
-
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
         for key, value in one.items()
         if key != "devices"
     )
-
-
-class _Parts:
-    """What a gradient scaler needs of an optimizer: tensors with gradients."""
-
-    def __init__(self, parts: list[torch.Tensor]) -> None:
-        self.param_groups = [{"params": parts}]
-
-
-def _part(parameter: torch.Tensor) -> torch.Tensor:
-    part = local(parameter.detach()).detach()
-    assert parameter.grad is not None
-    part.grad = local(parameter.grad)
-    return part
-
-
-@torch.no_grad()
-def _average(parameters: list[nn.Parameter], mesh: Any) -> None:
-    """Average the gradients of whole parameters over the ranks that shards are reduced over.
-
-    A rank that has none adds nothing; where no rank has one, none there will be.
-    """
-    dims = [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.mesh_dim_names]
-    device = parameters[0].device
-    there = torch.tensor([p.grad is not None for p in parameters], device=device).int()
-    for dim in dims:
-        dist.all_reduce(there, group=dim.get_group())
-    used = [p for p, count in zip(parameters, there.tolist(), strict=True) if count]
-    for parameter in used:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    for dtype in dict.fromkeys(parameter.dtype for parameter in used):
-        grads: list[Any] = [p.grad for p in used if p.dtype == dtype]
-        flat: Any = torch.cat([grad.reshape(-1) for grad in grads])
-        for dim in dims:
-            dist.all_reduce(flat, group=dim.get_group())
-        flat /= mesh.size()
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
 
 
 def _prefetch_forward(blocks: list[nn.Module], model: nn.Module) -> None:

@@ -60,6 +60,8 @@ class Sharded:
             own, rest = _optimizer_parts(optimizer, parameter_names(models), f"optimizer.{number}")
             tensors |= own
             plain.append(rest)
+        if dist.get_rank() > 0:  # what is whole on every rank is rank 0's
+            tensors = {n: tensor for n, tensor in tensors.items() if isinstance(tensor, DTensor)}
         if dist.get_rank() == 0:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / _PLAIN).write_text(json.dumps(plain))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -19,12 +20,21 @@ from torch.distributed.tensor.parallel import (
 
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
-__all__ = ["parallelise", "plan_of"]
+__all__ = ["added_up", "parallelise", "plan_of"]
 
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
+    # Activations split along the sequence between the layers.
     "sequence": SequenceParallel,
+    "split_sequence": lambda: PrepareModuleOutput(
+        output_layouts=Replicate(), desired_output_layouts=Shard(1)
+    ),
+    "colwise_sequence": lambda: ColwiseParallel(input_layouts=Shard(1)),
+    "rowwise_sequence": lambda: RowwiseParallel(output_layouts=Shard(1)),
+    "colwise_sequence_rep": lambda: ColwiseParallel(
+        input_layouts=Shard(1), output_layouts=Replicate()
+    ),
     # Names that models of transformers use.
     "sequence_parallel": SequenceParallel,
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
@@ -34,8 +44,20 @@ _STYLES: dict[str, Any] = {
     # For torch's loss_parallel: the logits stay in pieces.
     "colwise_loss": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
 }
-#: Styles of transformers that say that a module stays as it is.
-_NOTHING = ("replicate", "replicated_with_grad_allreduce")
+#: Styles that leave a module as it is; with the second each rank uses it for a part of the heads,
+#: so that its gradients are added up.
+_WHOLE, _ADDED = "replicate", "replicated_with_grad_allreduce"
+
+
+def added_up(model: nn.Module, plan: Mapping[str, Any]) -> list[str]:
+    """Return the names of whole parameters whose gradients the ranks have parts of."""
+    modules = dict(model.named_modules())
+    return [
+        f"{name}.{own}"
+        for name, _, style in _matches(model, plan)
+        if style == _ADDED
+        for own, _ in modules[name].named_parameters()
+    ]
 
 
 def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -95,12 +117,12 @@ def _matches(model: nn.Module, plan: Mapping[str, Any]) -> list[tuple[str, str, 
 def _style(pattern: str, style: Any) -> ParallelStyle | None:
     if isinstance(style, ParallelStyle):
         return style
-    if style in _NOTHING:
+    if isinstance(style, str) and style in (_WHOLE, _ADDED):
         return None
-    if style not in _STYLES:
+    if not isinstance(style, str) or style not in _STYLES:
         raise ConfigurationError(
             f"The tensor parallel plan has the style {style!r} for {pattern!r}; allowed are "
-            f"{listing(_STYLES)} and torch's ParallelStyle objects."
+            f"{listing([*_STYLES, _WHOLE, _ADDED])} and torch's ParallelStyle objects."
             f"{did_you_mean(str(style), _STYLES)}"
         )
     made: ParallelStyle = _STYLES[style]()
@@ -114,6 +136,12 @@ def _check_divides(name: str, module: nn.Module, style: ParallelStyle, ranks: in
         dims = {nn.Linear: "in_features", nn.Embedding: "num_embeddings"}
     else:
         return
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise ConfigurationError(
+            f"The tensor parallel plan splits {name!r}, a {type(module).__name__}; only Linear and "
+            "Embedding can be split by these styles. Name the layers inside of it, or give a "
+            "ParallelStyle of your own."
+        )
     for kind, attribute in dims.items():
         if isinstance(module, kind) and getattr(module, attribute) % ranks:
             raise ConfigurationError(

@@ -133,9 +133,12 @@ def _joined(model: nn.Module, units: list[nn.Module]) -> list[Group]:
     groups: list[Group] = [[unit] for unit in units]
     for modules in holders.values():
         distinct = list(dict.fromkeys(modules))
-        if len(distinct) < 2 or not any(unit in distinct for unit in units):
-            continue  # of one unit, or all in what is left for the model itself
         together = [group for group in groups if any(one in group for one in distinct)]
+        if len(distinct) < 2 or not together:
+            continue  # of one unit, or all in what is left for the model itself
+        if model in distinct:  # the model's own parameter: it stays with the model
+            groups = [group for group in groups if group not in together]
+            continue
         merged = list(dict.fromkeys([*(one for group in together for one in group), *distinct]))
         # What lies inside of another member goes with it.
         outer = [
@@ -143,10 +146,9 @@ def _joined(model: nn.Module, units: list[nn.Module]) -> list[Group]:
             for one in merged
             if not any(one is not other and one in set(other.modules()) for other in merged)
         ]
-        at = groups.index(together[0])
-        groups = [group for group in groups if group not in together]
-        groups.insert(min(at, len(groups)), outer)
-    return groups
+        groups = [*(group for group in groups if group not in together), outer]
+    depth = {id(module): name.count(".") for name, module in model.named_modules()}
+    return sorted(groups, key=lambda group: -min(depth[id(module)] for module in group))
 
 
 def ignored_parameters(model: nn.Module, given: Any) -> dict[str, nn.Parameter]:

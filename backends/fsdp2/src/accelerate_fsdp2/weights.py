@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -16,6 +17,7 @@ from accelerate_core.errors import PrepareError
 __all__ = [
     "broadcast_whole",
     "check_alike",
+    "check_models",
     "fill_from_rank_0",
     "local_part",
     "on_meta",
@@ -51,6 +53,27 @@ def take_off(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in held.items()}
 
 
+def check_models(model: nn.Module) -> None:
+    """Compare what the ranks want to prepare, before the first collective on its weights.
+
+    Raises:
+        PrepareError: names, shapes, dtypes or what is trained differ; on every rank.
+    """
+    own = {
+        name: (tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model).items()
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    for rank, other in enumerate(every):
+        for name in {**every[0], **other}:
+            first, here = every[0].get(name), other.get(name)
+            if first != here:
+                raise PrepareError(
+                    f"The ranks prepare different models: {name!r} is {first or 'missing'} on rank "
+                    f"0 and {here or 'missing'} on rank {rank} (shape, dtype, trained)."
+                )
+
+
 @torch.no_grad()
 def broadcast_whole(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers, before they are sharded."""
@@ -69,26 +92,31 @@ def _send(tensor: torch.Tensor) -> None:
 
 @torch.no_grad()
 def check_alike(model: nn.Module) -> None:
-    """Compare the ranks' weights by sums.
+    """Compare the ranks' weights by checksums.
 
     Raises:
         PrepareError: they differ; the text has the first name.
     """
     sums = {
-        name: (float(t.double().sum()), float(t.double().square().sum()))
+        name: _checksum(t)
         for name, t in _tensors(model).items()
-        if t.is_floating_point() and not isinstance(t, DTensor)
+        if t.numel() and not isinstance(t, DTensor)
     }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, sums)
     for rank, other in enumerate(every):
-        differ = [name for name in every[0] if repr(other.get(name)) != repr(every[0][name])]
+        differ = [name for name in every[0] if other.get(name) != every[0][name]]
         if differ:
             raise PrepareError(
                 f"{len(differ)} weights of rank {rank} are not those of rank 0, such as "
                 f"{differ[0]!r}, and sync_module_states=False forbids to send them. Set the same "
                 "seed on all ranks, or leave sync_module_states out."
             )
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

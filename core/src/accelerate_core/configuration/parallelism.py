@@ -40,7 +40,7 @@ class TorchTensorParallelPlugin(KwargsHandler):
     torch_device_mesh: Any = option(default=None, help="not used: the mesh is made from the sizes")
 
 
-@settings(env_prefix="PARALLELISM_CONFIG_CP_")
+@settings(env_prefix="PARALLELISM_CONFIG_CP_", section="parallelism_config")
 class TorchContextParallelConfig(KwargsHandler):
     """How context parallelism (ring attention) passes keys and values on."""
 
@@ -48,6 +48,7 @@ class TorchContextParallelConfig(KwargsHandler):
         default="allgather",
         help="allgather or alltoall",
         env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+        yaml="parallelism_config_cp_comm_strategy",
     )
 
 

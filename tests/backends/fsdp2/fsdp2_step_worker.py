@@ -1,0 +1,581 @@
+"""Steps, sequences and checkpoints under FSDP2, on two and on four ranks."""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import KEPT, Tower, close, data, fsdp, mine, steps, whole
+from gpt import GPT, LENGTH, PLAN, SEQUENCE_PLAN, loss_of, text
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from worker import PG_TIMEOUT, RANK, SIZE, case, run_cases, scratch
+
+from accelerate_core import Accelerator, ParallelismConfig
+from accelerate_core.errors import (
+    AccelerateError,
+    CheckpointError,
+    ConfigurationError,
+    PrepareError,
+)
+from accelerate_core.utils import (
+    GradientAccumulationPlugin,
+    TorchTensorParallelConfig,
+    load_checkpoint_in_model,
+    set_seed,
+)
+
+# --- the step -------------------------------------------------------------------------------------
+
+
+@case
+def a_step_without_gradients_is_refused() -> None:
+    accelerator = fsdp(gradient_accumulation_steps=2)
+    model = Tower()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = data()
+    before = whole(model)
+    with accelerator.no_sync(model):
+        accelerator.backward(mse_loss(model(x), y))
+        for call in (
+            optimizer.step,
+            lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+        ):
+            with pytest.raises(ConfigurationError, match="under no_sync"):
+                call()
+    with pytest.raises(ConfigurationError, match="under no_sync"):
+        optimizer.step()  # the block is over, and nothing is reduced all the same
+    other = Tower(seed=1)
+    other, second = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    accelerator.backward(mse_loss(other(x), y))
+    with accelerator.no_sync(model):
+        second.step()  # of another model
+    optimizer.zero_grad()  # drops what was not reduced
+    accelerator.backward(mse_loss(model(x), y))
+    once = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+    optimizer.zero_grad()
+    with accelerator.no_sync(model):
+        accelerator.backward(100 * mse_loss(model(x), y))
+    optimizer.zero_grad()
+    accelerator.backward(mse_loss(model(x), y))
+    close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, once)
+    optimizer.zero_grad()
+    place = scratch("dropped") / "state"
+    accelerator.save_state(place)
+    with accelerator.no_sync(model):
+        accelerator.backward(100 * mse_loss(model(x), y))
+    accelerator.load_state(place)
+    accelerator.backward(mse_loss(model(x), y))
+    close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, once)
+    optimizer.zero_grad()
+    with accelerator.accumulate(model):  # the usual no-op
+        accelerator.backward(mse_loss(model(x), y))
+        optimizer.step()
+    close(whole(model), before, atol=0)
+    accelerator.end_training()
+
+
+@case
+def no_communication_before_the_boundary() -> None:
+    """Counted: collectives of a micro-batch that is not the last one only gather weights."""
+    sizes = {"dp_replicate": 2, "dp_shard": 2} if SIZE == 4 else None
+    x, y = data()
+    for each_batch, expected in ((False, (False, False)), (True, (True, False))):
+        plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each_batch)
+        accelerator = fsdp(sizes, auto_wrap_policy="no_wrap", gradient_accumulation_plugin=plugin)
+        model = Tower()
+        plain = copy.deepcopy(model)
+        model = accelerator.prepare(model)
+        for micro in range(2):
+            with accelerator.accumulate(model), torch.profiler.profile() as seen:
+                accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+            names = [event.key for event in seen.key_averages()]
+            scattered = any("reduce_scatter" in name for name in names)
+            reduced = any(name == "c10d::allreduce_" for name in names)
+            if micro == 0:
+                assert (scattered, reduced) == expected, names
+            else:
+                assert (scattered, reduced) == (True, SIZE == 4), names
+        mse_loss(plain(x), y).backward()
+        got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+        close(got, {n: p.grad for n, p in plain.named_parameters()})
+        accelerator.end_training()
+
+
+@case
+def an_overflow_on_one_rank_is_everybodys() -> None:
+    accelerator = fsdp(mixed_precision="fp16")
+    model = Tower()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before, scale = whole(model), accelerator.scaler.get_scale()
+    x, y = data()
+    for clips in (False, True):
+        loss = mse_loss(model(x), y)
+        accelerator.backward(loss * (float("inf") if RANK == SIZE - 1 else 1.0))
+        if clips:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped
+    close(whole(model), before, atol=0)
+    assert accelerator.scaler.get_scale() == scale / 4
+    folder = scratch("scaler")
+    accelerator.save_state(folder / "state")
+    accelerator.scaler.update(8.0)
+    accelerator.load_state(folder / "state")
+    assert accelerator.scaler.get_scale() == scale / 4
+    accelerator.end_training()
+
+
+# --- sequences ------------------------------------------------------------------------------------
+
+
+@case
+def logits_may_stay_in_parts() -> None:
+    plan = {**PLAN, "head": "colwise_loss"}
+    config = ParallelismConfig(
+        dp_shard_size=SIZE // 2,
+        tp_size=2,
+        tp_handler=TorchTensorParallelConfig(plan=plan, loss_parallel=True),
+    )
+    set_seed(0)
+    plain = GPT()
+    rows = text(4)
+    places = torch.arange(LENGTH).expand(4, -1)
+    expected = loss_of(plain, rows[:, :-1], places, rows[:, 1:])
+    expected.backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    accelerator = Accelerator(cpu=True, parallelism_config=config, process_group_timeout=PG_TIMEOUT)
+    model = accelerator.prepare(copy.deepcopy(plain).requires_grad_())
+    index, count = accelerator.hooks.data_shard(accelerator)
+    part = rows.chunk(count)[index]
+    loss = loss_of(model, part[:, :-1], places[: len(part)], part[:, 1:])
+    assert isinstance(loss, DTensor)
+    accelerator.backward(loss)
+    mean = accelerator.reduce(loss.detach(), "mean")
+    assert abs(float(mean) - float(expected.detach())) <= 1e-5
+    assert accelerator.gather(loss.detach()).numel() == count
+    got = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    assert abs(float(got) - float(norm)) <= 1e-4 * float(norm)
+    accelerator.end_training()
+
+
+def one_step(model: Any, accelerator: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Return loss, norm and whole gradients of one step over four rows."""
+    rows, places = text(4), torch.arange(LENGTH).expand(4, -1)
+    if accelerator is None:
+        loss = loss_of(model, rows[:, :-1], places, rows[:, 1:])
+        loss.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+        return float(loss.detach()), float(norm), grads
+    index, count = accelerator.hooks.data_shard(accelerator)
+    part = rows.chunk(count)[index]
+    loss = loss_of(model, part[:, :-1], places[: len(part)], part[:, 1:])
+    accelerator.backward(loss)
+    grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+    norm = accelerator.clip_grad_norm_(model.parameters(), 100.0)
+    return float(accelerator.reduce(loss.detach(), "mean")), float(norm), grads
+
+
+@case
+def activations_in_parts_of_the_sequence() -> None:
+    set_seed(0)
+    plain = GPT()
+    sharded = copy.deepcopy(plain)
+    loss, norm, grads = one_step(plain, None)
+    sizes = {"tp": 2} if SIZE == 2 else {"dp_shard": 2, "tp": 2}
+    accelerator = fsdp(sizes, plan=SEQUENCE_PLAN)
+    got = one_step(accelerator.prepare(sharded), accelerator)
+    assert abs(got[0] - loss) <= 1e-5
+    assert abs(got[1] - norm) <= 1e-4 * norm
+    close(got[2], grads, atol=1e-5)
+    accelerator.end_training()
+
+
+@case
+def gradients_of_parts_of_the_heads_are_added_up() -> None:
+    class Normed(nn.Module):
+        """A norm over each head's query, as some models of transformers have it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.o(self.norm(self.q(x).unflatten(-1, (-1, 4))).flatten(-2))
+
+    x, y = data()
+    plain = Normed()
+    sharded = copy.deepcopy(plain)
+    for _ in range(2):  # gradients add up over two backwards
+        mse_loss(plain(x), y).backward()
+    sizes = {"tp": 2} if SIZE == 2 else {"dp_shard": 2, "tp": 2}
+    plan = {"q": "colwise", "o": "rowwise", "norm": "replicated_with_grad_allreduce"}
+    accelerator = fsdp(sizes, plan=plan)
+    model = accelerator.prepare(sharded)
+    index, count = accelerator.hooks.data_shard(accelerator)
+    for _ in range(2):
+        accelerator.backward(mse_loss(model(x.chunk(count)[index]), y.chunk(count)[index]))
+    got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+    close(got, {n: p.grad for n, p in plain.named_parameters()}, atol=1e-5)
+    accelerator.end_training()
+
+
+@case
+def models_that_differ_are_refused() -> None:
+    accelerator = fsdp()
+    with pytest.raises(PrepareError, match=r"different models: 'layers.0.weight' is .*rank 0 and"):
+        accelerator.prepare(Tower(width=8 if RANK == 0 else 16))
+    with pytest.raises(PrepareError, match=r"'layers.3.weight' is missing on rank 0"):
+        accelerator.prepare(Tower(layers=3 if RANK == 0 else 4))
+    accelerator.end_training()
+
+
+@case
+def buffers_of_a_checkpoint_are_rank_0s() -> None:
+    place = scratch("buffers") / "state"
+    accelerator = fsdp()
+    model = accelerator.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    model(mine(data()[0]) * (RANK + 1))
+    own = model[1].running_mean.clone()
+    first = accelerator.communicator.broadcast_object(own)
+    accelerator.save_state(place)
+    accelerator.load_state(place)
+    assert torch.equal(model[1].running_mean, first)
+    assert RANK == 0 or not torch.equal(own, first)
+    accelerator.end_training()
+
+
+@case
+def buffers_are_cut_and_given_back() -> None:
+    for kind, parts in (("cp", 2 * SIZE), ("sp", SIZE)):
+        accelerator = fsdp({kind: SIZE})
+        rows = torch.arange(2 * 16).view(2, 16)
+        one, other = rows.clone(), rows.clone()
+        with accelerator.maybe_context_parallel([one, other], [1, 1], {other}):
+            assert one.shape == other.shape == (2, 16 // SIZE)
+            seen = accelerator.communicator.gather_object(one[0].tolist())
+            assert sorted(chain(*seen)) == list(range(16)), "each position once"
+        assert torch.equal(one, rows)
+        assert other.shape == (2, 16 // SIZE)
+        odd = torch.zeros(2, parts + 1)
+        with pytest.raises(ConfigurationError, match=f"multiple of {parts}. Pad it to {2 * parts}"):
+            accelerator.maybe_context_parallel([odd], [1]).__enter__()
+        with pytest.raises(ConfigurationError, match="needs a gradient"):
+            accelerator.maybe_context_parallel([odd.requires_grad_()], [1]).__enter__()
+        with pytest.raises(ConfigurationError, match="1 buffers and 2"):
+            accelerator.maybe_context_parallel([rows], [1, 1]).__enter__()
+        accelerator.end_training()
+        # As they are usually made: views of one tensor.
+        accelerator = fsdp({kind: SIZE})
+        rows = torch.arange(2 * 17).view(2, 17)
+        before = rows.clone()
+        tokens, labels = rows[:, :-1], rows[:, 1:]
+        with accelerator.maybe_context_parallel([tokens, labels], [1, 1]):
+            assert torch.equal(labels, tokens + 1)
+            assert tokens.shape == (2, 16 // SIZE)
+        assert torch.equal(rows, before)
+        assert torch.equal(labels, before[:, 1:])
+        accelerator.end_training()
+    accelerator = fsdp()
+    kept = torch.arange(7)
+    with accelerator.maybe_context_parallel([kept], [0]):
+        assert len(kept) == 7
+    accelerator.end_training()
+
+
+@case
+def attention_of_torchs_own_layers() -> None:
+    """Inside of MultiheadAttention, and computed again in backward."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 8, 16)
+    expected = layer(x).detach()
+    (layer(x).square().sum()).backward()
+    grads = {n: p.grad.clone() for n, p in layer.named_parameters()}
+    layer.zero_grad()
+    for again in (False, True):
+        accelerator = fsdp({"sp": SIZE}, activation_checkpointing=again)
+        model = accelerator.prepare(copy.deepcopy(layer))
+        part = x.clone()
+        with accelerator.maybe_context_parallel([part], [1]):
+            out = model(part)
+            accelerator.backward(out.square().sum() * SIZE)  # gradients are averaged
+            torch.testing.assert_close(out, expected.chunk(SIZE, 1)[RANK], rtol=0, atol=1e-5)
+        close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, grads, atol=1e-4)
+        accelerator.end_training()
+    accelerator = fsdp({"sp": SIZE})
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    with (
+        accelerator.maybe_context_parallel(),
+        pytest.raises(ConfigurationError, match="need_weights=False"),
+    ):
+        attention(x, x, x)
+    with (
+        pytest.warns(UserWarning, match=r"No scaled_dot_product_attention was called"),
+        accelerator.maybe_context_parallel([x.clone()], [1]),
+    ):
+        pass
+    accelerator.end_training()
+
+
+@case
+def heads_that_cannot_be_shared() -> None:
+    accelerator = fsdp({"sp": SIZE})
+    q = torch.randn(1, 3, 4, 8)
+    with (
+        accelerator.maybe_context_parallel(),
+        pytest.raises(ConfigurationError, match="heads divisible by"),
+    ):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    accelerator.end_training()
+
+
+@case
+def ranks_of_one_group_read_the_same() -> None:
+    if SIZE == 2:
+        meshes = [({"tp": 2}, 1)]
+    else:
+        meshes = [({"dp_shard": 2, "tp": 2}, 2), ({"dp_replicate": 2, "sp": 2}, 2)]
+    for sizes, count in meshes:
+        torch.manual_seed(RANK)  # their own generators differ
+        accelerator = fsdp(sizes)
+        loader = DataLoader(TensorDataset(torch.arange(16)), 2, shuffle=True)
+        loader = accelerator.prepare(loader)
+        read = accelerator.communicator.gather_object([b.tolist() for (b,) in loader])
+        distinct = {str(one) for one in read}
+        assert len(distinct) == count, read
+        every = [v for one in distinct for batch in eval(one) for v in batch]
+        assert sorted(every) == list(range(16)), read
+        gathered = accelerator.gather(torch.tensor([RANK]))
+        assert len(gathered) == count
+        accelerator.end_training()
+
+
+@case
+def a_model_of_transformers_by_its_own_plan() -> None:
+    """A small Llama: its layers are the units, its `tp_plan` is the plan, Ulysses shares it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make() -> Any:
+        set_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8}
+        return LlamaForCausalLM(
+            LlamaConfig(vocab_size=64, num_hidden_layers=2, num_key_value_heads=4, **sizes)
+        )
+
+    def loss_and_norm(model: Any, accelerator: Any) -> tuple[float, float]:
+        rows = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(3))
+        if accelerator is not None:
+            index, count = accelerator.hooks.data_shard(accelerator)
+            rows = rows.chunk(count)[index]
+        tokens, labels = rows[:, :-1].clone(), rows[:, 1:].clone()
+        places = torch.arange(16).expand_as(tokens).clone()
+        if accelerator is None:
+            loss = loss_of(lambda t, p: model(t, position_ids=p).logits, tokens, places, labels)
+            loss.backward()
+            return float(loss.detach()), float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        with accelerator.maybe_context_parallel([tokens, labels, places], [1, 1, 1]):
+            loss = loss_of(lambda t, p: model(t, position_ids=p).logits, tokens, places, labels)
+            accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        return float(accelerator.reduce(loss.detach(), "mean")), float(norm)
+
+    expected = loss_and_norm(make(), None)
+    meshes = [{"dp_shard": 2}, {"tp": 2}, {"sp": 2}]
+    if SIZE == 4:
+        meshes = [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "sp": 2}, {"sp": 4}]
+    for sizes in meshes:
+        config = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
+        accelerator = Accelerator(
+            cpu=True, parallelism_config=config, process_group_timeout=PG_TIMEOUT
+        )
+        model = accelerator.prepare(make())
+        assert type(model.model.layers[0]).__name__ == "FSDPLlamaDecoderLayer"
+        assert model.model.layers[0].self_attn.q_proj.weight.to_local().numel() == 1024 // SIZE
+        loss, norm = loss_and_norm(model, accelerator)
+        assert abs(loss - expected[0]) <= 1e-5, (sizes, loss, expected)
+        assert abs(norm - expected[1]) <= 1e-4 * norm, (sizes, norm, expected)
+        accelerator.end_training()
+
+
+# --- keeping --------------------------------------------------------------------------------------
+
+
+@case
+def whole_weights_come_out_on_rank_0() -> None:
+    folder = scratch("whole")
+    sizes = {"tp": 2} if SIZE == 2 else {"dp_shard": 2, "tp": 2}
+    torch.manual_seed(0)
+    original = GPT()
+    expected = {n: t.clone() for n, t in original.state_dict().items()}
+    accelerator = fsdp(sizes)
+    model = accelerator.prepare(original)
+    assert accelerator.unwrap_model(model) is model
+    state = accelerator.get_state_dict(model)
+    if RANK == 0:
+        close(state, expected, atol=0)
+    else:
+        assert state == {}
+    accelerator.save_model(model, folder, max_shard_size="10KB")
+    accelerator.wait_for_everyone()
+    other = GPT()
+    load_checkpoint_in_model(other, str(folder))
+    close(dict(other.state_dict()), expected, atol=0)
+    cleared = accelerator.free_memory(model)
+    assert cleared == [None]
+    accelerator.end_training()
+
+
+@case
+def a_whole_checkpoint_is_one_of_a_single_process() -> None:
+    folder = scratch("full")
+    accelerator = fsdp(state_dict_type="FULL_STATE_DICT")
+    model = Tower()
+    plain = copy.deepcopy(model)
+    model, adam = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    steps(model, adam, accelerator)
+    accelerator.save_state(folder / "state")
+    expected = whole(model)
+    steps(model, adam, accelerator)
+    accelerator.load_state(folder / "state")
+    close(whole(model), expected, atol=0)
+    steps(model, adam, accelerator)
+    ended = whole(model)
+    accelerator.end_training()
+    ddp = Accelerator(cpu=True, backend="ddp", process_group_timeout=PG_TIMEOUT)
+    plain, adam = ddp.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+    ddp.load_state(folder / "state")
+    other, sharded = Tower(), fsdp()
+    sharded.prepare(other, torch.optim.AdamW(other.parameters(), lr=0.01))
+    with pytest.raises(CheckpointError, match=r"not saved in shards.*FULL_STATE_DICT"):
+        sharded.load_state(folder / "state")
+    steps(plain, adam, ddp)
+    close(dict(ddp.unwrap_model(plain).state_dict()), ended)
+    ddp.end_training()
+
+
+@case
+def shards_come_back() -> None:
+    folder = scratch("sharded")
+    for blocking in (True, False):
+        accelerator = fsdp()
+        model = Tower()
+        rate = torch.tensor(0.01)
+        model, adam = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=rate))
+        steps(model, adam, accelerator)
+        place = folder / f"state_{blocking}"
+        accelerator.save_state(place, blocking=blocking)
+        expected = whole(model)
+        steps(model, adam, accelerator)  # while it is written
+        ended = whole(model)
+        accelerator.wait_for_checkpoint()
+        rate.fill_(0.5)
+        assert (place / "backend_fsdp2" / ".metadata").exists()
+        assert not (place / "model.safetensors").exists()
+        accelerator.load_state(place)
+        close(whole(model), expected, atol=0)
+        assert adam.param_groups[0]["lr"] is rate
+        steps(model, adam, accelerator)
+        close(whole(model), ended, atol=0)
+        adam.optimizer.state[model.layers[0].weight]["history"] = [torch.zeros(1)]
+        with pytest.raises(CheckpointError, match=r"keeps 'history' of 0.layers.0.weight"):
+            accelerator.save_state(folder / "refused")
+        other = Tower(width=4)
+        mismatched = fsdp()
+        mismatched.prepare(other, torch.optim.AdamW(other.parameters(), lr=0.01))
+        with pytest.raises(CheckpointError, match=r"has shape \[8, 8\] there and \[4, 4\] here"):
+            mismatched.load_state(place)
+        half = Tower().to(torch.bfloat16)
+        mismatched = fsdp()
+        mismatched.prepare(half, torch.optim.AdamW(half.parameters(), lr=0.01))
+        with pytest.raises(
+            CheckpointError, match=r"is torch\.float32 there and torch\.bfloat16 here"
+        ):
+            mismatched.load_state(place)
+        accelerator.end_training()
+
+
+@case
+def shards_are_merged_and_hooks_are_heard() -> None:
+    import subprocess
+    import sys
+
+    from safetensors.torch import load_file
+
+    folder = scratch("merged")
+    sizes = {"tp": 2} if SIZE == 2 else {"dp_shard": 2, "tp": 2}
+    torch.manual_seed(0)
+    original = GPT(tied=True)
+    expected = {n: t.clone() for n, t in original.state_dict().items()}
+    accelerator = fsdp(sizes)
+    accelerator.prepare(original, torch.optim.AdamW(original.parameters()))
+    heard: list[Any] = []
+
+    def before_save(models: list[Any], weights: list[Any], directory: str) -> None:
+        heard.append((len(models), len(weights)))
+        if RANK == 0:
+            with open(f"{directory}/mine.txt", "w") as file:
+                file.write("mine")
+
+    accelerator.register_save_state_pre_hook(before_save)
+    accelerator.register_load_state_pre_hook(lambda models, directory: heard.append(len(models)))
+    accelerator.save_state(folder / "state")
+    accelerator.load_state(folder / "state")
+    assert heard == [(1, 0), 1]
+    assert (folder / "state" / "mine.txt").read_text() == "mine"
+    if RANK == 0:
+        command = [sys.executable, "-m", "accelerate_core", "merge-weights"]
+        for flags, name in (
+            ([], "model.safetensors"),
+            (["--unsafe_serialization"], "pytorch_model.bin"),
+        ):
+            subprocess.run(
+                [*command, str(folder / "state"), str(folder / "out"), *flags], check=True
+            )
+            path = folder / "out" / name
+            merged = load_file(path) if not flags else torch.load(path)
+            close(merged, expected, atol=0)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+@case
+def a_planted_pickle_runs_nothing() -> None:
+    import pickle
+
+    folder = scratch("planted")
+    accelerator = fsdp()
+    accelerator.prepare(Tower())
+    place = folder / "state"
+    accelerator.save_state(place)
+
+    class Planted:
+        def __reduce__(self) -> Any:
+            return (open, (str(folder / "ran"), "w"))
+
+    accelerator.wait_for_everyone()
+    if RANK == 0:
+        (place / "backend_fsdp2" / ".metadata").write_bytes(pickle.dumps(Planted()))
+    accelerator.wait_for_everyone()
+    with pytest.raises(CheckpointError, match="metadata"):
+        accelerator.load_state(place, verify=False)
+    assert not (folder / "ran").exists()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    assert issubclass(CheckpointError, AccelerateError)
+    run_cases()
+    dist.barrier()
+    KEPT.end_training()
