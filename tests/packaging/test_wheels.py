@@ -34,6 +34,9 @@ for _ in range(5):
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         accelerator.backward(loss)
         optimizer.step()
+accelerator.save_state("state", blocking=False)
+accelerator.wait_for_checkpoint()
+accelerator.load_state("state")
 accelerator.print(accelerator.backend.name, accelerator.num_processes, loss.item() < 0.05)
 accelerator.end_training()
 """
@@ -83,8 +86,9 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
     run(sys.executable, "-m", "venv", venv)
     pip = (venv / "bin" / "python", "-m", "pip", "-q", "install", "-c", ROOT / "constraints.txt")
     run(*pip, "torch", timeout=600)
-    # All at once, so that siblings are found among the wheels and nowhere else.
-    run(*pip, *sorted(wheels.glob("*.whl")), timeout=600)
+    # Together, so that siblings are found among the wheels and nowhere else.
+    small = [*wheels.glob("accelerate_core-*.whl"), *wheels.glob("accelerate_ddp-*.whl")]
+    run(*pip, *small, timeout=600)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     launch = venv / "bin" / "accelerate-core"
@@ -94,3 +98,16 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
         )
         assert f"{backend} {processes} True" in out
     assert "numpy" not in run(venv / "bin" / "python", "-m", "pip", "list")
+    run(*pip, *sorted(wheels.glob("*.whl")), timeout=600)
+    out = run(
+        launch,
+        "launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--backend",
+        "fsdp2",
+        script,
+        cwd=tmp_path,
+    )
+    assert "fsdp2 2 True" in out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -9,7 +11,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-__all__ = ["ReduceOp", "Scope", "TorchTalk", "as_bytes", "host_group"]
+__all__ = [
+    "ReduceOp",
+    "Scope",
+    "TorchTalk",
+    "as_bytes",
+    "as_memory",
+    "broadcast_object",
+    "gather_objects",
+    "host_group",
+]
 
 Scope = Literal["data", "loss", "world"]
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -21,6 +32,53 @@ _SMALL = 2**20  # bytes of a gathered result that is not worth a ring
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as flat uint8, sharing its memory."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def as_memory(tensor: torch.Tensor) -> memoryview:
+    """Return a contiguous host tensor's memory, without NumPy; it has to outlive the view."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def gather_objects(obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the picklable objects of all ranks of a group, in rank order."""
+    size = dist.get_world_size(group)
+    if not _among_hosts(group):
+        out: list[Any] = [None] * size
+        dist.all_gather_object(out, obj, group=group)
+        return out
+    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    room = int(max(lengths))
+    padded = torch.zeros(room, dtype=torch.uint8)
+    padded[: len(data)] = data
+    parts = [torch.empty(room, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(parts, padded, group=group)
+    return [pickle.loads(as_memory(part)[: int(n)]) for part, n in zip(parts, lengths, strict=True)]
+
+
+def broadcast_object(obj: Any, src: int, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the picklable object that rank `src` of a group gives."""
+    is_src = dist.get_rank(group) == src
+    if not _among_hosts(group):
+        out = [obj if is_src else None]
+        dist.broadcast_object_list(out, group=group, group_src=src)
+        return obj if is_src else out[0]
+    data = torch.frombuffer(bytearray(pickle.dumps(obj if is_src else None)), dtype=torch.uint8)
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, group=group, group_src=src)
+    if not is_src:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=src)
+    return obj if is_src else pickle.loads(as_memory(data))
+
+
+def _among_hosts(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group takes host memory only; torch's own way for objects needs NumPy there."""
+    return bool(dist.get_backend(group) == "gloo")
 
 
 def host_group(
@@ -126,21 +184,15 @@ class TorchTalk:
         dist.barrier(group=self.group(scope))
 
     def gather_object(self, obj: Any, scope: Scope) -> list[Any]:
-        out: list[Any] = [None] * self._size(scope)
-        dist.all_gather_object(out, obj, group=self.group(scope))
-        return out
+        return gather_objects(obj, self.group(scope))
 
     def broadcast_object(self, obj: Any, src: int, scope: Scope) -> Any:
-        group = self.group(scope)
-        if dist.get_rank(group) == src:
-            dist.broadcast_object_list([obj], group=group, group_src=src)
-            return obj
-        out = [None]
-        dist.broadcast_object_list(out, group=group, group_src=src)
-        return out[0]
+        return broadcast_object(obj, src, self.group(scope))
 
     def scatter_object(self, objs: Sequence[Any] | None, src: int, scope: Scope) -> Any:
         group = self.group(scope)
+        if _among_hosts(group):
+            return broadcast_object(objs, src, group)[dist.get_rank(group)]
         given = list(objs) if objs is not None and dist.get_rank(group) == src else None
         out: list[Any] = [None]
         dist.scatter_object_list(out, given, group=group, group_src=src)

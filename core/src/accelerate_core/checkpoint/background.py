@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from accelerate_core.checkpoint.staging import Staging
+from accelerate_core.torch_talk import gather_objects
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
@@ -33,7 +32,7 @@ class Background:
             if comm.size == 1:
                 self._gather = _alone
             elif group is not None:
-                self._gather = lambda obj: _gather(obj, group, comm.size)
+                self._gather = lambda obj: gather_objects(obj, group)
         return self._gather
 
     def run(self, job: Callable[[], None]) -> None:
@@ -65,9 +64,3 @@ class Background:
 
 def _alone(obj: Any) -> list[Any]:
     return [obj]
-
-
-def _gather(obj: Any, group: Any, size: int) -> list[Any]:
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, obj, group=group)
-    return found

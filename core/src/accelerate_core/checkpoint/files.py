@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from accelerate_core.errors import CheckpointError
+from accelerate_core.torch_talk import as_memory
 
 __all__ = [
     "CUSTOM",
@@ -166,7 +167,7 @@ def write_safetensors(
             tensor = tensors[name]
             if tensor.numel():
                 host = tensor.detach().cpu().contiguous().reshape(-1)
-                file.write(host.view(torch.uint8).numpy())
+                file.write(as_memory(host))
 
     return write(path, put, durable=durable)
 

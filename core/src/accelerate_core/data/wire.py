@@ -31,6 +31,7 @@ from accelerate_core.nested import (
     map_leaves,
     record_items,
 )
+from accelerate_core.torch_talk import as_memory
 
 __all__ = ["SOURCE", "CommPost", "DispatchError", "GroupPost", "Letter", "Wire", "sendable"]
 
@@ -287,7 +288,7 @@ class Wire:
         if follows:
             self.room = _HEAD + _after(follows)
             body = self.post.expect(_after(follows))()
-        text = body[:described].numpy().tobytes() if described else b""
+        text = bytes(as_memory(body[:described]))
         letter = Letter(
             has_part=bool(flags & _HAS_PART),
             last=bool(flags & _LAST),
