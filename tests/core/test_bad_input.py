@@ -85,9 +85,9 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["pip install accelerate-core[deepspeed]"],
     ),
     "argument of a missing plugin": (
-        {"fsdp_plugin": object()},
+        {"megatron_lm_plugin": object()},
         MissingPluginError,
-        ["fsdp_plugin", "pip install accelerate-core[fsdp2]"],
+        ["megatron_lm_plugin", "pip install accelerate-core[megatron]"],
     ),
     "precision": (
         {"mixed_precision": "bf61"},
