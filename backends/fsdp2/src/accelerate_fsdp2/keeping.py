@@ -119,9 +119,8 @@ def _writer(directory: Path) -> dcp.FileSystemWriter:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
-        held = tensor.to_local()
         return DTensor.from_local(
-            held.detach().cpu().clone() if held.device.type == "cpu" else held.detach().cpu(),
+            tensor.to_local().detach().to("cpu", copy=True),
             tensor.device_mesh,
             tensor.placements,
             run_check=False,
@@ -273,13 +272,13 @@ def _put_state(
     optimizer: Any, names: Mapping[int, str], prefix: str, own: dict[str, Any], rest: Any
 ) -> None:
     state: dict[Any, dict[str, Any]] = {}
+    read: dict[str, dict[str, Any]] = {}
+    for full, value in own.items():
+        name, _, key = full.rpartition(".")
+        read.setdefault(name, {})[key] = value
     for _, parameter in _parameters(optimizer):
         name = _name(names, parameter)
-        start = f"{prefix}.{name}."
-        found = {
-            key.removeprefix(start): value for key, value in own.items() if key.startswith(start)
-        }
-        found |= rest["values"].get(name, {})
+        found = {**read.get(f"{prefix}.{name}", {}), **rest["values"].get(name, {})}
         if found:
             state[parameter] = found
     optimizer.state.clear()

@@ -193,12 +193,11 @@ def _scatter(
 ) -> None:
     local = parameter.to_local()
     size = dist.get_world_size()
-    shapes: list[Any] = []
     pieces: list[torch.Tensor] | None = None
     # Every rank knows every part's size: the parts of a meta tensor cost nothing.
     shadow = torch.empty(parameter.shape, device="meta")
-    shapes = [local_part(shadow, parameter, config, rank).numel() for rank in range(size)]
-    room = max(shapes)
+    sizes = [local_part(shadow, parameter, config, rank).numel() for rank in range(size)]
+    room = max(sizes)
     if whole is not None:
         pieces = []
         for rank in range(size):

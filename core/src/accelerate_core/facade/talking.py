@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ class Talking(Place):
         result. One collective for the whole structure. Ranks that work on the same
         samples are counted once.
         """
-        return collectives.gather(_joined(tensor), self._data_communicator)
+        return collectives.gather(self._joined(tensor), self._data_communicator)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what was computed from a batch, without the samples repeated to fill the last one.
@@ -39,7 +38,7 @@ class Talking(Place):
             get the result, and nobody waits for more than this one collective.
         """
         comm = self._data_communicator
-        input_data = _joined(input_data)
+        input_data = self._joined(input_data)
         leaves = collectives.leaves_of(input_data)
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
         real, whole = self.gradient_state.metrics_cut() if comm.size > 1 else (0, None)
@@ -68,7 +67,7 @@ class Talking(Place):
 
         Ranks that work on the same samples are counted once.
         """
-        return collectives.reduce(_joined(tensor), reduction, comm=self._loss_communicator)
+        return collectives.reduce(self._joined(tensor), reduction, comm=self._loss_communicator)
 
     def pad_across_processes(
         self,
@@ -101,15 +100,12 @@ class Talking(Place):
         self.flag_tensor = None
         return bool(self._communicator.reduce(mine, "max").item())
 
+    def _joined(self, data: Any) -> Any:
+        """Make tensors whole that are distributed themselves, as a loss over logits in parts is."""
+        if self.parallelism_config is None:
+            return data  # only a mesh has such
+        from torch.distributed.tensor import DTensor
 
-def _joined(data: Any) -> Any:
-    """Make tensors whole that are distributed themselves, as a loss over logits in parts is."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is None:
-        return data
-    kind: Any = distributed.DTensor
-    if not any(isinstance(leaf, kind) for leaf in collectives.leaves_of(data)):
-        return data
-    return collectives.recursively_apply(
-        lambda tensor: tensor.full_tensor() if isinstance(tensor, kind) else tensor, data
-    )
+        return collectives.recursively_apply(
+            lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, data
+        )

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from accelerate_core.launch.agent import (
-    never_restart_preempted,
-    pass_signals_on,
-    wait_for_terminated,
-)
+from accelerate_core.launch.agent import run
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `torch.distributed.run`; return the exit status of the first rank that failed."""
-    from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    agent: Any = run
-    pass_signals_on()
-    parsed = agent.parse_args(list(sys.argv[1:] if arguments is None else arguments))
-    wait_for_terminated(parsed)
-    never_restart_preempted()
     try:
-        agent.run(parsed)
+        run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         message = failure.message
