@@ -14,11 +14,20 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["ERROR_FILE_VARIABLE", "happened", "install", "is_echo", "record", "wait_for_culprit"]
+__all__ = [
+    "ERROR_FILE_VARIABLE",
+    "forget",
+    "happened",
+    "install",
+    "is_echo",
+    "listen",
+    "record",
+    "wait_for_culprit",
+]
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -39,6 +48,7 @@ _ECHOES = (
 
 _installed = False
 _happened = False
+_listeners: list[Callable[[], None]] = []
 
 
 def install(environ: Mapping[str, str] | None = None) -> None:
@@ -63,12 +73,29 @@ def install(environ: Mapping[str, str] | None = None) -> None:
         global _happened
         _happened = True
         previous(kind, error, trace)
+        for listener in list(_listeners):
+            try:
+                listener()
+            except Exception as problem:
+                sys.stderr.write(f"Closing down after the failure: {problem}\n")
         if file and not isinstance(error, KeyboardInterrupt):
             sys.stderr.flush()
             wait_for_culprit(error)
             record(error, file)
 
     sys.excepthook = hook
+
+
+def listen(listener: Callable[[], None]) -> None:
+    """Have a function called when an uncaught exception ends the script, while threads still run."""
+    install()
+    _listeners.append(listener)
+
+
+def forget(listener: Callable[[], None]) -> None:
+    """Take back what `listen` was given."""
+    if listener in _listeners:
+        _listeners.remove(listener)
 
 
 def happened() -> bool:
