@@ -34,6 +34,7 @@ from accelerate_core.configuration import (
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.facade.keeping import Keeping
 from accelerate_core.facade.preparing import Preparing
+from accelerate_core.facade.recording import Recording
 from accelerate_core.facade.stepping import Stepping
 from accelerate_core.facade.talking import Talking
 from accelerate_core.helpers.memory import release_memory
@@ -59,7 +60,9 @@ class _ShowsPluginArguments(type):
         return inspect.Signature([*parameters[:-1], *lent])
 
 
-class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginArguments):
+class Accelerator(
+    Preparing, Stepping, Talking, Keeping, Recording, metaclass=_ShowsPluginArguments
+):
     """Runs a plain PyTorch training loop on whatever setup the process was started in.
 
     Args:
@@ -242,6 +245,8 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
             self.is_main_process,
             resolve=_tracker_class,
             available=lambda: [record.name for record in installed().of_kind("tracker")],
+            rank=self.process_index,
+            size=self.num_processes,
         )
 
     def _make_communicator(self, scope: Any) -> Communicator:

@@ -5,17 +5,21 @@ from __future__ import annotations
 from accelerate_core.tracking.fanout import TrackerHub, normalise_log_with
 from accelerate_core.tracking.normalise import Reporter, normalise_config, normalise_values
 from accelerate_core.tracking.tracker import (
+    VERBS,
     BlankTracker,
     GeneralTracker,
     IncompleteTrackerError,
+    RunGroup,
     on_main_process,
 )
 
 __all__ = [
+    "VERBS",
     "BlankTracker",
     "GeneralTracker",
     "IncompleteTrackerError",
     "Reporter",
+    "RunGroup",
     "TrackerHub",
     "normalise_config",
     "normalise_log_with",

@@ -36,9 +36,15 @@ class Reporter:
             self._said.add(key)
             warnings.warn(f"Not logged: {key!r} {problem}.", UserWarning, stacklevel=3)
 
+    def note(self, text: str) -> None:
+        """Warn with `text` unless that has been done before."""
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, UserWarning, stacklevel=5)
+
 
 def normalise_values(
-    values: Mapping[Any, Any], reporter: Reporter
+    values: Mapping[Any, Any], reporter: Reporter, pending: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, object]]:
     """Make the values of one `log` call plain.
 
@@ -49,6 +55,8 @@ def normalise_values(
     Args:
         values: what the caller logs.
         reporter: told which keys clash or hold None.
+        pending: if given, one-element tensors of a device are put here unread, by
+            key, and are None among the plain values.
 
     Returns:
         The plain values, and those that are none: tensors and arrays of several
@@ -59,6 +67,13 @@ def normalise_values(
     for key, value in _flatten(values, "", reporter, ()):
         if key in plain or key in other:
             reporter.report(key, "because two entries have this name after joining with '/'")
+            continue
+        if type(value) is float:  # the common case, and the step waits
+            plain[key] = value
+            continue
+        if pending is not None and _is_on_device(value):
+            plain[key] = None
+            pending[key] = value
             continue
         number = scalar(value)
         if number is not _MISSING:
@@ -245,6 +260,13 @@ def _is_array(value: object) -> bool:
         return True
     array, generic = getattr(numpy, "ndarray", None), getattr(numpy, "generic", None)
     return array is not None and generic is not None and isinstance(value, (array, generic))
+
+
+def _is_on_device(value: Any) -> bool:
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor is None or not isinstance(value, tensor):
+        return False
+    return value.device.type not in ("cpu", "meta") and value.numel() == 1
 
 
 def _element(value: Any) -> Any:
