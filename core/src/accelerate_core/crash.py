@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 __all__ = [
     "ERROR_FILE_VARIABLE",
@@ -48,7 +49,8 @@ _ECHOES = (
 
 _installed = False
 _happened = False
-_listeners: list[Callable[[], None]] = []
+#: Listener -> the hook that calls it, and the hook before.
+_listeners: dict[Callable[[], None], tuple[Any, Any]] = {}
 
 
 def install(environ: Mapping[str, str] | None = None) -> None:
@@ -73,11 +75,6 @@ def install(environ: Mapping[str, str] | None = None) -> None:
         global _happened
         _happened = True
         previous(kind, error, trace)
-        for listener in list(_listeners):
-            try:
-                listener()
-            except Exception as problem:
-                sys.stderr.write(f"Closing down after the failure: {problem}\n")
         if file and not isinstance(error, KeyboardInterrupt):
             sys.stderr.flush()
             wait_for_culprit(error)
@@ -87,15 +84,33 @@ def install(environ: Mapping[str, str] | None = None) -> None:
 
 
 def listen(listener: Callable[[], None]) -> None:
-    """Have a function called when an uncaught exception ends the script, while threads still run."""
+    """Have a function called when an uncaught exception ends the script, while threads still run.
+
+    It comes before every hook installed so far: libraries that close their own runs on an
+    exception would close them before what is still on its way has arrived.
+    """
     install()
-    _listeners.append(listener)
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _happened
+        _happened = True
+        if listener in _listeners:
+            try:
+                listener()
+            except Exception as problem:
+                sys.stderr.write(f"Closing down after the failure: {problem}\n")
+        previous(kind, error, trace)
+
+    _listeners[listener] = (hook, previous)
+    sys.excepthook = hook
 
 
 def forget(listener: Callable[[], None]) -> None:
     """Take back what `listen` was given."""
-    if listener in _listeners:
-        _listeners.remove(listener)
+    hook, previous = _listeners.pop(listener, (None, None))
+    if hook is not None and sys.excepthook is hook:
+        sys.excepthook = previous
 
 
 def happened() -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from accelerate_core.tracking.fanout import TrackerHub, normalise_log_with
-from accelerate_core.tracking.normalise import Reporter, normalise_config, normalise_values
+from accelerate_core.tracking.media import pictures
+from accelerate_core.tracking.normalise import Reporter, normalise_config, normalise_values, split
 from accelerate_core.tracking.tracker import (
     VERBS,
     BlankTracker,
@@ -25,4 +26,6 @@ __all__ = [
     "normalise_log_with",
     "normalise_values",
     "on_main_process",
+    "pictures",
+    "split",
 ]

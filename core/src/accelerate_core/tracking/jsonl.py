@@ -36,6 +36,7 @@ class JsonlTracker(GeneralTracker):
     failed_word = "failed"
     resumes = True
     groups = True
+    packages = ()
 
     def __init__(
         self,
@@ -76,9 +77,6 @@ class JsonlTracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self._write("log", step=step, values=values, **kwargs)
-
-    def accepts(self, value: object) -> bool:
-        return False
 
     def log_table(
         self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.tracking.normalise import Reporter, normalise_values
 
-__all__ = ["artifact", "histogram", "images", "table", "text"]
+__all__ = ["artifact", "histogram", "images", "pictures", "table", "text"]
 
 Payload = tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]
 
@@ -41,6 +41,18 @@ def images(values: Any, channels_first: bool = False) -> Payload:
     if any(_on_device(batch) for batch in batches.values()):
         return {}, read
     return read(), None
+
+
+def pictures(values: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    """Yield the single images of what `log_images` of a tracker gets.
+
+    As name, index within the batch and uint8 array: H W, or H W C with C 3 or 4. Where the
+    batch has several the name ends in `/` and the index.
+    """
+    for name, batch in values.items():
+        for index, image in enumerate(batch):
+            single = image[..., 0] if image.shape[-1] == 1 else image
+            yield (name if len(batch) == 1 else f"{name}/{index}"), index, single
 
 
 def histogram(name: str, values: Any) -> Payload:

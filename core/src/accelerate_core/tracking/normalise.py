@@ -16,7 +16,15 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-__all__ = ["Reporter", "is_foreign", "normalise_config", "normalise_values", "scalar"]
+__all__ = [
+    "Reporter",
+    "is_foreign",
+    "normalise_config",
+    "made_by",
+    "normalise_values",
+    "scalar",
+    "split",
+]
 
 #: Tensors and arrays in a config are written out up to this many elements.
 CONFIG_ELEMENTS = 1024
@@ -85,6 +93,26 @@ def normalise_values(
     return plain, other
 
 
+def split(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str], dict[str, Any]]:
+    """Part what `log` gets into numbers (as floats), strings, and objects that were accepted."""
+    numbers_, texts, others = {}, {}, {}
+    for key, value in values.items():
+        if isinstance(value, str):
+            texts[key] = value
+        elif isinstance(value, (bool, int, float)):
+            numbers_[key] = _as_float(value)
+        else:
+            others[key] = value
+    return numbers_, texts, others
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond what a float holds
+        return float("inf") if value > 0 else float("-inf")
+
+
 def normalise_config(config: object, reporter: Reporter) -> dict[str, Any]:
     """Make a run's configuration plain.
 
@@ -150,6 +178,15 @@ def is_foreign(value: object) -> bool:
     if value is None or _is_array(value):
         return False
     return type(value).__module__.partition(".")[0] not in {"builtins", "numpy", "torch"}
+
+
+def made_by(value: object, packages: tuple[str, ...]) -> bool:
+    """Whether `value` is an object of one of these packages, or a container of such alone."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(made_by(item, packages) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(made_by(item, packages) for item in value)
+    return type(value).__module__.partition(".")[0] in packages
 
 
 def _flatten(

@@ -138,6 +138,8 @@ class GeneralTracker:
     resumes: bool = False
     #: Whether `run_group` is honoured: the ranks' runs are shown as one group.
     groups: bool = False
+    #: Top-level packages whose objects `log` takes, such as `wandb`; None: of any but our own.
+    packages: tuple[str, ...] | None = None
     #: The verbs of `VERBS` for which the class has a method; filled in by itself.
     supports: frozenset[str] = frozenset()
 
@@ -230,12 +232,12 @@ class GeneralTracker:
         """Whether `log` takes this value, which is neither a number nor a string.
 
         Asked for media objects of other packages, tensors and arrays of several
-        elements, and containers. Default: anything but tensors, arrays, None and
-        containers without a foreign object.
+        elements, and containers. Default: objects of `packages`; if that is None,
+        anything but tensors, arrays, None and containers without a foreign object.
         """
-        from accelerate_core.tracking.normalise import is_foreign
+        from accelerate_core.tracking.normalise import is_foreign, made_by
 
-        return is_foreign(value)
+        return is_foreign(value) if self.packages is None else made_by(value, self.packages)
 
     def discard(self) -> None:
         """Close a run into which nothing was logged, because another one is resumed."""
