@@ -578,7 +578,8 @@ class TrackerHub:
             except Exception:
                 _logger.debug("closing the tracker %r", tracker.name, exc_info=True)
         self._retired = []
-        for tracker in list(self.trackers):
+        # The last first: each has wrapped the streams and hooks that the ones before had wrapped.
+        for tracker in reversed(list(self.trackers)):
             if tracker in stuck:
                 continue
             try:

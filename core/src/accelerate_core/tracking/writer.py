@@ -23,6 +23,7 @@ FLUSH_EVERY = 2.0
 PATIENCE = 60.0
 
 _Marker = threading.Event
+_DRAWING = threading.Lock()
 
 
 class Writer:
@@ -143,7 +144,9 @@ class Writer:
         elif first.verb in self.tracker.supports:
             if first.verb != "artifact":
                 keywords["step"] = first.step
-            getattr(self.tracker, f"log_{first.verb}")(**first.arguments, **keywords)
+            # Drawing changes a figure: two libraries must not draw the same one at once.
+            with _DRAWING if first.verb == "figure" else contextlib.nullcontext():
+                getattr(self.tracker, f"log_{first.verb}")(**first.arguments, **keywords)
 
     def _flush(self) -> None:
         self._flushed_at = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,10 @@ class ClearMLTracker(GeneralTracker):
         if self.resume_id is not None and not Task.is_offline():
             del options["reuse_last_task_id"]
             options["continue_last_task"] = self.resume_id
+        if hasattr(Task, "_report_subprocess_enabled"):
+            # The library forks this process to report from there. Threads of the script and of
+            # other trackers hold locks at that moment: the copy hangs, and `close` with it.
+            Task._report_subprocess_enabled = False
         self.task = Task.init(**{**options, **self._kwargs})
         if self.resume_id is not None:
             self.task.set_initial_iteration(0)  # steps are the script's own
@@ -98,10 +103,20 @@ class ClearMLTracker(GeneralTracker):
             self.log_text(key, text, step)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Report each image as title and index; as PNG, for the library would make JPEGs."""
+        from PIL import Image
+
         for name, index, image in pictures(values):
             title = name.removesuffix(f"/{index}")
+            descriptor, path = tempfile.mkstemp(suffix=".png")
+            with open(descriptor, "wb") as file:
+                Image.fromarray(image).save(file, format="png")
             self.task.get_logger().report_image(
-                title, str(index), iteration=step or 0, image=image, **kwargs
+                title,
+                str(index),
+                iteration=step or 0,
+                local_path=path,
+                **{"delete_after_upload": True, **kwargs},
             )
 
     def log_table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,14 @@ class TensorBoardTracker(GeneralTracker):
 
     def _end(self, status: str) -> None:
         if self._has_config:  # a session of the hyperparameters' plugin ends with a status
-            from tensorboard.plugins.hparams import api_pb2
-            from tensorboard.plugins.hparams.summary import session_end_pb
+            from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+            from torch.utils.tensorboard.summary import hparams
 
-            end = session_end_pb(api_pb2.Status.Value(status))
+            _, _, end = hparams({}, {})
+            content = end.value[0].metadata.plugin_data
+            data = plugin_data_pb2.HParamsPluginData.FromString(content.content)
+            data.session_end_info.status = api_pb2.Status.Value(status)
+            data.session_end_info.end_time_secs = time.time()
+            content.content = data.SerializeToString()
             self.writer.file_writer.add_summary(end)
         self.writer.close()
