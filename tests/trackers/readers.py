@@ -14,6 +14,7 @@ import os
 import struct
 import sys
 import time
+import traceback
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ def _pixels(source: Any) -> Any:
     import numpy as np
     from PIL import Image
 
-    return np.asarray(Image.open(source)).tolist()
+    image = Image.open(source)
+    # Some libraries add an opaque channel.
+    return np.asarray(image.convert("RGB") if image.mode == "RGBA" else image).tolist()
 
 
 def _series(rows: list[tuple[str, int, float]]) -> dict[str, list[list[float]]]:
@@ -56,10 +59,12 @@ def read_tensorboard(directory: Path) -> Found:
             data = plugin_data_pb2.HParamsPluginData.FromString(metadata.plugin_data.content)
             for key, value in data.session_start_info.hparams.items():
                 config[key] = getattr(value, value.WhichOneof("kind"))
-            if name.endswith("session_end_info__"):
+            if name.endswith("session_end_info"):
                 status = api_pb2.Status.Name(data.session_end_info.status)
     texts = {
-        name.removesuffix("/text_summary"): events.Tensors(name)[0].tensor_proto.string_val[0].decode()
+        name.removesuffix("/text_summary"): events.Tensors(name)[0]
+        .tensor_proto.string_val[0]
+        .decode()
         for name in tags["tensors"]
         if name.endswith("/text_summary")
     }
@@ -118,10 +123,14 @@ def read_wandb(directory: Path) -> Found:
             found["config"][key] = json.loads(update.value_json)
         if record.HasField("exit"):
             found["status"] = "failed" if record.exit.exit_code else "finished"
-        items = {
-            item.key or "/".join(item.nested_key): json.loads(item.value_json)
-            for item in record.history.item
-        }
+        items: dict[str, Any] = {}
+        for item in record.history.item:
+            first, *rest = item.nested_key or [item.key]
+            value = json.loads(item.value_json)
+            if rest:
+                items.setdefault(first, {})["/".join(rest)] = value
+            else:
+                items[first] = value
         step = record.history.step.num if record.HasField("history") else 0
         for key, value in items.items():
             if key.startswith("_"):
@@ -185,19 +194,21 @@ def read_aim(directory: Path) -> Found:
     run = Repo.from_path(where).get_run(hash_)
     series = []
     for metric in run.metrics():
-        steps, numbers = metric.values.sparse_numpy()
-        series += [(metric.name, int(s), float(n)) for s, n in zip(steps, numbers, strict=True)]
+        rows = metric.dataframe()
+        series += [
+            (metric.name, int(step), float(number))
+            for step, number in zip(rows["step"], rows["value"], strict=True)
+        ]
     found: Found = {
-        "config": dict(_flat(run["hparams"].items() if hasattr(run["hparams"], "items") else {})),
+        "config": dict(run["hparams"].items()),
         "values": _series(series),
         "texts": {},
         "images": {},
     }
-    for _, sequences in (("texts", ["word", "note"]),):
-        for name in sequences:
-            texts = run.get_text_sequence(name, _context())
-            if texts is not None:
-                found["texts"][name] = texts.values.values_list()[0].data
+    for name in ("word", "note"):
+        texts = run.get_text_sequence(name, _context())
+        if texts is not None:
+            found["texts"][name] = texts.values.values_list()[0].data
     batch = run.get_image_sequence("picture", _context())
     if batch is not None:
         import numpy as np
@@ -215,10 +226,6 @@ def _context() -> Any:
     return Context({})
 
 
-def _flat(items: Any) -> list[tuple[str, Any]]:
-    return [(key, list(value) if isinstance(value, tuple) else value) for key, value in items]
-
-
 def read_comet_ml(directory: Path) -> Found:
     archive = zipfile.ZipFile(_only((directory / "comet").glob("*.zip")))
     found: Found = {"config": {}, "texts": {}, "images": {}}
@@ -231,9 +238,8 @@ def read_comet_ml(directory: Path) -> Found:
             metric = payload["metric"]
             series.append((metric["metricName"], metric["step"], float(metric["metricValue"])))
         elif kind == "parameter_msg":
-            param = payload["param"]
-            value = param.get("paramValue")
-            found["config"][param["paramName"]] = param.get("paramValues") or value
+            param = payload.get("param") or payload["params"]  # single values, and lists
+            found["config"][param["paramName"]] = param["paramValue"]
         elif kind == "log_other":
             found["texts"][payload["key"]] = payload["value"]
         elif kind == "file_upload":
@@ -242,12 +248,12 @@ def read_comet_ml(directory: Path) -> Found:
             files[f"{payload['upload_type']}:{name}"] = payload["file_path"]
             if payload["upload_type"] == "text-sample":
                 text = archive.read(os.path.basename(payload["file_path"])).decode()
-                found["texts"][json.loads(payload["metadata"])["name"]] = text
-            if payload["upload_type"] == "visualization":
+                found["texts"][payload["metadata"]["name"]] = text
+            if payload["upload_type"] == "visualization" and name.startswith("picture"):
                 file = os.path.basename(payload["file_path"])
-                found["images"][extra["imageName" if "imageName" in extra else "figName"]] = _pixels(
-                    io.BytesIO(archive.read(file))
-                )
+                found["images"][name] = _pixels(io.BytesIO(archive.read(file)))
+            if payload["upload_type"] == "histogram3d":
+                found["histograms"] = [name]
             if "table.csv" in name:
                 import csv
 
@@ -286,7 +292,7 @@ def read_mlflow(directory: Path) -> Found:
                 key = Path(item.path).name.split("+")[0].replace("~", "/")
                 images[key] = _pixels(path)
     if "table.json" in names:
-        table = mlflow.load_table("table.json", run_ids=[run.info.run_id])
+        table = client.load_table(experiment.experiment_id, "table.json", [run.info.run_id])
         found["table"] = [list(table.columns), *table.values.tolist()]
     if "note_2.txt" in names:
         path = client.download_artifacts(run.info.run_id, "note_2.txt")
@@ -295,10 +301,12 @@ def read_mlflow(directory: Path) -> Found:
 
 
 def read_clearml(directory: Path) -> Found:
+    from clearml.utilities.config import text_to_config_dict
+
     folder = _only((directory / "clearml" / "offline").glob("offline-*.zip")).with_suffix("")
     task = json.loads((folder / "task.json").read_text())
-    found: Found = {"texts": {}, "images": {}, "status": task.get("status")}
-    found["config"] = json.loads(task["configuration"]["General"]["value"])
+    found: Found = {"texts": {}, "images": {}, "status": ",".join(task.get("tags") or [])}
+    found["config"] = dict(text_to_config_dict(task["configuration"]["General"]["value"]))
     series = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         for event in json.loads(line):
@@ -318,10 +326,10 @@ def read_clearml(directory: Path) -> Found:
     found["values"] = _series(series)
     log = folder / "log.jsonl"
     for line in log.read_text().splitlines() if log.exists() else ():
-        for event in json.loads(line):
+        for said in "\n".join(event.get("msg", "") for event in json.loads(line)).splitlines():
             for name in ("word", "note"):
-                if event.get("msg", "").startswith(f"{name} ["):
-                    found["texts"][name] = event["msg"].split(": ", 1)[1]
+                if said.startswith(f"{name} ["):
+                    found["texts"][name] = said.split(": ", 1)[1]
     return found
 
 
@@ -428,5 +436,10 @@ READERS = {
 
 if __name__ == "__main__":
     where = Path(sys.argv[1])
-    result = {name: READERS[name](where) for name in sys.argv[2:] or READERS}
+    result: dict[str, Found] = {}
+    for name in sys.argv[2:] or READERS:
+        try:
+            result[name] = READERS[name](where)
+        except Exception:  # the others are read all the same
+            result[name] = {"error": traceback.format_exc()}
     print("FOUND" + json.dumps(result, default=str))

@@ -165,7 +165,10 @@ class ClearMLTracker(GeneralTracker):
 
     def finish_failed(self) -> None:
         self.task.flush(wait_for_uploads=True)
-        self.task.mark_failed(ignore_errors=True, status_reason="the script raised", force=True)
+        if self.task.is_offline():  # a session on disk has no status
+            self.task.add_tags([self.failed_word])
+        else:
+            self.task.mark_failed(status_reason="the script raised", force=True)
         self.finish()
 
 

@@ -67,16 +67,17 @@ class CometMLTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as metrics, strings as other values; `kwargs` go to `log_metrics`."""
         numbers, texts, _ = split(values)
-        if step is not None:
-            self.writer.set_step(step)
         if numbers:
             self.writer.log_metrics(numbers, step=step, **kwargs)
         for key, text in texts.items():
             self.writer.log_other(key, text)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        from PIL import Image
+
         for name, _, image in pictures(values):
-            self.writer.log_image(image, name=name, step=step, **kwargs)
+            # An array would be stretched from its darkest to its brightest value.
+            self.writer.log_image(Image.fromarray(image), name=name, step=step, **kwargs)
 
     def log_table(
         self,

@@ -64,7 +64,9 @@ class SwanLabTracker(GeneralTracker):
         self.run: Any = swanlab.init(**{**options, **self._kwargs})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(values)
+        # The library would keep None as an empty dict.
+        kept = {key: "None" if value is None else value for key, value in values.items()}
+        self.run.config.update(kept)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and texts at once; `kwargs` go to `swanlab.Run.log`."""
