@@ -130,7 +130,7 @@ class GeneralTracker:
 
     main_process_only: bool = True
 
-    #: The library as pip names it, with the oldest version that will do: `wandb>=0.20`.
+    #: The library as pip names it, with the oldest version that will do: `name>=1.2`.
     library: str = ""
     #: The library's word for the run of a script that raised, "" if it has none.
     failed_word: str = ""
@@ -138,7 +138,7 @@ class GeneralTracker:
     resumes: bool = False
     #: Whether `run_group` is honoured: the ranks' runs are shown as one group.
     groups: bool = False
-    #: Top-level packages whose objects `log` takes, such as `wandb`; None: of any but our own.
+    #: Top-level packages whose objects `log` takes; None: of any but Python, NumPy and torch.
     packages: tuple[str, ...] | None = None
     #: The verbs of `VERBS` for which the class has a method; filled in by itself.
     supports: frozenset[str] = frozenset()

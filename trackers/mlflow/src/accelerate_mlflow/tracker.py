@@ -124,7 +124,8 @@ class MLflowTracker(GeneralTracker):
     def _log(self, entries: Sequence[tuple[dict[str, Any], int | None]], **kwargs: Any) -> None:
         from mlflow.entities import Metric
 
-        metrics, tags = [], {}
+        metrics: list[Any] = []
+        tags: dict[str, str] = {}
         now = int(time.time() * 1000)
         for values, step in entries:
             at = self._auto if step is None else step
