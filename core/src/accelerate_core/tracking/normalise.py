@@ -310,7 +310,8 @@ def _element(value: Any) -> Any:
     if _count(value) != 1:
         return _MISSING
     try:
-        item = value.item()
+        # Of a tensor on the CPU: `item` would let go of the interpreter, and wait to have it back.
+        item = value.tolist() if value.ndim == 0 else value.item()
         if isinstance(item, bool | int | float | str):
             return item
         # The widest NumPy floats come out of `.item()` as themselves.

@@ -19,6 +19,13 @@ __all__ = ["Writer", "drain"]
 BATCH = 500
 #: Seconds between two flushes of a library while values keep coming.
 FLUSH_EVERY = 2.0
+#: A writer rests this many times as long as a hand-over took, so that the training thread has the
+#: interpreter most of the time: each operator of torch asks for it anew, and a thread that runs
+#: Python without a break gives it up every 5 ms only.
+REST = 3.0
+LONGEST_REST = 0.25
+#: Entries that may wait; beyond it a writer takes no rest.
+BACKLOG = 5000
 #: Seconds the last flush may go without any progress before a tracker is given up.
 PATIENCE = 60.0
 
@@ -47,6 +54,9 @@ class Writer:
         self.accepted = 0
         self.delivered = 0
         self.broken = False
+        #: How many wait for this writer, which then takes no rest.
+        self._awaited = 0
+        self._takes_many = type(tracker).log_many is not GeneralTracker.log_many
         self._settle, self._mark, self._failed = settle, mark, failed
         self._queue: queue.SimpleQueue[Entry | _Marker | None] = queue.SimpleQueue()
         self._last = -1
@@ -65,6 +75,7 @@ class Writer:
     def request_flush(self) -> threading.Event:
         """Return an event that is set when all taken so far is delivered and flushed."""
         done = _Marker()
+        self._awaited += 1
         self._queue.put(done)
         if not self._thread.is_alive():
             done.set()
@@ -72,6 +83,7 @@ class Writer:
 
     def stop(self, timeout: float) -> bool:
         """End the thread after what it was given; tell whether it ended in time."""
+        self._awaited += 1
         self._queue.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -105,6 +117,7 @@ class Writer:
             if marker is not None or ended or due:
                 self._flush()
             if marker is not None:
+                self._awaited -= 1
                 marker.set()
             if ended:
                 return
@@ -113,10 +126,11 @@ class Writer:
         start = 0
         while start < len(batch) and not self.broken:
             stop = start
-            while stop < len(batch) and batch[stop].is_plain_log:
+            while self._takes_many and stop < len(batch) and batch[stop].is_plain_log:
                 stop += 1
             group = batch[start : max(stop, start + 1)]
             verb = "log" if group[0].verb == "log" else f"log_{group[0].verb}"
+            begun = time.perf_counter()
             try:
                 for entry in group:
                     if not entry.journaled:
@@ -128,10 +142,12 @@ class Writer:
             self.delivered += len(group)
             self._last = group[-1].sequence
             start += len(group)
+            if not self._awaited and self._queue.qsize() < BACKLOG:
+                time.sleep(min(REST * (time.perf_counter() - begun), LONGEST_REST))
 
     def _hand_over(self, group: list[Entry]) -> None:
         first = group[0]
-        if first.is_plain_log:
+        if first.is_plain_log and self._takes_many:
             self.tracker.log_many([(dict(entry.arguments), entry.step) for entry in group])
             return
         keywords = dict((first.keywords or {}).get(self.tracker.name, {}))
