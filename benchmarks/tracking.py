@@ -3,9 +3,10 @@
     python benchmarks/tracking.py [--trackers tensorboard,wandb,dvclive] [--calls 10000]
 
 Between two calls the step multiplies matrices for `--step-ms` milliseconds, as training does: the
-writers work meanwhile, and `nothing`, without trackers, tells what else they cost the loop. `--step-ms 0` is the hostile case, nothing but calls. Each contender runs in
-a process of its own; afterwards what is on the disk is counted. Values are Python floats, and for
-ours also 0-d tensors, which the peer's trackers lose in part.
+writers work meanwhile, and `nothing`, without trackers, tells what else they cost the loop.
+`--step-ms 0` is the hostile case, nothing but calls. Each contender runs in a process of its own;
+afterwards what is on the disk is counted. Values are Python floats, and for ours also 0-d tensors,
+which the peer's trackers lose in part.
 """
 
 from __future__ import annotations

@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from accelerate_core.tracking.runs import RUN_FILE
 from accelerate_core.tracking.tracker import GeneralTracker
 
 __all__ = ["JsonlTracker"]
-
-RUN_FILE = "run.jsonl"
 
 
 class JsonlTracker(GeneralTracker):
