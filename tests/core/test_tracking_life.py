@@ -19,8 +19,6 @@ def run(directory: Path, *arguments: str, rc: int = 0, slow: float = 0.0, launch
     command = [sys.executable, str(WORKER), *arguments]
     if launch:
         command[1:1] = ["-m", "accelerate_core", "launch", "--cpu", "--num_processes", str(launch)]
-        command.remove(sys.executable)
-        command.insert(0, sys.executable)
     done = subprocess.run(
         command,
         cwd=directory,
@@ -97,6 +95,14 @@ def test_a_tracker_may_run_on_every_rank_in_one_group(tmp_path: Path) -> None:
     assert groups.pop().startswith("group project-")
     assert sorted(text[1] for text in lines.values()) == ["log 0 0.0", "log 0 1.0"]
     assert len(jsonl_runs(tmp_path)) == 1  # the other one ran on the main process only
+
+
+@pytest.mark.dist
+def test_the_run_is_failed_too_where_another_rank_raised(tmp_path: Path) -> None:
+    text = run(tmp_path, "one_rank_raises", launch=2, slow=0.1, rc=1)
+    assert "rank 1 is at fault" in text
+    (lines,) = slow_lines(tmp_path).values()
+    assert lines[1:] == [*LOGGED, "end failed"]  # flushing took two seconds
 
 
 def test_a_tracker_that_never_returns_is_given_up_and_its_rest_kept(tmp_path: Path) -> None:

@@ -112,6 +112,16 @@ def ranks() -> None:
     accelerator.end_training()
 
 
+def one_rank_raises() -> None:
+    accelerator, _ = make()
+    accelerator.init_trackers("project")
+    for step in range(20):
+        accelerator.log({"loss": step + 0.5}, step=step)
+    if accelerator.process_index == 1:
+        raise ValueError("rank 1 is at fault")
+    accelerator.wait_for_everyone()
+
+
 def stuck() -> None:
     from accelerate_core.tracking import writer
 

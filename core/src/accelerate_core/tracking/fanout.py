@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import hashlib
 import logging
 import operator
 import os
 import secrets
+import signal
 import tempfile
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +278,8 @@ class TrackerHub:
         def raised() -> None:
             hub = me()
             if hub is not None:
-                hub.finish(failed=True)
+                with _undisturbed():
+                    hub.finish(failed=True)
 
         def ended() -> None:
             hub = me()
@@ -616,6 +620,19 @@ class TrackerHub:
         if tracker in self.trackers:
             self.trackers[self.trackers.index(tracker)] = BlankTracker(tracker.name)
         _report_failure(tracker, stage, error)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let the launcher, which ends the other ranks once one has failed, wait for the last flush."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def _group_name(project: str) -> str:

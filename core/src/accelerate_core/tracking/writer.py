@@ -181,8 +181,8 @@ class Writer:
         self._failed(self.tracker, stage, error)
 
 
-def drain(writers: list[Writer], patience: float = PATIENCE) -> list[Writer]:
-    """Wait until all is delivered; return those that made no progress for `patience` seconds.
+def drain(writers: list[Writer]) -> list[Writer]:
+    """Wait until all is delivered; return those that made no progress for `PATIENCE` seconds.
 
     While it takes more than a second, a line on stderr says how far it is.
     """
@@ -198,7 +198,7 @@ def drain(writers: list[Writer], patience: float = PATIENCE) -> list[Writer]:
         now, done = time.monotonic(), sum(writer.delivered for writer in writers)
         if done != seen:
             seen, moved = done, now
-        if now - moved > patience:
+        if now - moved > PATIENCE:
             break
         if now - begun > 1.0:
             shown = True
