@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import datetime
-import hashlib
 import logging
 import operator
 import os
 import secrets
-import signal
 import tempfile
-import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate_core import crash
 from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing
 from accelerate_core.tracking import media
 from accelerate_core.tracking.choice import (
     Asked,
     Requested,
-    check_arguments,
     choose,
     distribution_of,
     name_of,
     normalise_log_with,
 )
+from accelerate_core.tracking.ending import watch
 from accelerate_core.tracking.entry import DeviceRead, Entry
 from accelerate_core.tracking.journal import Journal, delete_leftover, read_leftover
 from accelerate_core.tracking.normalise import Reporter, normalise_config, normalise_values
-from accelerate_core.tracking.tracker import BlankTracker, GeneralTracker, RunGroup
+from accelerate_core.tracking.opening import builder, is_for_every_rank
+from accelerate_core.tracking.tracker import BlankTracker, GeneralTracker
 from accelerate_core.tracking.writer import Writer, drain
 
 __all__ = ["Requested", "TrackerHub", "normalise_log_with"]
@@ -132,14 +127,15 @@ class TrackerHub:
                 f"once per run; after end_training() a new run can be started."
             )
         kwargs = init_kwargs or {}
-        here = [self._runs_here(item, kwargs) for item in self._asked]
+        here = [self.is_main_process or is_for_every_rank(item, kwargs) for item in self._asked]
         plain = self._plain_config(config) if any(here) else None
         builds = [
-            self._prepare(item, runs, project_name, kwargs)
+            builder(item, project_name, self.logging_dir, kwargs, (self._rank, self._size))
+            if runs
+            else partial(BlankTracker, name_of(item))
             for item, runs in zip(self._asked, here, strict=True)
         ]
         self._state = "open"
-        self._project = project_name
 
         def begin() -> None:
             self.trackers, self._retired = [], []
@@ -149,7 +145,7 @@ class TrackerHub:
 
         self._begin = begin
         begin()
-        self._watch_the_end()
+        self._at_exit = watch(self)
 
     def _plain_config(self, config: object) -> dict[str, Any] | None:
         if config is None:
@@ -159,52 +155,6 @@ class TrackerHub:
         except TypeError as error:
             raise ConfigurationError(f"init_trackers(config=...): {error}") from None
 
-    def _runs_here(self, item: Asked, init_kwargs: Mapping[str, Mapping[str, Any]]) -> bool:
-        declared = getattr(item, "main_process_only", True)
-        wanted = init_kwargs.get(name_of(item), {}).get("main_process_only", declared)
-        return self.is_main_process or wanted is False
-
-    def _prepare(
-        self,
-        item: Asked,
-        runs_here: bool,
-        project_name: str,
-        init_kwargs: Mapping[str, Mapping[str, Any]],
-    ) -> Callable[[], GeneralTracker]:
-        """Return how to get the tracker, with its arguments already checked."""
-        name = name_of(item)
-        if not runs_here:
-            return lambda: BlankTracker(name)
-        keywords = dict(init_kwargs.get(name, {}))
-        single = keywords.pop("main_process_only", getattr(item, "main_process_only", True))
-        group = None if single else RunGroup(_group_name(project_name), self._rank, self._size)
-        build: Callable[[], GeneralTracker]
-        if isinstance(item, type):
-            positional: tuple[Any, ...] = (project_name,)
-            if item.requires_logging_directory is True:
-                positional += (self.logging_dir,)
-            check_arguments(item, positional, keywords)
-            cls = item
-
-            def build() -> GeneralTracker:
-                return cls(*positional, **keywords)
-        else:
-            instance = item
-
-            def build() -> GeneralTracker:
-                return instance
-
-        def complete() -> GeneralTracker:
-            tracker = build()
-            tracker._is_main_process = self.is_main_process
-            if group is not None:
-                tracker.main_process_only = False
-                tracker.run_group = group
-            tracker.resume_id = self._resume.get("runs", {}).get(name)
-            return tracker
-
-        return complete
-
     def _open(
         self, item: Asked, build: Callable[[], GeneralTracker], config: dict[str, Any] | None
     ) -> None:
@@ -213,6 +163,8 @@ class TrackerHub:
         try:
             tracker = build()
             if not isinstance(tracker, BlankTracker):
+                tracker._is_main_process = self.is_main_process
+                tracker.resume_id = self._resume.get("runs", {}).get(tracker.name)
                 tracker.validate()
             stage = "start"
             tracker.start()
@@ -270,30 +222,6 @@ class TrackerHub:
         # It is in the new journal now, unless there is none.
         if self._journal is not None:
             delete_leftover(Path(directory), token, self._rank)
-
-    def _watch_the_end(self) -> None:
-        """Close the run as failed if the script raises, as finished if it just ends."""
-        me = weakref.ref(self)
-
-        def raised() -> None:
-            hub = me()
-            if hub is not None:
-                with _undisturbed():
-                    hub.finish(failed=True)
-
-        def ended() -> None:
-            hub = me()
-            if hub is not None:
-                hub.finish(failed=crash.happened())
-
-        crash.listen(raised)
-        atexit.register(ended)
-
-        def forget() -> None:
-            crash.forget(raised)
-            atexit.unregister(ended)
-
-        self._at_exit = forget
 
     def state_dict(self) -> dict[str, Any]:
         """Return what goes into a checkpoint, so that a resumed script goes on in these runs.
@@ -620,25 +548,6 @@ class TrackerHub:
         if tracker in self.trackers:
             self.trackers[self.trackers.index(tracker)] = BlankTracker(tracker.name)
         _report_failure(tracker, stage, error)
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Let the launcher, which ends the other ranks once one has failed, wait for the last flush."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
-
-
-def _group_name(project: str) -> str:
-    """Return a name all ranks of this start come to without talking, and no other start has."""
-    parts = [os.environ.get(v, "") for v in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-    return f"{project}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:8]}"
 
 
 def _whole(step: Any) -> int | None:
