@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +119,22 @@ def main(case: str) -> None:
 
     log_with = sys.argv[2].split(",") if len(sys.argv) > 2 else "all"
     accelerator = Accelerator(cpu=True, log_with=log_with, project_dir="logs")
+    first = 0
+    if case == "resume":
+        accelerator.load_state("checkpoint")
+        print("RESUMED", accelerator.resumed_runs, flush=True)
+        first = STEPS
     accelerator.init_trackers("probe", CONFIG, INIT_KWARGS)
-    for step in range(STEPS):
+    for step in range(first, first + STEPS):
         accelerator.log(row(step), step=step)
     if case == "crash":
         raise ValueError("the script is at fault")
-    if case == "values":
+    if case == "kill":
+        accelerator.save_state("checkpoint")
+        accelerator.flush_trackers()
+        time.sleep(2)  # trackio and wandb write on by themselves
+        os.kill(os.getpid(), signal.SIGKILL)
+    if case == "resume":
         accelerator.end_training()
         return
     accelerator.log({"word": "a text"}, step=STEPS - 1)

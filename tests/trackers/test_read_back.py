@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -180,3 +181,36 @@ def test_after_a_crash_everything_is_on_disk_and_the_run_is_marked_failed(
         assert found[name]["values"][key] == wanted, key
     if name in FAILED:
         assert found[name]["status"] == FAILED[name]
+
+
+#: Those that go on in a run without a server, in files that hold one run afterwards.
+LOCAL = ("aim", "dvclive", "jsonl", "mlflow", "tensorboard", "trackio")
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("resumed")
+    asked = ",".join((*LOCAL, "wandb"))
+    run(directory, "kill", asked, rc=-signal.SIGKILL)
+    ended = run(directory, "resume", asked)
+    return directory, ended.stdout + ended.stderr, read(directory, *LOCAL)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_killed_run_goes_on_as_the_same_one(
+    resumed: tuple[Path, str, dict[str, Any]], name: str
+) -> None:
+    _, text, found = resumed
+    assert "switched off" not in text
+    assert not found[name]["error"]
+    for key in probe.KEYS:
+        wanted = [[step, probe.value(key, step)] for step in range(2 * probe.STEPS)]
+        assert found[name]["values"][key] == wanted, key
+
+
+def test_wandb_goes_on_under_the_same_id(resumed: tuple[Path, str, dict[str, Any]]) -> None:
+    directory, text, _ = resumed
+    folders = sorted((directory / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    (identity,) = {folder.name.rsplit("-", 1)[1] for folder in folders}
+    assert f"'wandb': '{identity}'" in text
