@@ -68,12 +68,17 @@ def read_tensorboard(directory: Path) -> Found:
         for name in tags["tensors"]
         if name.endswith("/text_summary")
     }
+    values = {
+        tag: [[event.step, event.value] for event in events.Scalars(tag)] for tag in tags["scalars"]
+    }
+    for part in (path for path in folder.iterdir() if path.is_dir()):
+        below = EventAccumulator(str(part), size_guidance={"scalars": 0}).Reload()
+        for tag in below.Tags()["scalars"]:  # what `add_scalars` makes of a nested dict
+            inner = part.name.removeprefix(f"{tag}_")
+            values[f"{tag}/{inner}"] = [[event.step, event.value] for event in below.Scalars(tag)]
     return {
         "config": config,
-        "values": {
-            tag: [[event.step, event.value] for event in events.Scalars(tag)]
-            for tag in tags["scalars"]
-        },
+        "values": values,
         "texts": texts,
         "images": {
             tag: _pixels(io.BytesIO(events.Images(tag)[0].encoded_image_string))
@@ -139,6 +144,8 @@ def read_wandb(directory: Path) -> Found:
                 series.append((key, step, value))
             elif isinstance(value, str):
                 found["texts"][key] = value
+            elif "_type" not in value:  # a nested dict, handed over as it was
+                series += [(f"{key}/{inner}", step, number) for inner, number in value.items()]
             elif value.get("_type") == "images/separated":
                 for index, name in enumerate(value["filenames"]):
                     found["images"][f"{key}/{index}"] = _pixels(run / "files" / name)
@@ -167,6 +174,9 @@ def read_trackio(directory: Path) -> Found:
                 series.append((key, entry["step"], value))
             elif isinstance(value, str):
                 found["texts"][key] = value
+            elif value and "_type" not in value:  # a nested dict, handed over as it was
+                step = entry["step"]
+                series += [(f"{key}/{inner}", step, number) for inner, number in value.items()]
             elif value.get("_type") == "trackio.image":
                 found["images"][key] = _pixels(media / value["file_path"])
             elif value.get("_type") == "trackio.table":
