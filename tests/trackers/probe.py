@@ -124,7 +124,12 @@ def main(case: str) -> None:
         accelerator.load_state("checkpoint")
         print("RESUMED", accelerator.resumed_runs, flush=True)
         first = STEPS
-    accelerator.init_trackers("probe", CONFIG, INIT_KWARGS)
+    init_kwargs = INIT_KWARGS
+    if case == "ranks":
+        init_kwargs = {
+            name: {**INIT_KWARGS.get(name, {}), "main_process_only": False} for name in log_with
+        }
+    accelerator.init_trackers("probe", CONFIG, init_kwargs)
     for step in range(first, first + STEPS):
         accelerator.log(row(step), step=step)
     if case == "crash":
@@ -134,7 +139,7 @@ def main(case: str) -> None:
         accelerator.flush_trackers()
         time.sleep(2)  # trackio and wandb write on by themselves
         os.kill(os.getpid(), signal.SIGKILL)
-    if case == "resume":
+    if case in ("resume", "ranks"):
         accelerator.end_training()
         return
     accelerator.log({"word": "a text"}, step=STEPS - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -214,3 +215,49 @@ def test_wandb_goes_on_under_the_same_id(resumed: tuple[Path, str, dict[str, Any
     assert len(folders) == 2
     (identity,) = {folder.name.rsplit("-", 1)[1] for folder in folders}
     assert f"'wandb': '{identity}'" in text
+
+
+def test_the_peers_class_names_are_lent_and_import_no_library() -> None:
+    code = """
+import sys
+from accelerate_core import tracking
+from accelerate_core.plugins import installed
+for record in installed().of_kind("tracker"):
+    cls = record.load()
+    if record.name != "jsonl":
+        assert getattr(tracking, cls.__name__) is cls
+        assert cls.name == record.name
+heavy = {"aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "torch",
+         "trackio", "wandb"}
+print("HEAVY", sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "HEAVY []"
+
+
+GROUPED = ("dvclive", "swanlab", "tensorboard", "wandb")
+
+
+@pytest.mark.dist
+def test_every_rank_has_a_run_in_one_group(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--num_processes", "2"]
+    done = subprocess.run(
+        [*command, str(HERE / "probe.py"), "ranks", ",".join(GROUPED)],
+        cwd=tmp_path,
+        env=probe.environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "switched off" not in done.stderr
+    for rank in (0, 1):
+        assert (tmp_path / "dvclive" / f"rank{rank}" / "plots/metrics/python.tsv").exists()
+        assert list((tmp_path / "logs" / "probe" / f"rank{rank}").glob("events.*"))
+    assert len(list((tmp_path / "swanlog").glob("run-*"))) == 2
+    runs = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(runs) == 2
+    groups = {re.search(rb"probe-[0-9a-f]{8}", path.read_bytes()) for path in runs}
+    assert len({found[0] for found in groups if found}) == 1

@@ -142,6 +142,8 @@ class Writer:
             self.delivered += len(group)
             self._last = group[-1].sequence
             start += len(group)
+            if time.monotonic() - self._flushed_at >= FLUSH_EVERY:
+                self._flush()  # what is delivered and not marked would come twice after a kill
             if not self._awaited and self._queue.qsize() < BACKLOG:
                 time.sleep(min(REST * (time.perf_counter() - begun), LONGEST_REST))
 
