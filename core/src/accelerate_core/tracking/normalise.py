@@ -72,6 +72,7 @@ def normalise_values(
     """
     plain: dict[str, Any] = {}
     other: dict[str, object] = {}
+    tensor = getattr(sys.modules.get("torch"), "Tensor", ())
     for key, value in _flatten(values, "", reporter, ()):
         if key in plain or key in other:
             reporter.report(key, "because two entries have this name after joining with '/'")
@@ -79,11 +80,14 @@ def normalise_values(
         if type(value) is float:  # the common case, and the step waits
             plain[key] = value
             continue
-        if pending is not None and _is_on_device(value):
-            plain[key] = None
-            pending[key] = value
-            continue
-        number = scalar(value)
+        if isinstance(value, tensor):
+            if pending is not None and _is_on_device(value):
+                plain[key] = None
+                pending[key] = value
+                continue
+            number = _element(value)
+        else:
+            number = scalar(value)
         if number is not _MISSING:
             plain[key] = number
         elif value is None:
@@ -300,18 +304,18 @@ def _is_array(value: object) -> bool:
 
 
 def _is_on_device(value: Any) -> bool:
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if tensor is None or not isinstance(value, tensor):
-        return False
-    return value.device.type not in ("cpu", "meta") and value.numel() == 1
+    return not value.is_cpu and not value.is_meta and bool(value.numel() == 1)
 
 
 def _element(value: Any) -> Any:
-    if _count(value) != 1:
-        return _MISSING
     try:
-        # Of a tensor on the CPU: `item` would let go of the interpreter, and wait to have it back.
-        item = value.tolist() if value.ndim == 0 else value.item()
+        if value.ndim == 0:
+            # Of a tensor on the CPU: `item` would let go of the interpreter, and wait for it.
+            item = value.tolist()
+        elif _count(value) != 1:
+            return _MISSING
+        else:
+            item = value.item()
         if isinstance(item, bool | int | float | str):
             return item
         # The widest NumPy floats come out of `.item()` as themselves.
