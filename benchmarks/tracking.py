@@ -52,7 +52,7 @@ def contend(who: str, trackers: list[str], calls: int, step_ms: float, kind: str
     accelerator.init_trackers("bench", {"lr": 0.1}, INIT_KWARGS)
     size = _size_for(step_ms) if step_ms else 0
     left = torch.rand(size, size) if size else None
-    waited = []
+    waited, worked = [], 0
     begun = time.perf_counter()
     for step in range(calls):
         if left is not None:
@@ -61,15 +61,18 @@ def contend(who: str, trackers: list[str], calls: int, step_ms: float, kind: str
         values: dict[str, Any] = dict(zip(KEYS, numbers, strict=True))
         if kind == "tensors":
             values = {key: torch.tensor(number) for key, number in values.items()}
+        busy = time.thread_time_ns()
         start = time.perf_counter()
         accelerator.log(values, step=step)
         waited.append(time.perf_counter() - start)
+        worked += time.thread_time_ns() - busy
     looped = time.perf_counter() - begun
     start = time.perf_counter()
     accelerator.end_training()
     ended = time.perf_counter() - start
     waited.sort()
     figures = {
+        "cpu_us": worked / calls / 1e3,
         "mean_us": statistics.fmean(waited) * 1e6,
         "median_us": waited[len(waited) // 2] * 1e6,
         "p99_us": waited[int(len(waited) * 0.99)] * 1e6,
@@ -132,8 +135,9 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("mean µs", "median µs", "p99 µs", "max µs", "loop s", "end s", "kept")
+    columns = ("cpu µs", "mean µs", "median µs", "p99 µs", "max µs", "loop s", "end s", "kept")
     table = Table("contender", *columns, title=f"log: ten scalars to {options.trackers}")
+    table.caption = "cpu: of the calling thread, mean per call; the others are wall clock"
     for who, kind, calls in (
         ("ours", "nothing", options.calls),
         ("ours", "floats", options.calls),
@@ -159,7 +163,8 @@ def main() -> None:
         lost = ", ".join(f"{name} {count}/{calls}" for name, count in found.items())
         cells = [f"{value:.1f}" for value in figures.values()]
         table.add_row(f"{who}, {kind}, {calls} calls", *cells, lost)
-    Console(width=170).print(table)
+    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
+    Console(width=180).print(table, f"load of the machine: {load} on {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":
