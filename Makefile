@@ -2,8 +2,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
-PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard backends/*/pyproject.toml trackers/*/pyproject.toml))
-MEMBERS := core $(PLUGINS)
+BACKENDS := $(patsubst %/pyproject.toml,%,$(wildcard backends/*/pyproject.toml))
+TRACKERS := $(patsubst %/pyproject.toml,%,$(wildcard trackers/*/pyproject.toml))
+MEMBERS := core $(BACKENDS) $(TRACKERS)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS ?=
 
@@ -27,13 +28,15 @@ $(VENV)/base.stamp: constraints.txt
 	$(PIP) install -c constraints.txt torch
 	@touch $@
 
-$(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml $(MEMBERS:%=%/pyproject.toml)
+$(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml core/pyproject.toml $(BACKENDS:%=%/pyproject.toml)
 	$(PIP) install -c constraints.txt hatchling editables
-	$(PIP) install -c constraints.txt --no-build-isolation $(MEMBERS:%=-e %)
+	$(PIP) install -c constraints.txt --no-build-isolation -e core $(BACKENDS:%=-e %)
 	$(PIP) install -c constraints.txt --group examples
 	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/run.stamp
+# The nine trackers bring a gigabyte of libraries; only tests need them.
+$(VENV)/dev.stamp: $(VENV)/run.stamp $(TRACKERS:%=%/pyproject.toml)
+	$(PIP) install -c constraints.txt --no-build-isolation $(TRACKERS:%=-e %)
 	$(PIP) install -c constraints.txt --group test --group lint
 	@touch $@
 
@@ -77,6 +80,8 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/parity.py
 	$(BIN)/python benchmarks/sharding.py
+	$(BIN)/python benchmarks/tracking.py
+	$(BIN)/python benchmarks/tracking_fidelity.py
 	$(BIN)/python benchmarks/plot.py
 
 clean:

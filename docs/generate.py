@@ -1,4 +1,4 @@
-"""Write the pages that follow from the code: hooks.md and configuration.md.
+"""Write the pages that follow from the code: hooks.md, configuration.md, a table in tracking.md.
 
 `--check` writes nothing and fails if a page is not what the code says.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import tomllib
 from pathlib import Path
 
 from accelerate_core.configuration import handlers, parallelism
@@ -80,9 +81,45 @@ def configuration() -> str:
     return "\n".join(lines)
 
 
+def tracking() -> str:
+    """Return tracking.md with the table of who supports what."""
+    from accelerate_core.plugins.discovery import load_target
+    from accelerate_core.tracking import VERBS, GeneralTracker
+    from accelerate_core.tracking.jsonl import JsonlTracker
+
+    classes: list[type[GeneralTracker]] = [JsonlTracker]
+    for project in sorted(HERE.parent.glob("trackers/*/pyproject.toml")):
+        sys.path.append(str(project.parent / "src"))  # where it is not installed
+        points = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"]
+        classes += [load_target(target) for target in points["accelerate_core.trackers"].values()]
+    rows: list[list[object]] = [
+        [
+            f"`{cls.name}`",
+            f"`{cls.__name__}`",
+            f"`{cls.library}`" if cls.library else "",
+            *("yes" if verb in cls.supports else "" for verb in VERBS),
+            "yes" if cls.resumes else "",
+            "yes" if cls.groups else "",
+            cls.failed_word,
+        ]
+        for cls in sorted(classes, key=lambda cls: str(cls.name))
+    ]
+    header = ["tracker", "class", "library", *VERBS, "resumes", "groups", "failed"]
+    text = (HERE / "tracking.md").read_text(encoding="utf-8")
+    before, rest = text.split("<!-- generated: supports -->\n")
+    after = rest.split("<!-- end -->\n", 1)[1]
+    generated = "\n".join(table(header, rows))
+    return f"{before}<!-- generated: supports -->\n{generated}<!-- end -->\n{after}"
+
+
 def main() -> None:
     stale = []
-    for name, text in (("hooks.md", hooks()), ("configuration.md", configuration())):
+    pages = {
+        "hooks.md": hooks(),
+        "configuration.md": configuration(),
+        "tracking.md": tracking(),
+    }
+    for name, text in pages.items():
         path = HERE / name
         text = text.rstrip() + "\n"
         if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from accelerate_core.errors import (
     MissingPluginError,
     UnknownArgumentError,
 )
+from accelerate_core.plugins import discovery
 from accelerate_core.plugins.selection import Request, select_backend
 from accelerate_core.runtime import Topology, read_topology
 
@@ -148,11 +150,6 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         MissingPluginError,
         ["'wandv'", "log_with", "'wandb'"],
     ),
-    "tracker not installed": (
-        {"log_with": "mlflow"},
-        MissingPluginError,
-        ["pip install accelerate-core[mlflow]"],
-    ),
     "tracker of another kind": ({"log_with": 3}, TypeError, ["int"]),
 }
 
@@ -164,6 +161,15 @@ def test_constructor(arguments: dict[str, Any], kind: type[Exception], said: lis
         Accelerator(**arguments)
     for part in said:
         assert part in str(failure.value)
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = discovery.installed()
+    plugins = tuple(one for one in found.plugins if one.distribution == "accelerate-core")
+    without = dataclasses.replace(found, plugins=plugins)
+    monkeypatch.setattr(discovery, "installed", lambda: without)
+    with pytest.raises(MissingPluginError, match=r"pip install accelerate-core\[mlflow\]"):
+        Accelerator(log_with="mlflow")
 
 
 ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {

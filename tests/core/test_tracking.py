@@ -358,9 +358,10 @@ def test_numpy_and_torch_are_not_imported() -> None:
 # --- the fan-out ----------------------------------------------------------------------------------
 
 
-def test_a_run_from_init_to_finish() -> None:
+def test_a_run_from_init_to_finish(tmp_path: Path) -> None:
     mine = Memory()
-    hub = make_hub([mine, "directory"], logging_dir="logs")
+    logs = str(tmp_path / "logs")
+    hub = make_hub([mine, "directory"], logging_dir=logs)
     assert hub.trackers == []
     hub.init("project", {"lr": np.float32(0.5)}, {"directory": {}, "absent": {"x": 1}})
     hub.log({"loss": torch.tensor(1.5)}, step=np.int64(3), log_kwargs={"memory": {"commit": True}})
@@ -371,7 +372,7 @@ def test_a_run_from_init_to_finish() -> None:
     assert mine.config == {"lr": 0.5}
     assert mine.rows == [(3, {"loss": 1.5}, {"commit": True}), (None, {"note": "text"}, {})]
     directory = hub.get("directory")
-    assert (directory.project_name, directory.logging_dir) == ("project", "logs")
+    assert (directory.project_name, directory.logging_dir) == ("project", logs)
     assert directory.rows[0] == (3, {"loss": 1.5}, {})
     assert hub.get("memory", unwrap=True) is mine.rows
 
@@ -395,6 +396,7 @@ def test_trackers_do_not_share_the_dict_they_get() -> None:
     hub = make_hub([Greedy(), mine])
     hub.init("p")
     hub.log({"a": 1})
+    hub.flush()
     assert mine.rows[0][1] == {"a": 1}
 
 
@@ -439,6 +441,7 @@ def test_a_tracker_that_raises_is_named_once_and_the_others_go_on(stage: str) ->
         hub.init("p", {"a": 1})
         hub.log({"x": 1}, step=0)
         hub.log({"x": 2}, step=1)
+        hub.flush()
         assert isinstance(hub.get("broken"), BlankTracker) is (stage != "finish")
         hub.finish()
     assert len(texts) == 1
@@ -462,6 +465,7 @@ def test_a_failing_constructor_does_not_end_the_run_and_names_the_distribution()
     with pytest.warns(RuntimeWarning, match=r"'no_account' \(numpy \d.*PermissionError: log in"):
         hub.init("p")
     hub.log({"a": 1})
+    hub.flush()
     assert len(hub.get("memory").rows) == 1
 
 
@@ -528,6 +532,7 @@ def test_what_no_tracker_takes_is_reported_once_with_its_key() -> None:
     assert any("'vector'" in text and "(3,)" in text for text in texts)
     assert any("'none'" in text for text in texts)
     assert any("'list'" in text for text in texts)
+    hub.flush()
     assert [row[1] for row in mine.rows] == [{"ok": 0}, {"ok": 1}, {"ok": 2}]
 
 
@@ -544,6 +549,7 @@ def test_media_go_to_the_trackers_that_take_them() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hub.log({"a": 1, "chart": chart, "many": [chart]})
+    hub.flush()
     assert mine.rows[0][1] == {"a": 1, "chart": chart, "many": [chart]}
     assert numbers.rows[0][1] == {"a": 1}
 
@@ -558,6 +564,7 @@ def test_other_ranks_are_blank_unless_the_tracker_is_for_every_rank() -> None:
     assert [tracker.name for tracker in hub.trackers] == ["memory", "every_rank"]
     hub.get("memory").log_images([])
     hub.get("memory", unwrap=True).log_artifact("x")
+    hub.flush()
     assert hub.get("every_rank").rows == [(None, {"a": 1.0}, {})]
     assert hub.get("every_rank").config == {"a": 1}
     hub.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -86,6 +87,8 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
     run(sys.executable, "-m", "venv", venv)
     pip = (venv / "bin" / "python", "-m", "pip", "-q", "install", "-c", ROOT / "constraints.txt")
     run(*pip, "torch", timeout=600)
+    found = sorted(wheels.glob("*.whl"))
+    trackers = [wheel for wheel in found if _is_tracker(wheel)]
     # Together, so that siblings are found among the wheels and nowhere else.
     small = [*wheels.glob("accelerate_core-*.whl"), *wheels.glob("accelerate_ddp-*.whl")]
     run(*pip, *small, timeout=600)
@@ -98,7 +101,7 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
         )
         assert f"{backend} {processes} True" in out
     assert "numpy" not in run(venv / "bin" / "python", "-m", "pip", "list")
-    run(*pip, *sorted(wheels.glob("*.whl")), timeout=600)
+    run(*pip, *(wheel for wheel in found if wheel not in trackers), timeout=600)
     out = run(
         launch,
         "launch",
@@ -111,3 +114,16 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
         cwd=tmp_path,
     )
     assert "fsdp2 2 True" in out
+    # The trackers' libraries are a gigabyte: without them each says what it needs.
+    run(*pip, "--no-deps", *trackers)
+    rows = {row["name"]: row for row in json.loads(run(launch, "plugins", "--json"))}
+    for wheel in trackers:
+        (name,) = [name for name in rows if wheel.name.startswith(f"accelerate_{name}-")]
+        assert rows[name]["state"] == "passed over"
+        assert "its library is not installed: pip install" in rows[name]["because"]
+
+
+def _is_tracker(wheel: Path) -> bool:
+    with zipfile.ZipFile(wheel) as archive:
+        (points,) = [n for n in archive.namelist() if n.endswith("/entry_points.txt")]
+        return "[accelerate_core.trackers]" in archive.read(points).decode()

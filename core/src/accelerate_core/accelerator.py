@@ -34,15 +34,17 @@ from accelerate_core.configuration import (
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.facade.keeping import Keeping
 from accelerate_core.facade.preparing import Preparing
+from accelerate_core.facade.recording import Recording
 from accelerate_core.facade.stepping import Stepping
 from accelerate_core.facade.talking import Talking
 from accelerate_core.helpers.memory import release_memory
-from accelerate_core.plugins import ActivePlugins, find, installed
+from accelerate_core.plugins import ActivePlugins
 from accelerate_core.plugins.digest import agree
 from accelerate_core.plugins.selection import plugin_arguments
 from accelerate_core.state import absent_attribute
 from accelerate_core.step import GradientState, ItemCount
 from accelerate_core.tracking import TrackerHub, normalise_log_with
+from accelerate_core.tracking.registry import available_names, tracker_class
 
 __all__ = ["Accelerator"]
 
@@ -59,7 +61,9 @@ class _ShowsPluginArguments(type):
         return inspect.Signature([*parameters[:-1], *lent])
 
 
-class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginArguments):
+class Accelerator(
+    Preparing, Stepping, Talking, Keeping, Recording, metaclass=_ShowsPluginArguments
+):
     """Runs a plain PyTorch training loop on whatever setup the process was started in.
 
     Args:
@@ -240,8 +244,10 @@ class Accelerator(Preparing, Stepping, Talking, Keeping, metaclass=_ShowsPluginA
             log_with,
             self.logging_dir,
             self.is_main_process,
-            resolve=_tracker_class,
-            available=lambda: [record.name for record in installed().of_kind("tracker")],
+            resolve=tracker_class,
+            available=available_names,
+            rank=self.process_index,
+            size=self.num_processes,
         )
 
     def _make_communicator(self, scope: Any) -> Communicator:
@@ -356,11 +362,6 @@ class _Talk:
             "gather_object", "broadcast_object", "scatter_object",
         ):  # fmt: skip
             setattr(self, name, partial(getattr(accelerator.hooks, name), accelerator))
-
-
-def _tracker_class(name: str) -> Any:
-    record = find("tracker", name, because="log_with")
-    return record.load()
 
 
 def _fields(settings: Any) -> dict[str, Any]:

@@ -14,11 +14,21 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-__all__ = ["ERROR_FILE_VARIABLE", "happened", "install", "is_echo", "record", "wait_for_culprit"]
+__all__ = [
+    "ERROR_FILE_VARIABLE",
+    "forget",
+    "happened",
+    "install",
+    "is_echo",
+    "listen",
+    "record",
+    "wait_for_culprit",
+]
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -39,6 +49,8 @@ _ECHOES = (
 
 _installed = False
 _happened = False
+#: Listener -> the hook that calls it, and the hook before.
+_listeners: dict[Callable[[], None], tuple[Any, Any]] = {}
 
 
 def install(environ: Mapping[str, str] | None = None) -> None:
@@ -69,6 +81,36 @@ def install(environ: Mapping[str, str] | None = None) -> None:
             record(error, file)
 
     sys.excepthook = hook
+
+
+def listen(listener: Callable[[], None]) -> None:
+    """Have a function called when an uncaught exception ends the script, while threads still run.
+
+    It comes before every hook installed so far: libraries that close their own runs on an
+    exception would close them before what is still on its way has arrived.
+    """
+    install()
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _happened
+        _happened = True
+        if listener in _listeners:
+            try:
+                listener()
+            except Exception as problem:
+                sys.stderr.write(f"Closing down after the failure: {problem}\n")
+        previous(kind, error, trace)
+
+    _listeners[listener] = (hook, previous)
+    sys.excepthook = hook
+
+
+def forget(listener: Callable[[], None]) -> None:
+    """Take back what `listen` was given."""
+    hook, previous = _listeners.pop(listener, (None, None))
+    if hook is not None and sys.excepthook is hook:
+        sys.excepthook = previous
 
 
 def happened() -> bool:

@@ -38,7 +38,7 @@ _HOMES = {
     "optimizer": ("accelerate_core.step",),
     "scheduler": ("accelerate_core.step",),
     "state": ("accelerate_core.state", "accelerate_core.configuration"),
-    "tracking": ("accelerate_core.tracking",),
+    "tracking": ("accelerate_core.tracking", "accelerate_core.utils"),
     "utils": ("accelerate_core.utils", "accelerate_core"),
 }
 

@@ -425,7 +425,8 @@ def _load_ranks(accelerator: Accelerator, source: _Source, found: dict[int, Any]
         cycles = [one[MARK]["cycle"] for _, one in sorted(found.items())]
         mine = (own or first)[MARK]["cycle"]
         accelerator.load_cycle_state(mine, None if saved_by == count else cycles)
-        accelerator.expect_tracker_runs(ours.get("trackers") or {})
+        if own is not None:  # a rank that was not there has no runs to go on in
+            accelerator.expect_tracker_runs(own[MARK].get("trackers") or {})
     _load_gradients(accelerator, source, saved_by)
     if own is not None:
         missed = rng.restore(own)

@@ -23,7 +23,7 @@ def command(as_json: bool) -> None:
     """Show which plugins are installed, which are active in this environment, and why."""
     from accelerate_core.plugins import report
 
-    rows = [row.as_dict() for row in report(dict(os.environ))]
+    rows = [row.as_dict() for row in report(dict(os.environ), ask_trackers=True)]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:

@@ -222,13 +222,13 @@ class Keeping(Place):
         return 1.0 / (self.num_processes if self._items.open else saved_by)
 
     def tracker_runs(self) -> dict[str, Any]:
-        """Return the ids of the trackers' runs, by tracker name."""
-        runs = {tracker.name: getattr(tracker, "run_id", None) for tracker in self.trackers}
-        return {name: str(run) for name, run in runs.items() if run is not None}
+        """Return what a checkpoint keeps of the trackers: their runs, and where the journal is."""
+        return self._hub.state_dict()
 
     def expect_tracker_runs(self, runs: dict[str, Any]) -> None:
-        """Note which runs a loaded checkpoint belongs to; `resumed_runs` has them."""
-        self.resumed_runs = dict(runs)
+        """Go on in the runs of a loaded checkpoint; `resumed_runs` has their ids."""
+        self.resumed_runs = dict(runs.get("runs", {}))
+        self._hub.load_state_dict(runs)
 
     @property
     def log_with(self) -> list[str]:

@@ -177,6 +177,15 @@ EXPORTS: dict[str, str] = {
         ),
         "fp8",
     ),
+    "TensorBoardTracker": "tensorboard",
+    "WandBTracker": "wandb",
+    "TrackioTracker": "trackio",
+    "AimTracker": "aim",
+    "CometMLTracker": "comet_ml",
+    "MLflowTracker": "mlflow",
+    "ClearMLTracker": "clearml",
+    "DVCLiveTracker": "dvclive",
+    "SwanLabTracker": "swanlab",
 }
 
 #: `is_…_available` -> the library it asks for.

@@ -112,6 +112,7 @@ _BUILT_IN = (
     ("precision", "fp16", "accelerate_core.precision:Float16"),
     ("precision", "bf16", "accelerate_core.precision:BFloat16"),
     ("precision", "downcast_bf16", "accelerate_core.precision:DowncastBFloat16"),
+    ("tracker", "jsonl", "accelerate_core.tracking.jsonl:JsonlTracker"),
 )
 
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from accelerate_core.configuration.resolve import Sources, resolve_core
-from accelerate_core.errors import AccelerateError
-from accelerate_core.plugins.discovery import disabled_names, installed
+from accelerate_core.errors import AccelerateError, PluginError
+from accelerate_core.plugins.discovery import PluginRecord, disabled_names, installed
 from accelerate_core.plugins.selection import Request, select_backend, select_extensions
 from accelerate_core.runtime import read_topology
 
@@ -33,11 +33,14 @@ class PluginRow:
         return asdict(self)
 
 
-def report(environ: Mapping[str, str] | None = None) -> list[PluginRow]:
+def report(
+    environ: Mapping[str, str] | None = None, *, ask_trackers: bool = False
+) -> list[PluginRow]:
     """List every installed plugin with its state under this environment.
 
     States: active, available, passed over, refused, broken, disabled.
-    Only what the environment asks for is imported.
+    Only what the environment asks for is imported; with `ask_trackers` the trackers too, which
+    then say whether `log_with="all"` can use them, but not their libraries.
     """
     environ = dict(os.environ if environ is None else environ)
     sources = Sources.of(environ)
@@ -63,6 +66,8 @@ def report(environ: Mapping[str, str] | None = None) -> list[PluginRow]:
     rows = []
     for record in installed().plugins:
         state, because = states.get((record.kind, record.name), ("available", "not asked for"))
+        if ask_trackers and record.kind == "tracker" and record.name not in disabled:
+            state, because = _tracker(record, environ)
         if record.name in disabled:
             state, because = "disabled", "ACCELERATE_DISABLED_PLUGINS"
         elif record.failure is not None:
@@ -75,3 +80,18 @@ def report(environ: Mapping[str, str] | None = None) -> list[PluginRow]:
             )
         )
     return rows
+
+
+def _tracker(record: PluginRecord, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Tell what `log_with="all"` would do with a tracker."""
+    try:
+        tracker = record.load()
+    except PluginError:
+        return "broken", ""
+    asks = getattr(tracker, "unusable", None)
+    why = asks(environ) if asks is not None else "it is no GeneralTracker class"
+    if why:
+        return "passed over", why
+    if getattr(tracker, "requires_logging_directory", False) is True:
+        return "available", "log_with='all' uses it where a project_dir is given"
+    return "available", "log_with='all' uses it"

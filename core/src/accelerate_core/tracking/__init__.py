@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from accelerate_core.tracking.fanout import TrackerHub, normalise_log_with
-from accelerate_core.tracking.normalise import Reporter, normalise_config, normalise_values
+from accelerate_core.tracking.media import pictures
+from accelerate_core.tracking.normalise import Reporter, normalise_config, normalise_values, split
+from accelerate_core.tracking.registry import get_available_trackers, register_tracker_class
 from accelerate_core.tracking.tracker import (
+    VERBS,
     BlankTracker,
     GeneralTracker,
     IncompleteTrackerError,
+    RunGroup,
     on_main_process,
 )
 
 __all__ = [
+    "VERBS",
     "BlankTracker",
     "GeneralTracker",
     "IncompleteTrackerError",
     "Reporter",
+    "RunGroup",
     "TrackerHub",
+    "get_available_trackers",
     "normalise_config",
     "normalise_log_with",
     "normalise_values",
     "on_main_process",
+    "pictures",
+    "register_tracker_class",
+    "split",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a tracker class that an installed package lends, such as the peer has here."""
+    from accelerate_core.plugins import exports
+
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return exports.resolve(name)

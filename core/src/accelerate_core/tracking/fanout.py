@@ -1,70 +1,42 @@
-"""From one `log` call to every tracker: who was asked for, who runs, who was switched off."""
+"""From one `log` call to every tracker: started, fed by writers, switched off, closed."""
 
 from __future__ import annotations
 
-import enum
-import importlib.metadata
-import inspect
+import datetime
 import logging
 import operator
 import os
+import secrets
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing
+from accelerate_core.tracking import media
+from accelerate_core.tracking.choice import (
+    Asked,
+    Requested,
+    choose,
+    distribution_of,
+    name_of,
+    normalise_log_with,
+)
+from accelerate_core.tracking.ending import watch
+from accelerate_core.tracking.entry import DeviceRead, Entry
+from accelerate_core.tracking.journal import Journal, delete_leftover, read_leftover
 from accelerate_core.tracking.normalise import Reporter, normalise_config, normalise_values
+from accelerate_core.tracking.opening import builder, is_for_every_rank
 from accelerate_core.tracking.tracker import BlankTracker, GeneralTracker
+from accelerate_core.tracking.writer import Writer, drain
 
 __all__ = ["Requested", "TrackerHub", "normalise_log_with"]
 
-ALL = "all"
-
-Requested = str | type[GeneralTracker] | GeneralTracker
+JOURNAL_FOLDER = ".tracking"
 
 _logger = logging.getLogger(__name__)
-
-
-def normalise_log_with(log_with: object) -> list[Requested]:
-    """Return what `log_with` asks for as a list of names, tracker classes and instances.
-
-    Args:
-        log_with: None, a name, a `LoggerType` or other string enum, a tracker
-            class, an instance, or a list, tuple or set of those. `"all"` is kept
-            as a name; what it stands for is decided by `TrackerHub`.
-
-    Raises:
-        TypeError: something else was given.
-        IncompleteTrackerError: an instance lacks what every tracker must have.
-    """
-    if log_with is None:
-        return []
-    if isinstance(log_with, (list, tuple, set, frozenset)):
-        asked = [_normalise_one(item) for item in log_with]
-    else:
-        asked = [_normalise_one(log_with)]
-    once: list[Requested] = []
-    for item in asked:
-        if not any(item is known or (isinstance(item, str) and item == known) for known in once):
-            once.append(item)
-    return once
-
-
-def _normalise_one(item: object) -> Requested:
-    if isinstance(item, enum.Enum):
-        item = item.value
-    if isinstance(item, str):
-        name = str(item)
-        return ALL if name.lower() == ALL else name
-    if isinstance(item, GeneralTracker) or (
-        isinstance(item, type) and issubclass(item, GeneralTracker)
-    ):
-        return item
-    what = f"the class {item.__qualname__}" if isinstance(item, type) else type(item).__name__
-    raise TypeError(
-        f"log_with takes names of trackers, GeneralTracker classes or instances, and 'all'; "
-        f"got {what}. A tracker of your own must be a subclass of GeneralTracker."
-    )
 
 
 class TrackerHub:
@@ -72,19 +44,21 @@ class TrackerHub:
 
     Which trackers run is decided here, at construction; they are built and
     started by `init`. With none asked for every method does nothing. On ranks
-    other than the main one, trackers are blank unless their class says
-    `main_process_only = False`.
+    other than the main one, trackers are blank unless `main_process_only` is
+    False, in their class or among their `init_kwargs`.
 
-    A tracker that raises is named once in a warning, replaced by a blank one,
-    and the run goes on.
+    `log` and the verbs return at once: entries go to a journal on disk, and one
+    thread per tracker feeds its library in order. A tracker that raises is named
+    once in a warning, replaced by a blank one, and the run goes on.
 
     Args:
         requested: what `normalise_log_with` returned.
-        logging_dir: handed to trackers that require a directory.
+        logging_dir: handed to trackers that require a directory; the journal is there too.
         is_main_process: whether this rank is the main one.
         resolve: returns the class for a name, or raises `MissingPluginError`.
         available: the names `"all"` stands for, or a function that returns them,
             called only if `"all"` was asked for.
+        rank, size: of this process in the world.
 
     Raises:
         MissingPluginError: out of `resolve`, for a name that was asked for.
@@ -99,82 +73,29 @@ class TrackerHub:
         is_main_process: bool,
         resolve: Callable[[str], type[GeneralTracker]],
         available: Iterable[str] | Callable[[], Iterable[str]] = (),
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
         self.logging_dir = logging_dir
         self.is_main_process = is_main_process
         self.trackers: list[GeneralTracker] = []
+        self._rank, self._size = rank, size
         self._reporter = Reporter()
         self._retired: list[GeneralTracker] = []
+        self._writers: list[Writer] = []
+        self._journal: Journal | None = None
+        self._sequence = 0
         self._state = "new"
+        self._resume: dict[str, Any] = {}
+        self._begin: Callable[[], None] = lambda: None
+        self._at_exit: Callable[[], None] | None = None
         requested = list(requested)
-        self._asked = self._choose(requested, resolve)
-        if ALL in requested:
-            names = available() if callable(available) else available
-            self._asked += self._expand_all(names, resolve)
-            if not self._asked:
-                warnings.warn(
-                    "log_with='all' found no tracker that can be used here; nothing is tracked.",
-                    stacklevel=2,
-                )
-
-    # --- who runs -----------------------------------------------------------------------------
+        self._asked = choose(requested, logging_dir, is_main_process, resolve, available)
 
     @property
     def names(self) -> list[str]:
         """The names of the trackers asked for, those switched off included."""
-        return [tracker.name for tracker in self.trackers] or [_name(item) for item in self._asked]
-
-    def _choose(
-        self, requested: list[Requested], resolve: Callable[[str], type[GeneralTracker]]
-    ) -> list[type[GeneralTracker] | GeneralTracker]:
-        chosen: list[type[GeneralTracker] | GeneralTracker] = []
-        for item in requested:
-            if item == ALL:
-                continue
-            tracker = resolve(item) if isinstance(item, str) else item
-            if isinstance(tracker, type):
-                _check_class(tracker)
-                if self._lacks_directory(tracker):
-                    raise ConfigurationError(
-                        f"The tracker {_name(tracker)!r} writes into a directory and none is "
-                        f"given. Pass Accelerator(project_dir=...) or "
-                        f"ProjectConfiguration(logging_dir=...)."
-                    )
-            elif self._runs_here(tracker):
-                tracker.validate()
-            if tracker not in chosen:
-                chosen.append(tracker)
-        return chosen
-
-    def _expand_all(
-        self, names: Iterable[str], resolve: Callable[[str], type[GeneralTracker]]
-    ) -> list[type[GeneralTracker] | GeneralTracker]:
-        taken = {_name(item) for item in self._asked}
-        chosen: list[type[GeneralTracker] | GeneralTracker] = []
-        for name in names:
-            if name in taken:
-                continue
-            try:
-                tracker = resolve(name)
-                _check_class(tracker)
-            except Exception as error:
-                self._pass_over(name, f"{type(error).__name__}: {error}")
-                continue
-            if self._lacks_directory(tracker):
-                self._pass_over(name, "it writes into a directory and no logging_dir is given")
-            elif tracker not in self._asked:
-                chosen.append(tracker)
-        return chosen
-
-    def _lacks_directory(self, tracker: type[GeneralTracker]) -> bool:
-        return tracker.requires_logging_directory is True and self.logging_dir is None
-
-    def _pass_over(self, name: str, why: str) -> None:
-        if self.is_main_process:
-            warnings.warn(f"log_with='all' passes over the tracker {name!r}: {why}.", stacklevel=4)
-
-    def _runs_here(self, tracker: type[GeneralTracker] | GeneralTracker) -> bool:
-        return self.is_main_process or getattr(tracker, "main_process_only", True) is False
+        return [tracker.name for tracker in self.trackers] or [name_of(it) for it in self._asked]
 
     # --- the life of a run --------------------------------------------------------------------
 
@@ -189,8 +110,9 @@ class TrackerHub:
         Args:
             project_name: what the libraries group runs by.
             config: see `normalise_config`; None stores nothing.
-            init_kwargs: per tracker name, further arguments of its constructor.
-                Entries for trackers that were not asked for are left alone.
+            init_kwargs: per tracker name, further arguments of its constructor, and
+                `main_process_only=False` to run it on every rank. Entries for
+                trackers that were not asked for are left alone.
 
         Raises:
             TrackerError: a run is already open.
@@ -204,46 +126,37 @@ class TrackerHub:
                 f"The trackers ({listing(self.names)}) are already started. Call init_trackers "
                 f"once per run; after end_training() a new run can be started."
             )
-        plain = self._plain_config(config)
-        builds = [self._prepare(item, project_name, init_kwargs or {}) for item in self._asked]
+        kwargs = init_kwargs or {}
+        here = [self.is_main_process or is_for_every_rank(item, kwargs) for item in self._asked]
+        plain = self._plain_config(config) if any(here) else None
+        builds = [
+            builder(item, project_name, self.logging_dir, kwargs, (self._rank, self._size))
+            if runs
+            else partial(BlankTracker, name_of(item))
+            for item, runs in zip(self._asked, here, strict=True)
+        ]
         self._state = "open"
-        self.trackers = []
-        self._retired = []
-        for item, build in zip(self._asked, builds, strict=True):
-            self._open(item, build, plain)
+
+        def begin() -> None:
+            self.trackers, self._retired = [], []
+            for item, build in zip(self._asked, builds, strict=True):
+                self._open(item, build, plain)
+            self._feed()
+
+        self._begin = begin
+        begin()
+        self._at_exit = watch(self)
 
     def _plain_config(self, config: object) -> dict[str, Any] | None:
-        if config is None or not any(self._runs_here(item) for item in self._asked):
+        if config is None:
             return None
         try:
             return normalise_config(config, self._reporter)
         except TypeError as error:
             raise ConfigurationError(f"init_trackers(config=...): {error}") from None
 
-    def _prepare(
-        self,
-        item: type[GeneralTracker] | GeneralTracker,
-        project_name: str,
-        init_kwargs: Mapping[str, Mapping[str, Any]],
-    ) -> Callable[[], GeneralTracker]:
-        """Return how to get the tracker, with its arguments already checked."""
-        name = _name(item)
-        if not self._runs_here(item):
-            return lambda: BlankTracker(name)
-        if not isinstance(item, type):
-            return lambda: item
-        positional: tuple[Any, ...] = (project_name,)
-        if item.requires_logging_directory is True:
-            positional += (self.logging_dir,)
-        keywords = dict(init_kwargs.get(name, {}))
-        _check_arguments(item, positional, keywords)
-        return lambda: item(*positional, **keywords)
-
     def _open(
-        self,
-        item: type[GeneralTracker] | GeneralTracker,
-        build: Callable[[], GeneralTracker],
-        config: dict[str, Any] | None,
+        self, item: Asked, build: Callable[[], GeneralTracker], config: dict[str, Any] | None
     ) -> None:
         stage = "its constructor"
         tracker: GeneralTracker | None = None
@@ -251,6 +164,7 @@ class TrackerHub:
             tracker = build()
             if not isinstance(tracker, BlankTracker):
                 tracker._is_main_process = self.is_main_process
+                tracker.resume_id = self._resume.get("runs", {}).get(tracker.name)
                 tracker.validate()
             stage = "start"
             tracker.start()
@@ -258,7 +172,7 @@ class TrackerHub:
             if config is not None:
                 tracker.store_init_configuration(dict(config))
         except Exception as error:
-            self.trackers.append(BlankTracker(_name(item)))
+            self.trackers.append(BlankTracker(name_of(item)))
             _report_failure(item, stage, error)
             # One that never started has nothing to close.
             if tracker is not None and stage == "store_init_configuration":
@@ -266,17 +180,110 @@ class TrackerHub:
         else:
             self.trackers.append(tracker)
 
+    def _feed(self) -> None:
+        """Open the journal, start the writers, and deliver what a crash left behind."""
+        running = [tracker for tracker in self.trackers if not isinstance(tracker, BlankTracker)]
+        self._sequence = 0
+        self._writers = []
+        if not running:
+            return
+        names = [tracker.name for tracker in running]
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        token = f"{stamp}-{secrets.token_hex(3)}"
+        try:
+            if self.logging_dir is not None:
+                directory = Path(self.logging_dir) / JOURNAL_FOLDER
+            else:
+                directory = Path(tempfile.gettempdir()) / f"accelerate-tracking-{token}"
+            self._journal = Journal(directory.absolute(), token, self._rank)
+            self._journal.watch(names)
+        except OSError as error:
+            self._journal = None
+            warnings.warn(f"Tracking goes on without a journal: {error}", stacklevel=4)
+        self._writers = [
+            Writer(tracker, self._settle, self._mark, self._writer_failed) for tracker in running
+        ]
+        self._deliver_leftover()
+
+    def _deliver_leftover(self) -> None:
+        token, directory = self._resume.get("token"), self._resume.get("directory")
+        if not token or not directory:
+            return
+        left = read_leftover(Path(directory), token, self._rank)
+        for record in left.entries:
+            names = [
+                writer.tracker.name
+                for writer in self._writers
+                if record["n"] > left.have.get(writer.tracker.name, -1)
+                and writer.tracker.name in record.get("o", (writer.tracker.name,))
+            ]
+            if names:
+                self._take(Entry.from_record(self._next(), record), names)
+        # It is in the new journal now, unless there is none.
+        if self._journal is not None:
+            delete_leftover(Path(directory), token, self._rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what goes into a checkpoint, so that a resumed script goes on in these runs.
+
+        Only text: the runs' ids by tracker, and where the journal is.
+        """
+        if self._state != "open" or not self._writers:
+            return {}
+        runs: dict[str, str] = {}
+        for tracker in self.trackers:
+            try:
+                found = None if isinstance(tracker, BlankTracker) else tracker.run_id
+            except Exception:
+                _logger.debug("asking %r for its run", tracker.name, exc_info=True)
+                continue
+            if found:
+                runs[tracker.name] = str(found)
+        state: dict[str, Any] = {"runs": runs}
+        if self._journal is not None:
+            state |= {"token": self._journal.token, "directory": str(self._journal.directory)}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the runs of a checkpoint, and deliver what its script left undelivered.
+
+        Best before `init_trackers`. After it, runs that were just opened and hold
+        nothing yet are discarded for those of the checkpoint.
+        """
+        if not state or (self._journal is not None and state.get("token") == self._journal.token):
+            return
+        self._resume = dict(state)
+        if self._state != "open":
+            return
+        if self._sequence:
+            warnings.warn(
+                "load_state came after values were logged: the trackers go on in the new run. "
+                "Load before the first log to go on in the checkpoint's.",
+                stacklevel=3,
+            )
+            return
+        self._close_writers()
+        for tracker in self.trackers:
+            if not isinstance(tracker, BlankTracker):
+                try:
+                    tracker.discard() if tracker.resumes else tracker.finish()
+                except Exception as error:
+                    _report_failure(tracker, "discard", error)
+        self._begin()
+
+    # --- logging ------------------------------------------------------------------------------
+
     def log(
         self,
         values: Mapping[str, Any],
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Hand one set of values to every tracker.
+        """Hand one set of values to every tracker, without waiting for any.
 
         Args:
             values: see `normalise_values`. What no tracker takes is reported once
-                per key.
+                per key. Tensors of a device are read later, by the writers.
             step: a whole number of any library, or None.
             log_kwargs: per tracker name, further arguments of its `log`.
 
@@ -293,31 +300,155 @@ class TrackerHub:
                 f"log takes a dict of names and values, not {type(values).__name__}."
             )
         step = _whole(step)
-        if not any(not isinstance(tracker, BlankTracker) for tracker in self.trackers):
+        if not self._writers:
             return
-        plain, other = normalise_values(values, self._reporter)
-        taken: set[str] = set()
-        for index, tracker in enumerate(self.trackers):
-            if isinstance(tracker, BlankTracker):
-                continue
-            keywords = log_kwargs.get(tracker.name, {}) if log_kwargs else {}
-            try:
-                payload = (
-                    {**plain, **self._accepted(tracker, other, taken)} if other else plain.copy()
-                )
-                tracker.log(payload, step=step, **keywords)
-            except Exception as error:
-                self._switch_off(index, "log", error)
-        for key in other.keys() - taken:
-            self._reporter.report(key, _why_not(other[key]))
+        pending: dict[str, Any] = {}
+        plain, other = normalise_values(values, self._reporter, pending)
+        if other:
+            other = self._accepted(other)
+        read = DeviceRead(pending).values if pending else None
+        self._take(Entry(self._next(), "log", plain, step, log_kwargs, other, read))
 
-    @staticmethod
-    def _accepted(
-        tracker: GeneralTracker, other: dict[str, object], taken: set[str]
-    ) -> dict[str, object]:
-        mine = {key: value for key, value in other.items() if tracker.accepts(value)}
-        taken.update(mine)
-        return mine
+    def _accepted(self, other: dict[str, object]) -> dict[str, object]:
+        taken: dict[str, object] = {}
+        for key, value in other.items():
+            if any(writer.tracker.accepts(value) for writer in self._writers):
+                taken[key] = value
+            else:
+                self._reporter.report(key, _why_not(value))
+        return taken
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        channels_first: bool = False,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log images by name; see `accelerate_core.tracking.media` for shapes and types."""
+        if self._wanted("images"):
+            arguments, read = media.images(values, channels_first)
+            self._send("images", arguments, step, log_kwargs, read)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Any = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log a table: `columns` with `data` (a list of rows), or a data frame."""
+        if self._wanted("table"):
+            arguments = media.table(table_name, columns, data, dataframe, self._reporter)
+            self._send("table", arguments, step, log_kwargs)
+
+    def log_figure(
+        self,
+        name: str,
+        figure: Any,
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log a matplotlib figure; it must not be changed or closed before the trackers have it."""
+        if self._wanted("figure"):
+            arguments = {"name": str(name), "figure": figure}
+            self._send("figure", arguments, step, log_kwargs)
+
+    def log_artifact(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Keep a file or directory with the run."""
+        if self._wanted("artifact"):
+            self._send("artifact", media.artifact(path, name), None, log_kwargs)
+
+    def log_text(
+        self,
+        name: str,
+        text: str,
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log a text."""
+        if self._wanted("text"):
+            self._send("text", media.text(name, text), step, log_kwargs)
+
+    def log_histogram(
+        self,
+        name: str,
+        values: Any,
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log the distribution of an array or tensor of any shape."""
+        if self._wanted("histogram"):
+            arguments, read = media.histogram(name, values)
+            self._send("histogram", arguments, step, log_kwargs, read)
+
+    def _wanted(self, verb: str) -> bool:
+        """Tell whether a running tracker has the verb; name once those that have not."""
+        if not self._asked:
+            return False
+        if self._state != "open":
+            self._refuse(f"log_{verb}")
+        without = [w.tracker.name for w in self._writers if verb not in w.tracker.supports]
+        if without:
+            self._reporter.note(
+                f"log_{verb} is skipped by trackers that have no such thing: {listing(without)}."
+            )
+        return len(without) < len(self._writers)
+
+    def _send(
+        self,
+        verb: str,
+        arguments: dict[str, Any],
+        step: int | None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None,
+        read: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        self._take(Entry(self._next(), verb, arguments, _whole(step), log_kwargs, None, read))
+
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    def _take(self, entry: Entry, only: list[str] | None = None) -> None:
+        if entry.is_complete:
+            self._keep(entry, only)
+        for writer in self._writers:
+            if not writer.broken and (only is None or writer.tracker.name in only):
+                writer.put(entry)
+
+    def _settle(self, entry: Entry) -> None:
+        if entry.resolve():
+            self._keep(entry)
+
+    def _keep(self, entry: Entry, only: list[str] | None = None) -> None:
+        entry.journaled = True
+        journal = self._journal
+        record = entry.record() if journal is not None else None
+        if journal is None or record is None:
+            return
+        if only is not None:
+            record["o"] = only
+        try:
+            journal.append(entry.sequence, record)
+        except (TypeError, ValueError):
+            _logger.debug("entry %d is not journaled", entry.sequence, exc_info=True)
+        except OSError as error:
+            self._journal = None
+            warnings.warn(f"Tracking goes on without its journal: {error}", stacklevel=5)
+
+    def _mark(self, name: str, sequence: int) -> None:
+        if self._journal is not None:
+            try:
+                self._journal.mark(name, sequence)
+            except OSError as error:
+                _logger.debug("the journal takes no more marks: %s", error)
 
     def _refuse(self, what: str) -> None:
         if self._state == "new":
@@ -335,6 +466,7 @@ class TrackerHub:
 
         On ranks where it does not run, if it was switched off, or if no tracker
         was asked for at all, the answer is a blank one that swallows every call.
+        What is logged through it directly may overtake what `log` has queued; see `flush`.
 
         Raises:
             TrackerError: `init` has not been called.
@@ -355,8 +487,12 @@ class TrackerHub:
             return tracker
         return tracker.tracker if unwrap else tracker
 
+    def flush(self) -> None:
+        """Wait until every tracker has taken and flushed what was logged so far."""
+        drain(self._writers)
+
     def finish(self, failed: bool = False) -> None:
-        """Close the run; a second call, or one without a run, does nothing.
+        """Deliver what is left and close the run; a second call, or one without a run, does nothing.
 
         Args:
             failed: the script raised; trackers that have a word for it mark the run so.
@@ -364,6 +500,9 @@ class TrackerHub:
         if self._state != "open":
             return
         self._state = "ended"
+        if self._at_exit is not None:
+            self._at_exit()
+        stuck = self._close_writers()
         for tracker in self._retired:
             # What it took before it failed may still be written out.
             try:
@@ -371,48 +510,44 @@ class TrackerHub:
             except Exception:
                 _logger.debug("closing the tracker %r", tracker.name, exc_info=True)
         self._retired = []
-        for index, tracker in enumerate(self.trackers):
+        # The last first: each has wrapped the streams and hooks that the ones before had wrapped.
+        for tracker in reversed(list(self.trackers)):
+            if tracker in stuck:
+                continue
             try:
                 tracker.finish_failed() if failed else tracker.finish()
             except Exception as error:
-                self._switch_off(index, "finish", error)
+                self._switch_off(tracker, "finish", error)
 
-    def _switch_off(self, index: int, stage: str, error: Exception) -> None:
-        tracker = self.trackers[index]
-        self.trackers[index] = BlankTracker(tracker.name)
-        if stage == "log":
-            self._retired.append(tracker)
+    def _close_writers(self) -> list[GeneralTracker]:
+        stuck = drain(self._writers)
+        for writer in self._writers:
+            writer.stop(0.0 if writer in stuck else 5.0)
+        lost = [writer for writer in self._writers if writer in stuck or writer.broken]
+        where = self._journal.directory if self._journal is not None else "nowhere"
+        for writer in stuck:
+            warnings.warn(
+                f"The tracker {writer.tracker.name!r} took {writer.delivered} of "
+                f"{writer.accepted} entries and then made no progress; the rest is kept in {where} "
+                f"and delivered when the run is resumed.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        if self._journal is not None:
+            self._journal.close(delete=not lost)
+            self._journal = None
+        self._writers = []
+        self._sequence = 0
+        return [writer.tracker for writer in stuck]
+
+    def _writer_failed(self, tracker: GeneralTracker, stage: str, error: Exception) -> None:
+        self._retired.append(tracker)
+        self._switch_off(tracker, stage, error)
+
+    def _switch_off(self, tracker: GeneralTracker, stage: str, error: Exception) -> None:
+        if tracker in self.trackers:
+            self.trackers[self.trackers.index(tracker)] = BlankTracker(tracker.name)
         _report_failure(tracker, stage, error)
-
-
-def _name(item: type[GeneralTracker] | GeneralTracker) -> str:
-    name = getattr(item, "name", None)
-    if isinstance(name, str):
-        return str(name)
-    return (item if isinstance(item, type) else type(item)).__name__
-
-
-def _check_class(tracker: type[GeneralTracker]) -> None:
-    if not (isinstance(tracker, type) and issubclass(tracker, GeneralTracker)):
-        raise TrackerError(f"{tracker!r} is offered as a tracker but is no GeneralTracker class.")
-
-
-def _check_arguments(
-    tracker: type[GeneralTracker], positional: tuple[Any, ...], keywords: dict[str, Any]
-) -> None:
-    try:
-        signature = inspect.signature(tracker)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(*positional, **keywords)
-    except TypeError as error:
-        wrong = next((key for key in keywords if repr(key) in str(error)), "")
-        raise ConfigurationError(
-            f"init_trackers cannot build the tracker {_name(tracker)!r}: {error}. "
-            f"{tracker.__qualname__} takes {signature}."
-            f"{did_you_mean(wrong, signature.parameters) if wrong else ''}"
-        ) from None
 
 
 def _whole(step: Any) -> int | None:
@@ -433,29 +568,17 @@ def _why_not(value: object) -> str:
     kind = type(value).__name__
     if shape is not None:
         what = f"is a {kind} of shape {tuple(shape)}; log takes single numbers and strings"
-        return f"{what}: reduce it first, or use get_tracker(name) for media"
+        return f"{what}: reduce it first, or use log_images, log_histogram or log_table"
     return f"is a {kind}, which no tracker takes; log takes numbers, strings and dicts of them"
 
 
-def _report_failure(
-    tracker: type[GeneralTracker] | GeneralTracker, stage: str, error: Exception
-) -> None:
-    name = _name(tracker)
+def _report_failure(tracker: Asked, stage: str, error: Exception) -> None:
+    name = name_of(tracker)
     _logger.debug("tracker %r raised in %s", name, stage, exc_info=error)
-    owner = _distribution(tracker if isinstance(tracker, type) else type(tracker))
+    owner = distribution_of(tracker if isinstance(tracker, type) else type(tracker))
     warnings.warn(
         f"The tracker {name!r}{owner} raised in {stage} and is switched off; the run goes on. "
         f"{type(error).__name__}: {error}",
         RuntimeWarning,
         stacklevel=4,
     )
-
-
-def _distribution(cls: type) -> str:
-    """Return ` (distribution and version)` of the package a class comes from, if it is known."""
-    package = cls.__module__.partition(".")[0]
-    try:
-        found = importlib.metadata.packages_distributions().get(package, [])
-        return "".join(f" ({each} {importlib.metadata.version(each)})" for each in found[:1])
-    except Exception:
-        return ""

@@ -16,7 +16,15 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-__all__ = ["Reporter", "is_foreign", "normalise_config", "normalise_values", "scalar"]
+__all__ = [
+    "Reporter",
+    "is_foreign",
+    "normalise_config",
+    "made_by",
+    "normalise_values",
+    "scalar",
+    "split",
+]
 
 #: Tensors and arrays in a config are written out up to this many elements.
 CONFIG_ELEMENTS = 1024
@@ -36,9 +44,15 @@ class Reporter:
             self._said.add(key)
             warnings.warn(f"Not logged: {key!r} {problem}.", UserWarning, stacklevel=3)
 
+    def note(self, text: str) -> None:
+        """Warn with `text` unless that has been done before."""
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, UserWarning, stacklevel=5)
+
 
 def normalise_values(
-    values: Mapping[Any, Any], reporter: Reporter
+    values: Mapping[Any, Any], reporter: Reporter, pending: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, object]]:
     """Make the values of one `log` call plain.
 
@@ -49,6 +63,8 @@ def normalise_values(
     Args:
         values: what the caller logs.
         reporter: told which keys clash or hold None.
+        pending: if given, one-element tensors of a device are put here unread, by
+            key, and are None among the plain values.
 
     Returns:
         The plain values, and those that are none: tensors and arrays of several
@@ -56,11 +72,22 @@ def normalise_values(
     """
     plain: dict[str, Any] = {}
     other: dict[str, object] = {}
+    tensor = getattr(sys.modules.get("torch"), "Tensor", ())
     for key, value in _flatten(values, "", reporter, ()):
         if key in plain or key in other:
             reporter.report(key, "because two entries have this name after joining with '/'")
             continue
-        number = scalar(value)
+        if type(value) is float:  # the common case, and the step waits
+            plain[key] = value
+            continue
+        if isinstance(value, tensor):
+            if pending is not None and _is_on_device(value):
+                plain[key] = None
+                pending[key] = value
+                continue
+            number = _element(value)
+        else:
+            number = scalar(value)
         if number is not _MISSING:
             plain[key] = number
         elif value is None:
@@ -68,6 +95,26 @@ def normalise_values(
         else:
             other[key] = value
     return plain, other
+
+
+def split(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str], dict[str, Any]]:
+    """Part what `log` gets into numbers (as floats), strings, and objects that were accepted."""
+    numbers_, texts, others = {}, {}, {}
+    for key, value in values.items():
+        if isinstance(value, str):
+            texts[key] = value
+        elif isinstance(value, (bool, int, float)):
+            numbers_[key] = _as_float(value)
+        else:
+            others[key] = value
+    return numbers_, texts, others
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond what a float holds
+        return float("inf") if value > 0 else float("-inf")
 
 
 def normalise_config(config: object, reporter: Reporter) -> dict[str, Any]:
@@ -135,6 +182,15 @@ def is_foreign(value: object) -> bool:
     if value is None or _is_array(value):
         return False
     return type(value).__module__.partition(".")[0] not in {"builtins", "numpy", "torch"}
+
+
+def made_by(value: object, packages: tuple[str, ...]) -> bool:
+    """Whether `value` is an object of one of these packages, or a container of such alone."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(made_by(item, packages) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(made_by(item, packages) for item in value)
+    return type(value).__module__.partition(".")[0] in packages
 
 
 def _flatten(
@@ -247,11 +303,19 @@ def _is_array(value: object) -> bool:
     return array is not None and generic is not None and isinstance(value, (array, generic))
 
 
+def _is_on_device(value: Any) -> bool:
+    return not value.is_cpu and not value.is_meta and bool(value.numel() == 1)
+
+
 def _element(value: Any) -> Any:
-    if _count(value) != 1:
-        return _MISSING
     try:
-        item = value.item()
+        if value.ndim == 0:
+            # Of a tensor on the CPU: `item` would let go of the interpreter, and wait for it.
+            item = value.tolist()
+        elif _count(value) != 1:
+            return _MISSING
+        else:
+            item = value.item()
         if isinstance(item, bool | int | float | str):
             return item
         # The widest NumPy floats come out of `.item()` as themselves.

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from packaging.requirements import Requirement
 
 from accelerate_core.errors import TrackerError
 from accelerate_core.runtime import read_topology, running
 
-__all__ = ["BlankTracker", "GeneralTracker", "IncompleteTrackerError", "on_main_process"]
+__all__ = [
+    "VERBS",
+    "BlankTracker",
+    "GeneralTracker",
+    "IncompleteTrackerError",
+    "RunGroup",
+    "on_main_process",
+]
+
+#: What can be logged beside values; a tracker supports a verb by having the method `log_<verb>`.
+VERBS = ("images", "table", "figure", "artifact", "text", "histogram")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,6 +71,15 @@ def _on_main(tracker: object) -> bool:
     return rank == 0
 
 
+@dataclass(frozen=True)
+class RunGroup:
+    """What the runs of all ranks have in common, for a tracker that runs on each of them."""
+
+    name: str
+    rank: int
+    size: int
+
+
 class GeneralTracker:
     """Base of the trackers: subclass it to send metrics wherever you like.
 
@@ -70,6 +93,17 @@ class GeneralTracker:
     One named in `log_with` by class is built by `init_trackers` as
     `cls(project_name, **init_kwargs)`, or `cls(project_name, logging_dir,
     **init_kwargs)` if it requires a directory.
+
+    `start`, `store_init_configuration` and `finish` are called by the thread that
+    calls `init_trackers` and `end_training`; `log`, the verbs and `flush` by one
+    writer thread per tracker, in the order of the calls. The verbs a tracker may have:
+
+        log_images(values, step, **kwargs)      name -> uint8 array, N H W C
+        log_table(table_name, columns, data, step, **kwargs)    data: a list of rows
+        log_figure(name, figure, step, **kwargs)                a matplotlib figure
+        log_artifact(path, name, **kwargs)                      a file or directory
+        log_text(name, text, step, **kwargs)
+        log_histogram(name, values, step, **kwargs)             a one-dimensional array
 
     Raises:
         IncompleteTrackerError: the subclass lacks one of the three.
@@ -96,6 +130,23 @@ class GeneralTracker:
 
     main_process_only: bool = True
 
+    #: The library as pip names it, with the oldest version that will do: `name>=1.2`.
+    library: str = ""
+    #: The library's word for the run of a script that raised, "" if it has none.
+    failed_word: str = ""
+    #: Whether `resume_id` is honoured: a resumed script goes on in the same run.
+    resumes: bool = False
+    #: Whether `run_group` is honoured: the ranks' runs are shown as one group.
+    groups: bool = False
+    #: Top-level packages whose objects `log` takes; None: of any but Python, NumPy and torch.
+    packages: tuple[str, ...] | None = None
+    #: The verbs of `VERBS` for which the class has a method; filled in by itself.
+    supports: frozenset[str] = frozenset()
+
+    #: Set before `start`: the run to go on in, and the group of the ranks' runs.
+    resume_id: str | None = None
+    run_group: RunGroup | None = None
+
     if TYPE_CHECKING:
         # Only announced: a value here would hide that a subclass forgot its own.
         name: Any
@@ -110,6 +161,7 @@ class GeneralTracker:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _check_declared(cls)
+        cls.supports = frozenset(verb for verb in VERBS if callable(getattr(cls, f"log_{verb}", 0)))
 
     def __init__(self, _blank: bool = False) -> None:
         if not _blank:
@@ -120,6 +172,28 @@ class GeneralTracker:
         missing = [what for what in _REQUIRED if not _has(self, what)]
         if missing:
             _raise_missing(type(self), missing)
+
+    @classmethod
+    def unusable(cls, environ: Mapping[str, str]) -> str | None:
+        """Return why the tracker cannot run here without a prompt or an account, or None.
+
+        Imports nothing. The default asks whether `library` is installed and new enough.
+        """
+        if not cls.library:
+            return None
+        wanted = Requirement(cls.library)
+        try:
+            version = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            return f"its library is not installed: pip install '{wanted}'"
+        if not wanted.specifier.contains(version, prereleases=True):
+            return f"its library is too old or too new: {wanted.name} {version}, it needs {wanted}"
+        return None
+
+    @property
+    def run_id(self) -> str | None:
+        """What `resume_id` takes later; None if the tracker cannot go on in a run."""
+        return None
 
     def start(self) -> None:
         """Open the run; called once, after the process group stands. Default: nothing."""
@@ -143,16 +217,31 @@ class GeneralTracker:
             kwargs: this tracker's entry in the caller's `log_kwargs`.
         """
 
+    def log_many(self, entries: Sequence[tuple[dict[str, Any], int | None]]) -> None:
+        """Record several sets of values at once, in order. Default: `log` for each."""
+        for values, step in entries:
+            self.log(values, step=step)
+
+    def flush(self) -> None:
+        """Bring what was logged to where a crash of this process does not reach it.
+
+        What is flushed is crossed off the journal. Default: nothing to do.
+        """
+
     def accepts(self, value: object) -> bool:
         """Whether `log` takes this value, which is neither a number nor a string.
 
         Asked for media objects of other packages, tensors and arrays of several
-        elements, and containers. Default: anything but tensors, arrays, None and
-        containers without a foreign object.
+        elements, and containers. Default: objects of `packages`; if that is None,
+        anything but tensors, arrays, None and containers without a foreign object.
         """
-        from accelerate_core.tracking.normalise import is_foreign
+        from accelerate_core.tracking.normalise import is_foreign, made_by
 
-        return is_foreign(value)
+        return is_foreign(value) if self.packages is None else made_by(value, self.packages)
+
+    def discard(self) -> None:
+        """Close a run into which nothing was logged, because another one is resumed."""
+        self.finish()
 
     def finish(self) -> None:
         """Write out what is left and close the run. Default: nothing."""

@@ -1,0 +1,80 @@
+"""Tracking beyond values: images, tables, figures, files, texts, histograms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate_core.facade.place import Place
+
+__all__ = ["Recording"]
+
+LogKwargs = Mapping[str, Mapping[str, Any]] | None
+
+
+class Recording(Place):
+    """The verbs beside `log`. A tracker that does not have one is skipped, and said so once."""
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        channels_first: bool = False,
+        log_kwargs: LogKwargs = None,
+    ) -> None:
+        """Log images by name.
+
+        Args:
+            values: name -> one image, H W C, or a batch, N H W C; C is 1, 3 or 4; float
+                in [0, 1] or uint8; a NumPy array, a tensor, or a list of images of one shape.
+            channels_first: they are C H W or N C H W.
+            log_kwargs: per tracker name, arguments of its `log_images`.
+
+        Raises:
+            ConfigurationError: another shape, type or range, by name.
+        """
+        self._hub.log_images(values, step, channels_first, log_kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Any = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: LogKwargs = None,
+    ) -> None:
+        """Log a table: names of `columns` with `data`, a list of rows; or a `dataframe`."""
+        self._hub.log_table(table_name, columns, data, dataframe, step, log_kwargs)
+
+    def log_figure(
+        self, name: str, figure: Any, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log a matplotlib figure, which must stay as it is until the trackers have it."""
+        self._hub.log_figure(name, figure, step, log_kwargs)
+
+    def log_artifact(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        log_kwargs: LogKwargs = None,
+    ) -> None:
+        """Keep a file or directory with the run."""
+        self._hub.log_artifact(path, name, log_kwargs)
+
+    def log_text(
+        self, name: str, text: str, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log a text."""
+        self._hub.log_text(name, text, step, log_kwargs)
+
+    def log_histogram(
+        self, name: str, values: Any, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log the distribution of an array or tensor of any shape."""
+        self._hub.log_histogram(name, values, step, log_kwargs)
+
+    def flush_trackers(self) -> None:
+        """Wait until every tracker has taken what was logged so far; `end_training` does it too."""
+        self._hub.flush()

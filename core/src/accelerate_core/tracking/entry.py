@@ -1,0 +1,107 @@
+"""One call of `log` or of a verb, on its way from the step to the trackers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DeviceRead", "Entry"]
+
+#: Verbs whose payload is plain enough for the journal.
+JOURNALED = frozenset({"log", "table", "text"})
+
+
+class DeviceRead:
+    """One-element tensors of devices, on their way to the host without anybody waiting.
+
+    The copies are queued behind the work that makes the values; `values` waits for them.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        import torch  # it is there already: somebody made the tensors
+
+        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for key, tensor in tensors.items():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(key)
+        self._parts: list[tuple[list[str], torch.Tensor, torch.Event | None]] = []
+        current = torch.accelerator.current_accelerator()
+        for (device, _), keys in groups.items():
+            # One copy per device and type, and of values that later in-place work cannot change.
+            stacked = torch.stack([tensors[key].detach().reshape(()) for key in keys])
+            if current is None or device.type != current.type:
+                self._parts.append((keys, stacked, None))
+                continue
+            host = stacked.to("cpu", non_blocking=True)
+            event = torch.accelerator.current_stream(device).record_event()
+            self._parts.append((keys, host, event))
+
+    def values(self) -> dict[str, Any]:
+        """Wait for the copies and return the numbers."""
+        found: dict[str, Any] = {}
+        for keys, host, event in self._parts:
+            if event is not None:
+                event.synchronize()
+            found.update(zip(keys, host.tolist(), strict=True))
+        return found
+
+
+class Entry:
+    """What was logged, read and journaled at most once, whoever of the writers comes first."""
+
+    __slots__ = (
+        "_lock", "_read", "arguments", "journaled", "keywords", "others", "sequence", "step", "verb"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        sequence: int,
+        verb: str,
+        arguments: dict[str, Any],
+        step: int | None,
+        keywords: Mapping[str, Mapping[str, Any]] | None = None,
+        others: dict[str, object] | None = None,
+        read: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        self.sequence, self.verb, self.arguments, self.step = sequence, verb, arguments, step
+        self.keywords, self.others, self._read = keywords, others, read
+        self.journaled = False
+        self._lock = threading.Lock() if read is not None else None
+
+    @property
+    def is_plain_log(self) -> bool:
+        """Whether `log_many` can take it together with its neighbours."""
+        return self.verb == "log" and not self.keywords and not self.others
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing has to be waited for any more."""
+        return self._read is None
+
+    def resolve(self) -> bool:
+        """Wait for what comes from a device; tell whether this call did it."""
+        if self._lock is None:
+            return False
+        with self._lock:
+            if self._read is None:
+                return False
+            self.arguments.update(self._read())
+            self._read = None
+            return True
+
+    def record(self) -> dict[str, Any] | None:
+        """Return what the journal keeps, None for what cannot be written there."""
+        if self.verb not in JOURNALED:
+            return None
+        record: dict[str, Any] = {"v": self.verb, "a": self.arguments, "s": self.step}
+        if self.keywords:
+            record["k"] = self.keywords
+        return record
+
+    @classmethod
+    def from_record(cls, sequence: int, record: Mapping[str, Any]) -> Entry:
+        """Return the entry a journal kept."""
+        return cls(sequence, record["v"], record["a"], record["s"], record.get("k"))

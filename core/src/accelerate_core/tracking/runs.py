@@ -1,0 +1,123 @@
+"""Read what the built-in tracker wrote: a run's state, its config and its curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate_core.errors import TrackerError
+
+__all__ = ["RUN_FILE", "Run", "find_runs", "read_run", "sparkline"]
+
+RUN_FILE = "run.jsonl"
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass
+class Run:
+    """One run as its file tells it.
+
+    `status` is running (or killed, which nobody could write down), finished or failed.
+    `curves` has (step, value) in the order of logging, per key; a value logged without a step
+    counts on from the one before.
+    """
+
+    path: Path
+    project: str = ""
+    status: str = "running"
+    started: float | None = None
+    ended: float | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Return last value, its step, smallest and largest value and their number, per key."""
+        found = {}
+        for key, points in self.curves.items():
+            finite = [value for _, value in points if math.isfinite(value)]
+            found[key] = {
+                "last": points[-1][1],
+                "step": points[-1][0],
+                "min": min(finite, default=math.nan),
+                "max": max(finite, default=math.nan),
+                "count": len(points),
+            }
+        return found
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """Return the runs in a directory: itself, or those somewhere below, the oldest first.
+
+    Raises:
+        TrackerError: there is none.
+    """
+    if (directory / RUN_FILE).is_file():
+        return [directory]
+    found = sorted((path.parent for path in directory.rglob(RUN_FILE)), key=lambda p: p.name)
+    if not found:
+        raise TrackerError(
+            f"There is no run in {directory}. Give a directory in which log_with='jsonl' has "
+            f"written, or one above it: a run has a file {RUN_FILE}."
+        )
+    return found
+
+
+def read_run(path: Path) -> Run:
+    """Read one run; lines that are torn or of another make are passed over."""
+    run = Run(path)
+    with (path / RUN_FILE).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+                _take(run, entry)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+    return run
+
+
+def _take(run: Run, entry: dict[str, Any]) -> None:
+    kind = entry["kind"]
+    run.ended = float(entry["time"])
+    if kind == "start":
+        run.project, run.status = entry["project"], "running"
+        run.started = run.started or float(entry["time"])
+    elif kind == "config":
+        run.config.update(entry["values"])
+    elif kind == "log":
+        for key, value in entry["values"].items():
+            if isinstance(value, (bool, int, float)):
+                points = run.curves.setdefault(key, [])
+                step = entry["step"]
+                after = points[-1][0] + 1 if points else 0
+                points.append((after if step is None else int(step), float(value)))
+            else:
+                run.texts[key] = str(value)
+    elif kind == "text":
+        run.texts[entry["name"]] = entry["text"]
+    elif kind == "end":
+        run.status = entry["status"]
+    if "file" in entry:
+        run.files.append(entry["file"])
+
+
+def sparkline(points: list[tuple[int, float]], width: int = 40) -> str:
+    """Draw a curve in one line: means of `width` pieces; a dot where nothing is finite."""
+    if not points:
+        return ""
+    width = max(1, min(width, len(points)))
+    means: list[float | None] = []
+    for piece in range(width):
+        some = points[piece * len(points) // width : (piece + 1) * len(points) // width]
+        finite = [value for _, value in some if math.isfinite(value)]
+        means.append(sum(finite) / len(finite) if finite else None)
+    known = [mean for mean in means if mean is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    span = (high - low) or 1.0
+    top = len(_BARS) - 1
+    return "".join("·" if m is None else _BARS[round((m - low) / span * top)] for m in means)

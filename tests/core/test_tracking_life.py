@@ -1,0 +1,114 @@
+"""A run's life: killed and resumed, raising, on every rank, and with a tracker that never returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("tracking_worker.py")
+
+
+def run(directory: Path, *arguments: str, rc: int = 0, slow: float = 0.0, launch: int = 0) -> str:
+    command = [sys.executable, str(WORKER), *arguments]
+    if launch:
+        command[1:1] = ["-m", "accelerate_core", "launch", "--cpu", "--num_processes", str(launch)]
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env={**os.environ, "SLOW_SECONDS": str(slow), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == rc, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def slow_lines(directory: Path) -> dict[str, list[str]]:
+    return {path.name: path.read_text().splitlines() for path in directory.glob("slow-*.txt")}
+
+
+def jsonl_runs(directory: Path) -> list[list[dict[str, Any]]]:
+    files = (directory / "project").glob("*/run.jsonl")
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def journals(directory: Path) -> list[Path]:
+    return list(directory.rglob("*.journal"))
+
+
+LOGGED = [f"log {step} {step + 0.5}" for step in range(20)]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_kill_left_in_the_journal_is_delivered_on_resume(tmp_path: Path, late: bool) -> None:
+    run(tmp_path, "killed", slow=0.2, rc=-signal.SIGKILL)
+    (before,) = slow_lines(tmp_path).values()
+    assert len(before) < 15  # it was killed with a backlog
+    assert journals(tmp_path)
+    run(tmp_path, "resumed", *(["late"] if late else []))
+    lines = slow_lines(tmp_path)
+    again = [name for name, text in lines.items() if len(text) > 5]
+    (name,) = again
+    logged = [line for line in lines[name] if line.startswith("log")]
+    # The entry that was under way may have arrived without the journal knowing.
+    assert sorted(set(logged), key=lambda line: int(line.split()[1])) == [*LOGGED, "log 20 20.5"]
+    assert len(logged) <= 22
+    assert lines[name][-1] == "end finished"
+    (rows,) = jsonl_runs(tmp_path)  # one run, not two
+    steps = [row["step"] for row in rows if row["kind"] == "log"]
+    assert sorted(set(steps)) == list(range(21))
+    assert rows[-1]["status"] == "finished"
+    assert not journals(tmp_path)
+
+
+def test_a_script_that_raises_delivers_everything_and_marks_the_run(tmp_path: Path) -> None:
+    text = run(tmp_path, "raises", slow=0.05, rc=1)
+    assert "ValueError: the script is at fault" in text
+    (lines,) = slow_lines(tmp_path).values()
+    assert lines[1:] == [*LOGGED, "end failed"]
+    (rows,) = jsonl_runs(tmp_path)
+    assert rows[-1]["status"] == "failed"
+    assert not journals(tmp_path)
+
+
+def test_a_script_that_forgets_end_training_loses_nothing(tmp_path: Path) -> None:
+    run(tmp_path, "ends", slow=0.05)
+    (lines,) = slow_lines(tmp_path).values()
+    assert lines[1:] == [*LOGGED, "end finished"]
+
+
+@pytest.mark.dist
+def test_a_tracker_may_run_on_every_rank_in_one_group(tmp_path: Path) -> None:
+    run(tmp_path, "ranks", launch=2)
+    lines = slow_lines(tmp_path)
+    assert sorted(name.split("-")[1] for name in lines) == ["0", "1"]
+    groups = {text[0] for text in lines.values()}
+    assert len(groups) == 1
+    assert groups.pop().startswith("group project-")
+    assert sorted(text[1] for text in lines.values()) == ["log 0 0.0", "log 0 1.0"]
+    assert len(jsonl_runs(tmp_path)) == 1  # the other one ran on the main process only
+
+
+@pytest.mark.dist
+def test_the_run_is_failed_too_where_another_rank_raised(tmp_path: Path) -> None:
+    text = run(tmp_path, "one_rank_raises", launch=2, slow=0.1, rc=1)
+    assert "rank 1 is at fault" in text
+    (lines,) = slow_lines(tmp_path).values()
+    assert lines[1:] == [*LOGGED, "end failed"]  # flushing took two seconds
+
+
+def test_a_tracker_that_never_returns_is_given_up_and_its_rest_kept(tmp_path: Path) -> None:
+    text = run(tmp_path, "stuck")
+    assert "took 0 of 20 entries and then made no progress; the rest is kept in" in text
+    assert journals(tmp_path)
+    (rows,) = jsonl_runs(tmp_path)
+    assert [row["step"] for row in rows if row["kind"] == "log"] == list(range(20))
+    assert rows[-1]["status"] == "finished"

@@ -1,0 +1,36 @@
+"""The tracking example keeps its run, and the command line shows it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tracking.py"
+
+
+def run(directory: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=directory, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_the_example_logs_is_shown_by_the_command(tmp_path: Path, processes: int) -> None:
+    launch = ("-m", "accelerate_core", "launch", "--cpu", "--num_processes", str(processes))
+    run(tmp_path, *launch, str(EXAMPLE), "--log_with", "jsonl", "--epochs", "2", "--cpu")
+    shown = run(tmp_path, "-m", "accelerate_core", "runs", "show", "tracking_output", "--json")
+    (kept,) = json.loads(shown)
+    assert kept["status"] == "finished"
+    assert kept["config"]["epochs"] == 2
+    steps = -(-1400 // (32 * processes)) * 2
+    assert [step for step, _ in kept["curves"]["train/loss"]] == list(range(steps))
+    assert kept["summary"]["train/loss"]["last"] < kept["curves"]["train/loss"][0][1]
+    assert "artifacts/model.safetensors" in kept["files"]
+    assert any(name.startswith("misread") for name in kept["files"])

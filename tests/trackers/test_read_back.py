@@ -1,0 +1,263 @@
+"""All nine at once, without network: what was logged is in their files, or said to be skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import probe
+
+HERE = Path(__file__).parent
+ALL = (*probe.NINE, "jsonl")
+
+for name in probe.NINE:
+    if importlib.util.find_spec(f"accelerate_{name}") is None:
+        pytest.skip(f"accelerate-{name} is not installed", allow_module_level=True)
+
+#: Hyperparameters that a library keeps in its own way.
+AS_TEXT = {
+    "mlflow": {key: str(value) for key, value in probe.PLAIN_CONFIG.items()},
+    "swanlab": {**probe.PLAIN_CONFIG, "seed": "None"},
+    "tensorboard": {
+        **probe.PLAIN_CONFIG,
+        "layers": "[16, 8]",
+        "betas": "[0.9, 0.99]",
+        "seed": "null",
+    },
+}
+
+
+def run(
+    directory: Path, case: str, log_with: str = "all", rc: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run the script of `probe` and check how it ended."""
+    ended = subprocess.run(
+        [sys.executable, str(HERE / "probe.py"), case, log_with],
+        cwd=directory,
+        env=probe.environment(directory),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == rc, ended.stdout + ended.stderr
+    return ended
+
+
+def read(directory: Path, *names: str) -> dict[str, Any]:
+    """Read the files in a process of its own."""
+    ended = subprocess.run(
+        [sys.executable, str(HERE / "readers.py"), str(directory), *names],
+        cwd=directory,
+        env=probe.environment(directory),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("FOUND")]
+    assert lines, ended.stdout + ended.stderr
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND"))
+    for one in found.values():
+        one.setdefault("error", "")
+    return found
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("full")
+    ended = run(directory, "full")
+    return ended.stdout + ended.stderr, read(directory)
+
+
+def test_all_starts_the_nine_and_the_built_in_one(full: tuple[str, dict[str, Any]]) -> None:
+    text, _ = full
+    (line,) = [line for line in text.splitlines() if line.startswith("TRACKERS ")]
+    assert set(line.removeprefix("TRACKERS ").split(",")) == set(ALL)
+    assert "switched off" not in text
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_three_steps_are_read_back_as_they_were_logged(
+    full: tuple[str, dict[str, Any]], name: str
+) -> None:
+    assert not full[1][name]["error"]
+    values = full[1][name]["values"]
+    for key in probe.KEYS:
+        wanted = [[step, probe.value(key, step)] for step in range(probe.STEPS)]
+        assert values[key] == wanted, key
+    assert full[1][name]["texts"]["word"] == "a text"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_config_is_read_back_with_its_lists_and_none(
+    full: tuple[str, dict[str, Any]], name: str
+) -> None:
+    config = full[1][name]["config"]
+    wanted = AS_TEXT.get(name, probe.PLAIN_CONFIG)
+    found = {key: config.get(key, "lacking") for key in wanted}
+    if name == "dvclive":  # YAML 1.1 reads 1e-08 as a text
+        found["optimizer/eps"] = float(found["optimizer/eps"])
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_batch_of_images_is_read_back_pixel_by_pixel(
+    full: tuple[str, dict[str, Any]], name: str
+) -> None:
+    images = full[1][name]["images"]
+    batch = probe.images().tolist()
+    assert [images["picture/0"], images["picture/1"]] == batch
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_table_is_read_back_or_said_to_be_skipped(
+    full: tuple[str, dict[str, Any]], name: str
+) -> None:
+    text, found = full
+    wanted = [probe.COLUMNS, *probe.ROWS]
+    if name == "aim":
+        assert "log_table is skipped by trackers that have no such thing: 'aim'" in text
+    elif name == "tensorboard":
+        assert found[name]["table"].splitlines()[2:] == ["| x | 1 |", "| y | 2 |"]
+    elif name == "comet_ml":
+        assert found[name]["table"] == [[str(cell) for cell in row] for row in wanted]
+    else:
+        assert found[name]["table"] == wanted
+
+
+WITHOUT_TEXT = {"dvclive"}
+WITHOUT_HISTOGRAM = {"dvclive", "mlflow", "swanlab"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_texts_and_histograms_are_there_or_said_to_be_skipped(
+    full: tuple[str, dict[str, Any]], name: str
+) -> None:
+    text, found = full
+    said = {line for line in text.splitlines() if "is skipped by trackers" in line}
+    for verb, without in (("text", WITHOUT_TEXT), ("histogram", WITHOUT_HISTOGRAM)):
+        (line,) = [line for line in said if f"log_{verb} " in line]
+        assert (f"'{name}'" in line) is (name in without)
+    if name not in WITHOUT_TEXT:
+        assert found[name]["texts"]["note"] == "several words"
+    if name not in WITHOUT_HISTOGRAM:
+        assert found[name]["histograms"] == ["weights"]
+
+
+FAILED = {
+    "clearml": "failed",
+    "jsonl": "failed",
+    "mlflow": "FAILED",
+    "swanlab": "RUN_STATE_CRASHED",
+    "tensorboard": "STATUS_FAILURE",
+    "wandb": "failed",
+}
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("crashed")
+    ended = run(directory, "crash", rc=1)
+    return ended.stdout + ended.stderr, read(directory)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_after_a_crash_everything_is_on_disk_and_the_run_is_marked_failed(
+    crashed: tuple[str, dict[str, Any]], name: str
+) -> None:
+    text, found = crashed
+    assert "ValueError: the script is at fault" in text
+    assert "switched off" not in text
+    assert not found[name]["error"]
+    for key in probe.KEYS:
+        wanted = [[step, probe.value(key, step)] for step in range(probe.STEPS)]
+        assert found[name]["values"][key] == wanted, key
+    if name in FAILED:
+        assert found[name]["status"] == FAILED[name]
+
+
+#: Those that go on in a run without a server, in files that hold one run afterwards.
+LOCAL = ("aim", "dvclive", "jsonl", "mlflow", "tensorboard", "trackio")
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("resumed")
+    asked = ",".join((*LOCAL, "wandb"))
+    run(directory, "kill", asked, rc=-signal.SIGKILL)
+    ended = run(directory, "resume", asked)
+    return directory, ended.stdout + ended.stderr, read(directory, *LOCAL)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_killed_run_goes_on_as_the_same_one(
+    resumed: tuple[Path, str, dict[str, Any]], name: str
+) -> None:
+    _, text, found = resumed
+    assert "switched off" not in text
+    assert not found[name]["error"]
+    for key in probe.KEYS:
+        wanted = [[step, probe.value(key, step)] for step in range(2 * probe.STEPS)]
+        assert found[name]["values"][key] == wanted, key
+
+
+def test_wandb_goes_on_under_the_same_id(resumed: tuple[Path, str, dict[str, Any]]) -> None:
+    directory, text, _ = resumed
+    folders = sorted((directory / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    (identity,) = {folder.name.rsplit("-", 1)[1] for folder in folders}
+    assert f"'wandb': '{identity}'" in text
+
+
+def test_the_peers_class_names_are_lent_and_import_no_library() -> None:
+    code = """
+import sys
+from accelerate_core import tracking
+from accelerate_core.plugins import installed
+for record in installed().of_kind("tracker"):
+    cls = record.load()
+    if record.name != "jsonl":
+        assert getattr(tracking, cls.__name__) is cls
+        assert cls.name == record.name
+heavy = {"aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "torch",
+         "trackio", "wandb"}
+print("HEAVY", sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "HEAVY []"
+
+
+GROUPED = ("dvclive", "swanlab", "tensorboard", "wandb")
+
+
+@pytest.mark.dist
+def test_every_rank_has_a_run_in_one_group(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--num_processes", "2"]
+    done = subprocess.run(
+        [*command, str(HERE / "probe.py"), "ranks", ",".join(GROUPED)],
+        cwd=tmp_path,
+        env=probe.environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "switched off" not in done.stderr
+    for rank in (0, 1):
+        assert (tmp_path / "dvclive" / f"rank{rank}" / "plots/metrics/python.tsv").exists()
+        assert list((tmp_path / "logs" / "probe" / f"rank{rank}").glob("events.*"))
+    assert len(list((tmp_path / "swanlog").glob("run-*"))) == 2
+    runs = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(runs) == 2
+    groups = {re.search(rb"probe-[0-9a-f]{8}", path.read_bytes()) for path in runs}
+    assert len({found[0] for found in groups if found}) == 1

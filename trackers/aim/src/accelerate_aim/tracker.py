@@ -1,0 +1,103 @@
+"""Aim: a repository of runs on disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from accelerate_core.tracking import GeneralTracker, pictures, split
+
+__all__ = ["AimTracker"]
+
+
+class AimTracker(GeneralTracker):
+    """A run in the Aim repository `LOGGING_DIR/.aim`.
+
+    Args:
+        run_name: name of the run and of its experiment.
+        logging_dir: where the repository is.
+        kwargs: for `aim.Run`.
+    """
+
+    name = "aim"
+    requires_logging_directory = True
+    library = "aim>=3.20"
+    resumes = True
+    groups = True
+    packages = ("aim",)
+
+    def __init__(
+        self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any
+    ) -> None:
+        super().__init__()
+        self.run_name, self.logging_dir = run_name, str(logging_dir)
+        self._kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The `aim.Run`."""
+        return self.writer
+
+    @property
+    def run_id(self) -> str:
+        return str(self.writer.hash)
+
+    def start(self) -> None:
+        from aim import Run
+
+        options: dict[str, Any] = {"repo": self.logging_dir, "experiment": self.run_name}
+        if self.resume_id is not None:
+            options |= {"run_hash": self.resume_id, "force_resume": True}
+        self.writer: Any = Run(**{**options, **self._kwargs})
+        self.writer.name = self.run_name
+        if self.run_group is not None:
+            self.writer.name += f" rank{self.run_group.rank}"
+            self.writer.add_tag(self.run_group.name)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.writer["hparams"] = values
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Track each value; `kwargs` go to `aim.Run.track`."""
+        from aim import Text
+
+        numbers, texts, others = split(values)
+        objects = {key: Text(text) for key, text in texts.items()}
+        for key, value in {**numbers, **objects, **others}.items():
+            self.writer.track(value, name=key, step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Track each batch as one list; `kwargs` go to `aim.Image`."""
+        from aim import Image
+
+        for name in values:
+            batch = [Image(image, **kwargs) for _, _, image in pictures({name: values[name]})]
+            self.writer.track(batch if len(batch) > 1 else batch[0], name=name, step=step)
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
+        from aim import Image
+
+        self.writer.track(Image(figure, **kwargs), name=name, step=step)
+
+    def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
+        """Keep a file or directory, in `artifacts` beside the repository unless told otherwise."""
+        if self.writer.artifacts_uri is None:
+            folder = Path(self.logging_dir).absolute() / "artifacts"
+            folder.mkdir(parents=True, exist_ok=True)
+            self.writer.set_artifacts_uri(folder.as_uri())
+        keep = self.writer.log_artifacts if Path(path).is_dir() else self.writer.log_artifact
+        keep(path, name, **{"block": True, **kwargs})
+
+    def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
+        from aim import Text
+
+        self.writer.track(Text(text), name=name, step=step, **kwargs)
+
+    def log_histogram(self, name: str, values: Any, step: int | None = None, **kwargs: Any) -> None:
+        from aim import Distribution
+
+        self.writer.track(Distribution(values, **kwargs), name=name, step=step)
+
+    def finish(self) -> None:
+        self.writer.close()

@@ -1,0 +1,177 @@
+"""ClearML."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate_core.tracking import GeneralTracker, pictures, split
+
+__all__ = ["ClearMLTracker"]
+
+
+class ClearMLTracker(GeneralTracker):
+    """A ClearML task; with `CLEARML_OFFLINE_MODE=1` a session on disk.
+
+    A task that the script has opened is used and left open. What the library picks up from
+    TensorBoard by itself is switched off, as it would come twice.
+
+    Args:
+        run_name: the project, and the task's name.
+        kwargs: for `clearml.Task.init`.
+    """
+
+    name = "clearml"
+    requires_logging_directory = False
+    library = "clearml>=1.16"
+    failed_word = "failed"
+    resumes = True
+    packages = ()
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self._kwargs = run_name, kwargs
+        self._own = True
+
+    @classmethod
+    def unusable(cls, environ: Mapping[str, str]) -> str | None:
+        why = super().unusable(environ)
+        if why or environ.get("CLEARML_OFFLINE_MODE", "").lower() in {"1", "true", "yes"}:
+            return why
+        home = os.path.join(os.path.expanduser("~"), "clearml.conf")
+        if (
+            environ.get("CLEARML_API_ACCESS_KEY")
+            or Path(environ.get("CLEARML_CONFIG_FILE", home)).exists()
+        ):
+            return None
+        return "it needs an account: run clearml-init, or set CLEARML_OFFLINE_MODE=1"
+
+    @property
+    def tracker(self) -> Any:
+        """The `clearml.Task`."""
+        return self.task
+
+    @property
+    def run_id(self) -> str:
+        return str(self.task.id)
+
+    def start(self) -> None:
+        from clearml import Task
+
+        current = Task.current_task()
+        if current is not None:
+            self.task: Any = current
+            self._own = False
+            return
+        name = self.run_name or "accelerate"
+        options: dict[str, Any] = {
+            "project_name": name,
+            "task_name": name,
+            "reuse_last_task_id": False,
+            "auto_connect_frameworks": {"tensorboard": False, "matplotlib": False},
+        }
+        if self.run_group is not None:
+            options["tags"] = [self.run_group.name, f"rank{self.run_group.rank}"]
+        if self.resume_id is not None and not Task.is_offline():
+            del options["reuse_last_task_id"]
+            options["continue_last_task"] = self.resume_id
+        if hasattr(Task, "_report_subprocess_enabled"):
+            # The library forks this process to report from there. Threads of the script and of
+            # other trackers hold locks at that moment: the copy hangs, and `close` with it.
+            Task._report_subprocess_enabled = False
+        self.task = Task.init(**{**options, **self._kwargs})
+        if self.resume_id is not None:
+            self.task.set_initial_iteration(0)  # steps are the script's own
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.task.connect_configuration(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Report `title/series` as a scalar; without a step as a single value."""
+        logger = self.task.get_logger()
+        numbers, texts, _ = split(values)
+        for key, number in numbers.items():
+            if step is None:
+                logger.report_single_value(name=key, value=number, **kwargs)
+            else:
+                title, series = _split(key)
+                logger.report_scalar(title, series, value=number, iteration=step, **kwargs)
+        for key, text in texts.items():
+            self.log_text(key, text, step)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Report each image as title and index; as PNG, for the library would make JPEGs."""
+        from PIL import Image
+
+        for name, index, image in pictures(values):
+            title = name.removesuffix(f"/{index}")
+            descriptor, path = tempfile.mkstemp(suffix=".png")
+            with open(descriptor, "wb") as file:
+                Image.fromarray(image).save(file, format="png")
+            self.task.get_logger().report_image(
+                title,
+                str(index),
+                iteration=step or 0,
+                local_path=path,
+                **{"delete_after_upload": True, **kwargs},
+            )
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str],
+        data: list[list[Any]],
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        title, series = _split(table_name)
+        self.task.get_logger().report_table(
+            title, series, iteration=step or 0, table_plot=[columns, *data], **kwargs
+        )
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
+        title, series = _split(name)
+        options = {"report_image": True, **kwargs}
+        self.task.get_logger().report_matplotlib_figure(
+            title, series, figure, iteration=step or 0, **options
+        )
+
+    def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
+        self.task.upload_artifact(name, path, **{"wait_on_upload": True, **kwargs})
+
+    def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
+        at = "" if step is None else f" [{step}]"
+        self.task.get_logger().report_text(f"{name}{at}: {text}", **kwargs)
+
+    def log_histogram(self, name: str, values: Any, step: int | None = None, **kwargs: Any) -> None:
+        import numpy
+
+        counts, edges = numpy.histogram(values[numpy.isfinite(values)], bins=64)
+        title, series = _split(name)
+        labels = [f"{edge:.4g}" for edge in edges[:-1]]
+        self.task.get_logger().report_histogram(
+            title, series, counts.tolist(), iteration=step or 0, xlabels=labels, **kwargs
+        )
+
+    def flush(self) -> None:
+        self.task.flush()
+
+    def finish(self) -> None:
+        if self._own:
+            self.task.close()
+
+    def finish_failed(self) -> None:
+        self.task.flush(wait_for_uploads=True)
+        if self.task.is_offline():  # a session on disk has no status
+            self.task.add_tags([self.failed_word])
+        else:
+            self.task.mark_failed(status_reason="the script raised", force=True)
+        self.finish()
+
+
+def _split(name: str) -> tuple[str, str]:
+    title, _, series = name.rpartition("/")
+    return title or name, series

@@ -1,0 +1,195 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate_core.tracking import GeneralTracker, pictures, split
+
+__all__ = ["MLflowTracker"]
+
+#: What the server takes at once.
+METRICS_AT_ONCE, PARAMS_AT_ONCE, PARAM_LENGTH = 1000, 100, 6000
+
+
+class MLflowTracker(GeneralTracker):
+    """A run in MLflow, wherever `MLFLOW_TRACKING_URI` points; by default a local database.
+
+    Args:
+        experiment_name: the experiment; `MLFLOW_EXPERIMENT_NAME` is stronger.
+        logging_dir: where a new experiment keeps its artifacts.
+        run_id: a run to go on in; `MLFLOW_RUN_ID` is stronger.
+        tags: of the run, a dict or JSON; `MLFLOW_TAGS` is stronger.
+        nested_run: start it inside an active run; `MLFLOW_NESTED_RUN` is stronger.
+        run_name: its name.
+        description: its text.
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+    library = "mlflow>=2.10"
+    failed_word = "FAILED"
+    resumes = True
+    groups = True
+    packages = ()
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__()
+        environ = os.environ
+        self.experiment_name = environ.get("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        self.logging_dir = logging_dir
+        self._given_id = environ.get("MLFLOW_RUN_ID") or run_id
+        tags = environ.get("MLFLOW_TAGS") or tags or {}
+        self.tags = json.loads(tags) if isinstance(tags, str) else dict(tags)
+        said = environ.get("MLFLOW_NESTED_RUN", str(bool(nested_run))).strip().lower()
+        self.nested_run = said in {"1", "true", "yes", "on", "y", "t"}
+        self.run_name, self.description = run_name, description
+        self._auto = 0
+
+    @property
+    def tracker(self) -> Any:
+        """The `mlflow.ActiveRun`."""
+        return self.active_run
+
+    @property
+    def run_id(self) -> str:
+        return str(self.active_run.info.run_id)
+
+    def start(self) -> None:
+        import mlflow
+
+        self.client: Any = mlflow.MlflowClient()
+        name = self.experiment_name or "Default"
+        experiment = self.client.get_experiment_by_name(name)
+        if experiment is None:
+            where = None if self.logging_dir is None else Path(self.logging_dir).absolute().as_uri()
+            experiment_id = self.client.create_experiment(name, artifact_location=where)
+        else:
+            experiment_id = experiment.experiment_id
+        if self.run_group is not None:
+            self.tags |= {"group": self.run_group.name, "rank": str(self.run_group.rank)}
+        self.active_run: Any = mlflow.start_run(
+            run_id=self.resume_id or self._given_id,
+            experiment_id=experiment_id,
+            run_name=self.run_name,
+            nested=self.nested_run,
+            tags=self.tags or None,
+            description=self.description,
+        )
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        known = self.client.get_run(self.run_id).data.params
+        params = []
+        for key, value in values.items():
+            text = value if isinstance(value, str) else str(value)
+            key = _key(key)
+            if len(text) > PARAM_LENGTH:
+                text = text[:PARAM_LENGTH]
+                warnings.warn(f"mlflow keeps {PARAM_LENGTH} characters of {key!r}.", stacklevel=2)
+            if known.get(key, text) != text:
+                # A resumed run: what was written once cannot be changed.
+                warnings.warn(
+                    f"mlflow keeps {key!r} at {known[key]!r}, not {text!r}.", stacklevel=2
+                )
+            elif key not in known:
+                params.append(Param(key, text))
+        for start in range(0, len(params), PARAMS_AT_ONCE):
+            self.client.log_batch(self.run_id, params=params[start : start + PARAMS_AT_ONCE])
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as metrics and strings as tags; `kwargs` go to `log_batch`."""
+        self._log([(values, step)], **kwargs)
+
+    def log_many(self, entries: Sequence[tuple[dict[str, Any], int | None]]) -> None:
+        self._log(entries)
+
+    def _log(self, entries: Sequence[tuple[dict[str, Any], int | None]], **kwargs: Any) -> None:
+        from mlflow.entities import Metric
+
+        metrics: list[Any] = []
+        tags: dict[str, str] = {}
+        now = int(time.time() * 1000)
+        for values, step in entries:
+            at = self._auto if step is None else step
+            self._auto = at + 1
+            numbers, texts, _ = split(values)
+            metrics += [Metric(_key(key), value, now, at) for key, value in numbers.items()]
+            tags |= texts
+        for start in range(0, len(metrics), METRICS_AT_ONCE):
+            some = metrics[start : start + METRICS_AT_ONCE]
+            self.client.log_batch(self.run_id, metrics=some, **kwargs)
+        for key, text in tags.items():
+            self.client.set_tag(self.run_id, _key(key), text)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        for name, _, image in pictures(values):
+            self.client.log_image(self.run_id, image, key=_key(name), step=step or 0, **kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str],
+        data: list[list[Any]],
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table as a JSON artifact; a second one of the name is added below the first."""
+        table = {name: [row[i] for row in data] for i, name in enumerate(columns)}
+        file = table_name if table_name.endswith((".json", ".parquet")) else f"{table_name}.json"
+        self.client.log_table(self.run_id, data=table, artifact_file=file, **kwargs)
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
+        file = name if "." in name else f"{name}{_at(step)}.png"
+        self.client.log_figure(self.run_id, figure, file, **kwargs)
+
+    def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
+        """Keep a file or directory; `kwargs` go to the client's `log_artifact`."""
+        keep = self.client.log_artifacts if Path(path).is_dir() else self.client.log_artifact
+        if Path(path).is_dir():
+            kwargs = {"artifact_path": name, **kwargs}
+        keep(self.run_id, path, **kwargs)
+
+    def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
+        file = name if "." in name else f"{name}{_at(step)}.txt"
+        self.client.log_text(self.run_id, text, file, **kwargs)
+
+    def finish(self) -> None:
+        self._end("FINISHED")
+
+    def finish_failed(self) -> None:
+        self._end(self.failed_word)
+
+    def _end(self, status: str) -> None:
+        import mlflow
+
+        active = mlflow.active_run()
+        if active is not None and active.info.run_id == self.run_id:
+            mlflow.end_run(status)
+        else:  # the script started another one, or ends in another thread
+            self.client.set_terminated(self.run_id, status)
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^\w./ :-]", "_", name)
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f"_{step}"

@@ -1,0 +1,117 @@
+"""SwanLab."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate_core.tracking import GeneralTracker, pictures, split
+
+__all__ = ["SwanLabTracker"]
+
+_WITHOUT_ACCOUNT = {"offline", "local", "disabled"}
+
+
+class SwanLabTracker(GeneralTracker):
+    """A SwanLab run; with `SWANLAB_MODE=offline` kept on disk for `swanlab sync`.
+
+    Args:
+        run_name: the project.
+        kwargs: for `swanlab.init`.
+    """
+
+    name = "swanlab"
+    requires_logging_directory = False
+    library = "swanlab>=0.10"
+    failed_word = "crashed"
+    resumes = True
+    groups = True
+    packages = ("swanlab",)
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self._kwargs = run_name, kwargs
+
+    @classmethod
+    def unusable(cls, environ: Mapping[str, str]) -> str | None:
+        why = super().unusable(environ)
+        if why or environ.get("SWANLAB_MODE", "").lower() in _WITHOUT_ACCOUNT:
+            return why
+        folder = environ.get("SWANLAB_SAVE_DIR", os.path.join(os.path.expanduser("~"), ".swanlab"))
+        if environ.get("SWANLAB_API_KEY") or (Path(folder) / ".netrc").exists():
+            return None
+        return "it needs an account: set SWANLAB_API_KEY, or SWANLAB_MODE=offline"
+
+    @property
+    def tracker(self) -> Any:
+        """The run that `swanlab.init` returned."""
+        return self.run
+
+    @property
+    def run_id(self) -> str:
+        return str(self.run.id)
+
+    def start(self) -> None:
+        import swanlab
+
+        options: dict[str, Any] = {"project": self.run_name}
+        if self.resume_id is not None:
+            options |= {"id": self.resume_id, "resume": "allow"}
+        if self.run_group is not None:
+            options |= {"group": self.run_group.name, "name": f"rank{self.run_group.rank}"}
+        self.run: Any = swanlab.init(**{**options, **self._kwargs})
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        # The library would keep None as an empty dict.
+        kept = {key: "None" if value is None else value for key, value in values.items()}
+        self.run.config.update(kept)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers and texts at once; `kwargs` go to `swanlab.Run.log`."""
+        import swanlab
+
+        numbers, texts, others = split(values)
+        objects = {key: swanlab.Text(text) for key, text in texts.items()}
+        self.run.log({**numbers, **objects, **others}, step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log each batch as one list; `kwargs` go to `swanlab.Image`."""
+        import swanlab
+
+        batches = {
+            name: [swanlab.Image(image, **kwargs) for _, _, image in pictures({name: batch})]
+            for name, batch in values.items()
+        }
+        self.run.log(batches, step=step)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str],
+        data: list[list[Any]],
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        import swanlab
+
+        table = swanlab.echarts.Table()
+        table.add(columns, data)
+        self.run.log({table_name: swanlab.ECharts(table, **kwargs)}, step=step)
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
+        import swanlab
+
+        self.run.log({name: swanlab.Image(figure, **kwargs)}, step=step)
+
+    def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
+        import swanlab
+
+        self.run.log({name: swanlab.Text(text, **kwargs)}, step=step)
+
+    def finish(self) -> None:
+        self.run.finish()
+
+    def finish_failed(self) -> None:
+        self.run.finish(state=self.failed_word, error="the script raised")

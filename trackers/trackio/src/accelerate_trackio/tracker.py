@@ -1,0 +1,102 @@
+"""Trackio: a local database, and a dashboard that reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate_core.tracking import GeneralTracker, pictures
+
+__all__ = ["TrackioTracker"]
+
+
+class TrackioTracker(GeneralTracker):
+    """A run in the local database of Trackio, or in a Space with `space_id=`.
+
+    Args:
+        run_name: the project.
+        kwargs: for `trackio.init`.
+    """
+
+    name = "trackio"
+    requires_logging_directory = False
+    library = "trackio>=0.30"
+    resumes = True
+    groups = True
+    packages = ("trackio",)
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self._kwargs = run_name, kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The run that `trackio.init` returned."""
+        return self.run
+
+    @property
+    def run_id(self) -> str:
+        return str(self.run.name)
+
+    def start(self) -> None:
+        import trackio
+
+        options: dict[str, Any] = {"project": self.run_name, "embed": False}
+        if self.resume_id is not None:
+            options |= {"name": self.resume_id, "resume": "allow"}
+        if self.run_group is not None:
+            options["group"] = self.run_group.name
+        self.run: Any = trackio.init(**{**options, **self._kwargs})
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values)  # it is written with the first values
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.run.log(values, step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log each image by itself; `kwargs` go to `trackio.Image`."""
+        import trackio
+
+        found = {name: trackio.Image(image, **kwargs) for name, _, image in pictures(values)}
+        self.run.log(found, step=step)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str],
+        data: list[list[Any]],
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        import trackio
+
+        table = trackio.Table(columns=columns, data=data, **kwargs)
+        self.run.log({table_name: table}, step=step)
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
+        import io
+
+        import trackio
+        from PIL import Image
+
+        file = io.BytesIO()
+        figure.savefig(file, format="png")
+        file.seek(0)
+        self.run.log({name: trackio.Image(Image.open(file), **kwargs)}, step=step)
+
+    def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
+        """Keep a file or directory; `kwargs` go to `trackio.Run.log_artifact`."""
+        self.run.log_artifact(path, **{"name": name, "type": "file", **kwargs})
+
+    def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
+        import trackio
+
+        self.run.log({name: trackio.Markdown(text, **kwargs)}, step=step)
+
+    def log_histogram(self, name: str, values: Any, step: int | None = None, **kwargs: Any) -> None:
+        import trackio
+
+        self.run.log({name: trackio.Histogram(values, **kwargs)}, step=step)
+
+    def finish(self) -> None:
+        self.run.finish()

@@ -1,0 +1,146 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from accelerate_core.tracking import GeneralTracker, pictures
+
+__all__ = ["WandBTracker"]
+
+_WITHOUT_ACCOUNT = {"offline", "dryrun", "disabled"}
+
+
+class WandBTracker(GeneralTracker):
+    """A run of Weights & Biases; with `WANDB_MODE=offline` kept on disk for `wandb sync`.
+
+    Args:
+        run_name: the project.
+        kwargs: for `wandb.init`.
+    """
+
+    name = "wandb"
+    requires_logging_directory = False
+    library = "wandb>=0.19"
+    failed_word = "failed"
+    resumes = True
+    groups = True
+    packages = ("wandb", "PIL", "matplotlib", "plotly")
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self._kwargs = run_name, kwargs
+        self._last = 0
+
+    @classmethod
+    def unusable(cls, environ: Mapping[str, str]) -> str | None:
+        why = super().unusable(environ)
+        if why or environ.get("WANDB_MODE", "").lower() in _WITHOUT_ACCOUNT:
+            return why
+        host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+        if environ.get("WANDB_API_KEY") or _in_netrc(environ, host):
+            return None
+        return "it needs an account: set WANDB_API_KEY, or WANDB_MODE=offline"
+
+    @property
+    def tracker(self) -> Any:
+        """The run that `wandb.init` returned."""
+        return self.run
+
+    @property
+    def run_id(self) -> str:
+        return str(self.run.id)
+
+    def start(self) -> None:
+        import wandb
+
+        options: dict[str, Any] = {"project": self.run_name}
+        if self.resume_id is not None:
+            options |= {"id": self.resume_id, "resume": "allow"}
+        if self.run_group is not None:
+            options |= {"group": self.run_group.name, "name": f"rank{self.run_group.rank}"}
+            options["reinit"] = "create_new"
+        self.run: Any = wandb.init(**{**options, **self._kwargs})
+        self._last = int(self.run.step or 0)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values, allow_val_change=True)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log one row; `kwargs` go to `wandb.Run.log`."""
+        if step is not None and step < self._last:
+            # Rows of an earlier step are dropped by the library.
+            warnings.warn(
+                f"wandb takes steps in rising order only: step {step} came after {self._last}; "
+                "such values are logged at the later step.",
+                stacklevel=2,
+            )
+            step = self._last
+        self._last = step if step is not None else self._last + 1
+        self.run.log(values, step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log each batch as one list of images; `kwargs` go to `wandb.Image`."""
+        import wandb
+
+        found: dict[str, list[Any]] = {name: [] for name in values}
+        for name in values:
+            for _, _, image in pictures({name: values[name]}):
+                found[name].append(wandb.Image(image, **kwargs))
+        self.log(found, step)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str],
+        data: list[list[Any]],
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        import wandb
+
+        # Columns of several types, and None, are refused otherwise.
+        options = {"allow_mixed_types": True, **kwargs}
+        self.log({table_name: wandb.Table(columns=columns, data=data, **options)}, step)
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
+        import wandb
+
+        self.log({name: wandb.Image(figure, **kwargs)}, step)
+
+    def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
+        """Log a file or directory; `kwargs` go to `wandb.Artifact`."""
+        import wandb
+
+        artifact = wandb.Artifact(**{"name": name, "type": "file", **kwargs})
+        add = artifact.add_dir if Path(path).is_dir() else artifact.add_file
+        add(path)
+        self.run.log_artifact(artifact)
+
+    def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
+        self.log({name: text}, step, **kwargs)
+
+    def log_histogram(self, name: str, values: Any, step: int | None = None, **kwargs: Any) -> None:
+        import wandb
+
+        self.log({name: wandb.Histogram(values, **kwargs)}, step)
+
+    def finish(self) -> None:
+        self.run.finish()
+
+    def finish_failed(self) -> None:
+        self.run.finish(exit_code=1)
+
+
+def _in_netrc(environ: Mapping[str, str], host: str) -> bool:
+    path = environ.get("NETRC") or os.path.join(os.path.expanduser("~"), ".netrc")
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
