@@ -82,9 +82,9 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "no backend at all": ({"backend": 3}, ConfigurationError, ["backend=3"]),
     "backend not installed": (
-        {"backend": "deepspeed"},
+        {"backend": "megatron"},
         MissingPluginError,
-        ["pip install accelerate-core[deepspeed]"],
+        ["pip install accelerate-core[megatron]"],
     ),
     "argument of a missing plugin": (
         {"megatron_lm_plugin": object()},
@@ -194,8 +194,8 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {
         ["environment variable ACCELERATE_BACKEND", "'ddp'"],
     ),
     "switch of a missing plugin": (
-        {"ACCELERATE_USE_DEEPSPEED": "true"},
-        ["ACCELERATE_USE_DEEPSPEED", "pip install accelerate-core[deepspeed]"],
+        {"ACCELERATE_USE_MEGATRON_LM": "true"},
+        ["ACCELERATE_USE_MEGATRON_LM", "pip install accelerate-core[megatron]"],
     ),
     "field of a settings class": (
         {"ACCELERATE_DYNAMO_MODE": "fast"},
@@ -292,8 +292,8 @@ def test_settings(make: Callable[[], Any], said: list[str]) -> None:
 def test_names() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'Accelerator'"):
         accelerate_core.Acelerator  # noqa: B018
-    with pytest.raises(ImportError, match=re.escape("pip install accelerate-core[deepspeed]")):
-        from accelerate_core import DeepSpeedPlugin  # noqa: F401
+    with pytest.raises(ImportError, match=re.escape("pip install accelerate-core[megatron]")):
+        from accelerate_core import MegatronLMPlugin  # noqa: F401
     with pytest.raises(AttributeError, match="Did you mean 'mixed_precision'"):
         Accelerator().mixed_precison  # noqa: B018
 

@@ -8,7 +8,6 @@ and checkpoints are local ones.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -241,20 +240,24 @@ def test_003_notebook_launcher(tmp_path: Path) -> None:
     assert len(re.findall(r"trained by \d+", done.stdout)) == 1
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("accelerate_deepspeed") is not None,
-    reason="the plugin is installed: its own tests run this example",
-)
-def test_003_deepspeed_says_what_to_install() -> None:
-    def readme() -> None:
-        from accelerate_core import Accelerator, DeepSpeedPlugin
-
-        # deepspeed needs to know your gradient accumulation steps beforehand
-        deepspeed_plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)
-        Accelerator(mixed_precision="fp16", deepspeed_plugin=deepspeed_plugin)
-
-    with pytest.raises(ImportError, match=re.escape("pip install accelerate-core[deepspeed]")):
-        readme()
+def test_003_deepspeed(tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text(
+        "from accelerate_core import Accelerator, DeepSpeedPlugin\n"
+        "# deepspeed needs to know your gradient accumulation steps beforehand\n"
+        "deepspeed_plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)\n"
+        "accelerator = Accelerator(mixed_precision='fp16', deepspeed_plugin=deepspeed_plugin)\n"
+        "assert accelerator.gradient_accumulation_steps == 2\n"
+        "assert accelerator.deepspeed_plugin.get_value('fp16.enabled') is True\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean_environment(),
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_seeds_own_import_name_is_served_when_asked(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_probe_says_yes_or_no(name: str) -> None:
         ("is_rich_available", True),
         ("is_weights_only_available", True),
         ("is_bf16_available", True),
-        ("is_boto3_available", False),
+        ("is_bnb_available", False),
         ("is_cuda_available", torch.cuda.is_available()),
         ("is_npu_available", False),
     ],
@@ -77,9 +77,9 @@ def test_probes_are_right(name: str, answer: bool) -> None:
 def test_a_folder_of_that_name_is_no_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "boto3").mkdir()
+    (tmp_path / "bitsandbytes").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert utils.is_boto3_available() is False
+    assert utils.is_bnb_available() is False
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -305,13 +305,13 @@ class Accelerator(
         """Release everything prepared, reset `step`, and return None for each object given."""
         self.background.wait()
         self.background.staging.release()
+        self.plugins.call_each("on_free", accelerator=self)
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             cast("list[Any]", held).clear()
         self.settle_scale()
         self.replaced_parameters = WeakIdKeyDictionary()
         self.gradient_state.forget()
         self.step = 0
-        self.hooks.mesh(self)  # all ranks make its groups now, in the same order
         return cast("list[Any]", release_memory(*objects))
 
     def clear(self, *objects: Any) -> list[Any]:

@@ -399,6 +399,10 @@ class HookSpecs:
         """An optimizer has been stepped."""
 
     @_broadcast
+    def on_free(self, accelerator: Accelerator) -> None:
+        """`free_memory` was called: let go of everything prepared."""
+
+    @_broadcast
     def on_end(self, accelerator: Accelerator) -> None:
         """`end_training` was called; the process group still runs."""
 

@@ -212,10 +212,21 @@ def acquire(
         )
     else:
         _check_fits(_current, cpu, device, timeout, comm_backend)
+        if needs_group and not _has_group():
+            # One process, whose first Accelerator could do without.
+            _current.timeout = timeout or _current.timeout
+            _current.comm_backend = comm_backend or _current.comm_backend
+            _open_group(_current, init_method, init_group)
     if user is not None:
         _current.users.append(weakref.ref(user))
         _current.unended += 1
     return _current
+
+
+def _has_group() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
 
 
 def release(user: Any) -> None:
@@ -261,16 +272,23 @@ def _start(
         runtime.store = dist.distributed_c10d._get_default_store()
         return runtime
     if topology.num_processes > 1 or needs_group:
-        from accelerate_core.crash import install
-
-        install()
-        store = None if init_method else _store(topology, timeout)
-        start = GroupStart(topology, chosen, store, comm_backend, init_method, timeout)
-        (init_group or start_group)(start)
-        runtime.store = store
-        runtime.owns_group = True
-        atexit.register(_end_at_exit, weakref.ref(runtime))
+        _open_group(runtime, init_method, init_group)
     return runtime
+
+
+def _open_group(
+    runtime: Runtime, init_method: str | None, init_group: Callable[[GroupStart], None] | None
+) -> None:
+    from accelerate_core.crash import install
+
+    install()
+    topology, timeout = runtime.topology, runtime.timeout
+    store = None if init_method else _store(topology, timeout)
+    start = GroupStart(topology, runtime.device, store, runtime.comm_backend, init_method, timeout)
+    (init_group or start_group)(start)
+    runtime.store = store
+    runtime.owns_group = True
+    atexit.register(_end_at_exit, weakref.ref(runtime))
 
 
 def _adopted_topology() -> Topology:

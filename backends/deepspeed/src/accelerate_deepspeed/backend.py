@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -195,18 +195,22 @@ class DeepSpeedBackend(Backend):
         """Import deepspeed, let it use the process group, and check configs with its own models."""
         self._deepspeed = library.connect(accelerator)
         for plugin in self.plugins.values():
-            engines.check_zero(plugin.hf_ds_config)
-        if self.plugin.is_zero3_init_enabled():
-            zero.tell_transformers(self.plugin)
+            engines.check_sections(plugin.hf_ds_config)
+        zero.tell_transformers(self.plugin)
         sizes = accelerator.parallelism_config
         if sizes.sp_size > 1:
             index = accelerator.process_index // sizes.tp_size % sizes.sp_size
             self._ulysses = Ulysses(sizes.sp_size, index, sizes.sp_handler)
         set_active(self)
 
+    def on_free(self, accelerator: Accelerator) -> None:
+        """Destroy the engines: their hooks hold them, whoever lets go of them."""
+        self.engines.destroy()
+
     def on_end(self, accelerator: Accelerator) -> None:
         """Leave the environment and Transformers as they were."""
         library.disconnect()
+        zero.tell_transformers(None)
         if self._ulysses is not None:
             self._ulysses.close()
 
@@ -323,7 +327,7 @@ class DeepSpeedBackend(Backend):
         self, accelerator: Accelerator, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
         """Run backward of the engines the loss comes from; the core has divided it."""
-        found = self.engines.for_backward()
+        found = self.engines.of_loss(loss)
         if not found:
             super().backward(accelerator, loss, kwargs)
             return
@@ -333,13 +337,21 @@ class DeepSpeedBackend(Backend):
                 f"backward({unknown[0]}=...) is not possible with DeepSpeed, which takes "
                 "retain_graph only."
             )
-        if self._ulysses is not None and found[-1].boundary.stage < 3:
+        if self._ulysses is not None and found[0].boundary.stage < 3:
             # Stages 0 to 2 add the parts of a sequence up, stage 3 takes their mean, as here.
             loss = loss / self._ulysses.size
         for one in found:
             one.boundary.begun()
+            one.boundary.ended = False
         # The first engine scales the loss; the hooks of the others know that it is done.
-        found[-1].engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        first, *others = sorted(found, key=lambda one: one.boundary.stage)
+        with ExitStack() as stack:
+            for one in others:
+                if one.boundary.stage == 0:  # takes part in no other engine's backward by itself
+                    stack.enter_context(one.boundary.joined())
+            first.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            for one in found:
+                one.boundary.settle()
 
     def scale_loss(self, accelerator: Accelerator, loss: torch.Tensor) -> torch.Tensor:
         """Leave it to the engine."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,10 +31,48 @@ class Boundary:
         self._finished = False
         self._norm: torch.Tensor | None = None
         self._clip: float | None = None
+        #: DeepSpeed's work at the end of a backward has been done.
+        self.ended = False
+        #: Finished gradients of a cycle that went on: group -> tensors.
+        self._carried: dict[Any, list[torch.Tensor]] = {}
+        # The core has divided the loss, or the user has, who calls loss.backward().
+        engine.__dict__["_backward_prologue_per_tensor"] = _as_it_is
+        epilogue = engine._backward_epilogue
+
+        def noted() -> None:
+            self.begun()
+            self.ended = True
+            epilogue()
+
+        engine.__dict__["_backward_epilogue"] = noted
 
     def begun(self) -> None:
         """Note a backward: what was finished is so no more."""
+        optimizer = self.engine.optimizer
+        if self._finished and self.stage in (1, 2) and not getattr(optimizer, "cpu_offload", False):
+            # These stages begin anew after they have finished; the others add to what is there.
+            self._carried = {
+                key: list(group)
+                for key, group in getattr(optimizer, "averaged_gradients", {}).items()
+                if isinstance(group, list | tuple)
+            }
         self.dirty, self._finished, self._norm = True, False, None
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Return a context in which another engine's backward may run through this one."""
+        return _set(self.engine, "_running_engine_backward", True)
+
+    def settle(self) -> None:
+        """End a backward that went through this engine, also where DeepSpeed lost count.
+
+        It counts forwards, not backwards: a discriminator that has judged two batches is left with
+        a depth of one, and takes the next backward for a part of this one.
+        """
+        if not self.ended:
+            self.engine._backward_epilogue()
+        state = getattr(self.engine.optimizer, "_backward_hook_state", None)
+        if state is not None:
+            state.backward_active_depth = 0
 
     # --- what is done to gradients ----------------------------------------------------------------
 
@@ -48,6 +86,10 @@ class Boundary:
         elif engine.enable_backward_allreduce:
             with _set(engine, "_running_engine_step", True):
                 engine.allreduce_gradients()
+        for key, earlier in self._carried.items():
+            for grad, more in zip(engine.optimizer.averaged_gradients[key], earlier, strict=True):
+                grad.add_(more)
+        self._carried = {}
         self._finished = True
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -104,6 +146,8 @@ class Boundary:
         """Step the engine; tell whether the step was taken."""
         engine, optimizer = self.engine, self.engine.optimizer
         with ExitStack() as stack:
+            if self._carried:
+                self.finish()
             if self._finished:
                 if self.stage >= 2:
                     stack.enter_context(
@@ -116,8 +160,18 @@ class Boundary:
             if self._norm is not None and not getattr(optimizer, "use_muon", False):
                 self._reuse(stack, self._norm)
             engine.step()
+        self._forget_parts()
         self.dirty, self._finished, self._norm, self._clip = False, False, None, None
         return bool(engine.was_step_applied())
+
+    def _forget_parts(self) -> None:
+        """Clear the gradients of stage 3: a layer that is not used next would keep its last one."""
+        if self.stage == 3:
+            name = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+            parts = getattr(self.engine.optimizer, name, {})
+            with torch.no_grad():
+                for part in parts.values():
+                    part.zero_()
 
     def _reuse(self, stack: ExitStack, norm: torch.Tensor) -> None:
         """Let the step take the norm that was measured for the user."""
@@ -147,8 +201,9 @@ class Boundary:
                 optimizer.averaged_gradients[key] = None
             for key in optimizer.all_grad_tensors:
                 optimizer.all_grad_tensors[key] = None
-        if not self.engine.managed_gradient_accumulation():
-            engine._unmanaged_backward_count = 0
+        self._forget_parts()
+        self._carried = {}
+        engine._unmanaged_backward_count = 0
         self.dirty, self._finished, self._norm, self._clip = False, False, None, None
 
     # --- where they are ---------------------------------------------------------------------------
@@ -231,6 +286,10 @@ def joint_norm(
 
 def _tensor(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+
+
+def _as_it_is(grad: Any) -> Any:
+    return grad
 
 
 def _nothing() -> None:

@@ -30,9 +30,16 @@ def command() -> None:
 @click.option("--num_processes", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--micro_batch", type=click.IntRange(1), help="batch size of the loader, per process")
 @click.option("--hidden_size", type=click.IntRange(1), help="of the model's config")
+@click.option("--lr", type=float, help="where the config leaves it to DummyOptim")
+@click.option("--weight_decay", type=float, default=0.0, show_default=True)
+@click.option("--total_num_steps", type=click.IntRange(1), help="as that of DummyScheduler")
+@click.option("--warmup_num_steps", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="the config alone, as DeepSpeed gets it")
 def show_config(config: str | None, as_json: bool, **options: Any) -> None:
     """Show each value of the config with where it comes from, every "auto" resolved.
+
+    What only the run knows (a loader's batch size, the model's hidden size, what the stand-ins
+    say) is given by options; without them such values stay "auto".
 
     CONFIG is a JSON file (or JSON, or base64 of it); without it the environment and the config
     file of the launcher decide, as they would in a run.
@@ -58,8 +65,15 @@ def show_config(config: str | None, as_json: bool, **options: Any) -> None:
 
 
 def _resolve(config: str | None, options: dict[str, Any]) -> Any:
+    import importlib.util
+
+    import torch
+
     from accelerate_core.configuration import Sources, resolve_core, resolve_settings
     from accelerate_deepspeed import resolve
+    from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
+    from accelerate_deepspeed.engines import check_sections, settle_engine
+    from accelerate_deepspeed.library import load
     from accelerate_deepspeed.settings import DeepSpeedPlugin
 
     given: dict[str, Any] = {}
@@ -101,7 +115,20 @@ def _resolve(config: str | None, options: dict[str, Any]) -> Any:
         ),
     )
     sizes = SimpleNamespace(config=SimpleNamespace(hidden_size=options["hidden_size"]))
-    resolve.settle_sizes(found, sizes)
+    if options["hidden_size"] is not None:
+        resolve.settle_sizes(found, sizes)
+    optimizer = scheduler = None
+    if found.has("optimizer") and options["lr"] is not None:
+        optimizer = DummyOptim([], options["lr"], options["weight_decay"])
+        steps_in_all = options["total_num_steps"]
+        if found.has("scheduler") and steps_in_all is not None:
+            scheduler = DummyScheduler(optimizer, steps_in_all, options["warmup_num_steps"])
+        if not found.has("scheduler") or scheduler is not None:
+            resolve.settle_optimizer(found, optimizer, scheduler, count, split=False)
+    settle_engine(found, not found.has("optimizer"))
+    if importlib.util.find_spec("deepspeed") is not None:
+        load(torch.device("cpu"))
+        check_sections(found)
     return found
 
 

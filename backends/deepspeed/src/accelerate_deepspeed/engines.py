@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pydantic
 import torch
 from torch import nn
 
-from accelerate_core.errors import PrepareError
+from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_core.step import AcceleratedScheduler
 from accelerate_deepspeed import resolve
 from accelerate_deepspeed.boundary import Boundary
@@ -24,7 +25,16 @@ from accelerate_deepspeed.zero import mark_leaves
 if TYPE_CHECKING:
     from accelerate_core import Accelerator
 
-__all__ = ["Job", "Trained", "assign", "check_zero", "make_engine", "micro_batch"]
+__all__ = [
+    "Engines",
+    "Job",
+    "Trained",
+    "assign",
+    "check_sections",
+    "make_engine",
+    "micro_batch",
+    "settle_engine",
+]
 
 
 @dataclass(eq=False)
@@ -132,30 +142,82 @@ def micro_batch(loaders: Iterable[Any], smallest: bool, parts: int) -> int | Non
     return min(sizes) if smallest else max(sizes)
 
 
-def check_zero(config: HfDeepSpeedConfig) -> None:
-    """Check the section zero_optimization with DeepSpeed's own model of it.
+#: Sections that DeepSpeed reads without looking at their other keys.
+_LOOSE = {
+    "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
+    "optimizer": ("type", "params", "legacy_fusion"),
+    "scheduler": ("type", "params"),
+    "activation_checkpointing": (
+        "partition_activations",
+        "contiguous_memory_optimization",
+        "cpu_checkpointing",
+        "number_checkpoints",
+        "synchronize_checkpoint_boundary",
+        "profile",
+    ),
+}
+
+
+def check_sections(config: HfDeepSpeedConfig) -> None:
+    """Check the sections of a config with DeepSpeed's own models of them.
 
     Raises:
         ConfigurationError: an unknown key, or a value that cannot be.
     """
-    import pydantic
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    from accelerate_core.errors import ConfigurationError, did_you_mean
-
-    section = {
-        key: value
-        for key, value in (config.get_value("zero_optimization") or {}).items()
-        if value != "auto"
+    models = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+        "bfloat16": DeepSpeedBF16Config,
+        "tensor_parallel": TPTrainingConfig,
     }
-    known = [
-        name
-        for key, info in DeepSpeedZeroConfig.model_fields.items()
-        for name in (key, info.alias)
-        if name
-    ]
+    for section, model in models.items():
+        if config.has(section):
+            _check_section(config, section, model)
+    for section, known in _LOOSE.items():
+        there = config.get_value(section) or {}
+        for key in there if isinstance(there, dict) else ():
+            if key not in known:
+                raise ConfigurationError(
+                    f"DeepSpeed has no setting {section}.{key} (in {config.origin})."
+                    f"{did_you_mean(str(key), known)}"
+                )
+    for name in ("optimizer.type", "scheduler.type"):
+        section = name.partition(".")[0]
+        if config.has(section) and not isinstance(config.get_value(name), str):
+            raise ConfigurationError(f"{section} in {config.origin} needs a type, such as AdamW.")
+    kind = config.get_value("scheduler.type")
+    if kind is not None:
+        from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+
+        if kind not in VALID_LR_SCHEDULES and not hasattr(torch.optim.lr_scheduler, kind):
+            raise ConfigurationError(
+                f"scheduler.type={kind!r} (in {config.origin}) is not known; DeepSpeed has "
+                f"{listing(VALID_LR_SCHEDULES)}.{did_you_mean(kind, VALID_LR_SCHEDULES)}"
+            )
+    kind = config.get_value("optimizer.type")
+    if kind is not None:
+        from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+        if kind.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, kind):
+            raise ConfigurationError(
+                f"optimizer.type={kind!r} (in {config.origin}) is neither DeepSpeed's nor torch's; "
+                f"DeepSpeed has {listing(DEEPSPEED_OPTIMIZERS)}."
+                f"{did_you_mean(kind.lower(), DEEPSPEED_OPTIMIZERS)}"
+            )
+
+
+def _check_section(config: HfDeepSpeedConfig, section: str, model: Any) -> None:
+    there = config.get_value(section)
+    if not isinstance(there, dict):
+        raise ConfigurationError(f"{section} of {config.origin} is {there!r}; it takes an object.")
+    known = [name for key, info in model.model_fields.items() for name in (key, info.alias) if name]
     try:
-        DeepSpeedZeroConfig(**section)
+        model(**{key: value for key, value in there.items() if value != "auto"})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
@@ -163,11 +225,11 @@ def check_zero(config: HfDeepSpeedConfig) -> None:
         if first["type"] == "extra_forbidden":
             text = f"DeepSpeed has no such setting.{did_you_mean(name, known)}"
         raise ConfigurationError(
-            f"zero_optimization.{name}={first.get('input')!r} ({config.where('zero_optimization.' + name)}):"
-            f" {text.rstrip('.')}."
+            f"{section}.{name}={first.get('input')!r} "
+            f"({config.where(f'{section}.{name}')}): {text.rstrip('.')}."
         ) from None
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigurationError(f"zero_optimization of {config.origin}: {error}") from None
+        raise ConfigurationError(f"{section} of {config.origin}: {error}") from None
 
 
 def make_engine(
@@ -191,7 +253,7 @@ def make_engine(
     resolve.settle_optimizer(
         config, optimizer, scheduler, run.data_ranks, accelerator.split_batches
     )
-    _settle_engine(config, optimizer)
+    settle_engine(config, optimizer is not None)
     resolve.settle_rest(config)
     plugin.hf_ds_config = config
     if plugin.transformer_moe_cls_names:
@@ -211,8 +273,15 @@ def make_engine(
         arguments["model_parameters"] = [p for p in model.parameters() if p.requires_grad]
     if mpu is not None:
         arguments["mpu"] = mpu
-    with rank_environment(accelerator), build_note(op):
-        engine, _, _, own_scheduler = deepspeed.initialize(dist_init_required=False, **arguments)
+    try:
+        with rank_environment(accelerator), build_note(op):
+            engine, _, _, own_scheduler = deepspeed.initialize(
+                dist_init_required=False, **arguments
+            )
+    except (AssertionError, pydantic.ValidationError) as error:
+        raise ConfigurationError(
+            f"DeepSpeed refuses the config ({config.origin}): {str(error) or 'no reason is given'}"
+        ) from error
     job.model.value = engine
     if job.optimizer is not None:
         job.optimizer.value = accelerator.wrap_optimizer(engine.optimizer)
@@ -224,12 +293,10 @@ def _trainable(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def _settle_engine(config: HfDeepSpeedConfig, optimizer: Any) -> None:
+def settle_engine(config: HfDeepSpeedConfig, prepared: bool) -> None:
     """Set what this backend needs of the engine: its `step()` is the boundary."""
     name = "managed_gradient_accumulation"
     if config.is_true(name):
-        from accelerate_core.errors import ConfigurationError
-
         raise ConfigurationError(
             f"{name}=true ({config.where(name)}) lets DeepSpeed count micro-batches; here the "
             "loop says when to step. Leave it out."
@@ -237,13 +304,11 @@ def _settle_engine(config: HfDeepSpeedConfig, optimizer: Any) -> None:
     config.set_value(name, False, "the loop says when to step")
     overlap = "zero_optimization.overlap_comm"
     if config.stage == 1 and config.is_true(overlap):
-        from accelerate_core.errors import ConfigurationError
-
         raise ConfigurationError(
             f"{overlap}=true ({config.where(overlap)}) cannot be with stage 1 and a loop that "
             "says when to step; use stage 2, or leave it out."
         )
-    if optimizer is not None and not config.has("zero_allow_untested_optimizer"):
+    if prepared and not config.has("zero_allow_untested_optimizer"):
         config.set_value("zero_allow_untested_optimizer", True, "an optimizer was prepared")
     if not config.has("steps_per_print"):
         config.set_value("steps_per_print", 2**31, "progress is the loop's to print")
@@ -282,23 +347,16 @@ class Engines:
     def __init__(self) -> None:
         # An engine goes when its model is let go of.
         self._engines: list[weakref.ref[Any]] = []
-        #: Engines whose forward has run with gradients since the last backward, newest last.
-        self._touched: list[weakref.ref[Any]] = []
-        self._last: weakref.ref[Any] | None = None
+        #: Id of a parameter -> its engine; only asked where there are several.
+        self._owners: dict[int, weakref.ref[Any]] = {}
 
     def add(self, engine: Any, plugin: DeepSpeedPlugin) -> Trained:
         """Take in an engine that trains."""
         one = Trained(engine, Boundary(engine), plugin)
         engine.accelerate_trained = one
-        self._engines.append(weakref.ref(engine))
-        reference = weakref.ref(one)
-        touched = self._touched
-
-        def touch(*_: Any) -> None:
-            if torch.is_grad_enabled() and (not touched or touched[-1] is not reference):
-                touched.append(reference)
-
-        engine.register_forward_pre_hook(touch)
+        reference = weakref.ref(engine)
+        self._engines.append(reference)
+        self._owners.update({id(p): reference for p in engine.module.parameters()})
         return one
 
     @property
@@ -306,6 +364,15 @@ class Engines:
         """The engines that are still there, in the order they were made."""
         there = (reference() for reference in self._engines)
         return [engine.accelerate_trained for engine in there if engine is not None]
+
+    def destroy(self) -> None:
+        """Let go of all engines and what they hold."""
+        for one in self.trained:
+            engine = one.engine
+            del engine.accelerate_trained
+            engine.destroy()
+        self._engines.clear()
+        self._owners.clear()
 
     def of_optimizer(self, optimizer: Any) -> Trained | None:
         """Return the engine an optimizer was made for."""
@@ -321,22 +388,28 @@ class Engines:
                 return one
         return None
 
-    def for_backward(self) -> list[Trained]:
-        """Return the engines that have computed since the last backward, newest last."""
-        found = [one for reference in self._touched if (one := reference()) is not None]
-        found = list({id(one): one for one in found}.values())
-        self._touched.clear()
-        if found:
-            self._last = weakref.ref(found[-1])
-            return found
-        last = self._last() if self._last is not None else None
-        return [last] if last is not None else []
+    def of_loss(self, loss: torch.Tensor) -> list[Trained]:
+        """Return the engines whose parameters a loss depends on.
 
-    def holding(self, parameters: Iterable[torch.Tensor]) -> list[Trained]:
-        """Return the engines any of these parameters is of."""
-        given = {id(parameter) for parameter in parameters}
-        return [
-            one
-            for one in self.trained
-            if any(id(p) in given for p in one.engine.module.parameters())
-        ]
+        With one engine that is it; of several the graph says which: a generator's forward may be
+        older than its discriminator's last backward.
+        """
+        trained = self.trained
+        if len(trained) <= 1 or loss.grad_fn is None:
+            return trained if loss.grad_fn is not None else []
+        found: dict[int, Trained] = {}
+        seen: set[Any] = set()
+        waiting: list[Any] = [loss.grad_fn]
+        while waiting and len(found) < len(trained):
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                reference = self._owners.get(id(variable))
+                engine = reference() if reference is not None else None
+                if engine is not None:
+                    found[id(engine)] = engine.accelerate_trained
+            waiting += [following for following, _ in node.next_functions if following is not None]
+        return [one for one in trained if id(one.engine) in found]

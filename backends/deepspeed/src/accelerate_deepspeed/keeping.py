@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean, listing
-from accelerate_deepspeed.reading import check_file, read_file
+from accelerate_deepspeed.reading import beside_the_optimizer, check_file, read_file
 
 if TYPE_CHECKING:
     from accelerate_core import Accelerator
@@ -114,6 +114,8 @@ def load(accelerator: Accelerator, directory: Path, options: Mapping[str, Any]) 
         else:
             with _universal(accelerator, directory, tag, model, saved) as folder:
                 _load_universal(model, folder, tag, strict, arguments)
+                # The universal form has what the optimizer holds, and nothing else.
+                _load_others(accelerator, model, beside_the_optimizer(directory / tag))
 
 
 def _trains(model: Any) -> bool:
@@ -136,6 +138,21 @@ def _load_plain(accelerator: Accelerator, model: Any, state: Any, strict: bool) 
     with gathered(list(module.parameters()), modifier_rank=0):
         if accelerator.is_main_process or not any(hasattr(p, "ds_id") for p in module.parameters()):
             module.load_state_dict(state, strict=strict)
+
+
+@torch.no_grad()
+def _load_others(accelerator: Accelerator, model: Any, state: Mapping[str, torch.Tensor]) -> None:
+    from accelerate_deepspeed.zero import gathered
+
+    module = accelerator.unwrap_model(model)
+    for name, buffer in module.named_buffers():
+        if name in state:
+            buffer.copy_(state[name].reshape(buffer.shape))
+    frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad and n in state}
+    with gathered(list(frozen.values()), modifier_rank=0):
+        for name, parameter in frozen.items():
+            if parameter.numel():
+                parameter.copy_(state[name].reshape(parameter.shape))
 
 
 def _fits(model: Any, saved: Mapping[str, Any]) -> bool:

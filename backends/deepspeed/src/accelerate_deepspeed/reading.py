@@ -17,7 +17,7 @@ import torch
 
 from accelerate_core.errors import CheckpointError
 
-__all__ = ["check_file", "merge", "read_file"]
+__all__ = ["beside_the_optimizer", "check_file", "merge", "read_file"]
 
 
 class _Opaque:
@@ -157,6 +157,27 @@ def merge(directory: Path) -> dict[str, torch.Tensor]:
         if owner in merged:
             merged[name] = merged[owner]
     return merged
+
+
+def beside_the_optimizer(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the buffers and the frozen parameters of an engine's checkpoint, by name."""
+    models = sorted(directory.glob("*mp_rank_*_model_states.pt"), key=_rank_of)
+    if not models:
+        raise CheckpointError(
+            f"{directory} has no *_model_states.pt: it is no engine's checkpoint."
+        )
+    model = read_file(models[0])
+    module = _tensors(model.get("module") or {})
+    found = {name: module[name] for name in model.get("buffer_names") or () if name in module}
+    fragments = model.get("frozen_param_fragments") or {}
+    if any("zero_pp_rank" in path.name for path in models):
+        found |= _frozen_3(models)
+    elif fragments:
+        found |= fragments
+    else:
+        trained = {name for group in model.get("param_shapes") or () for name in group}
+        found |= {name: value for name, value in module.items() if name not in trained}
+    return found
 
 
 def _merge_12(model: dict[str, Any], optimizers: list[Any]) -> dict[str, torch.Tensor]:

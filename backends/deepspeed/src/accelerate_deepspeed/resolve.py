@@ -105,6 +105,13 @@ def settle_fields(plugin: DeepSpeedPlugin) -> None:
     if bare and not config.has("zero_optimization.stage"):
         config.set_value("zero_optimization.stage", 2, "default of zero_stage")
     config.choices("zero_optimization.stage", (0, 1, 2, 3))
+    _whole(config, "gradient_accumulation_steps")
+    limit = config.get_value("gradient_clipping")
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
+        raise ConfigurationError(
+            f"gradient_clipping={limit!r} ({config.where('gradient_clipping')}) takes a number of "
+            "at least 0."
+        )
     _check_offload(config)
 
 
@@ -142,8 +149,7 @@ def _check_offload(config: HfDeepSpeedConfig) -> None:
 
 def accumulation_of(config: HfDeepSpeedConfig) -> int | None:
     """Return the accumulation steps that fields or config state, None for none."""
-    steps = config.get_value("gradient_accumulation_steps")
-    return None if steps in (None, AUTO) else int(steps)
+    return _whole(config, "gradient_accumulation_steps")
 
 
 # --- precision ------------------------------------------------------------------------------------

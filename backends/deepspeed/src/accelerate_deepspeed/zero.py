@@ -24,14 +24,21 @@ __all__ = [
 
 def init_context(deepspeed: Any, plugin: DeepSpeedPlugin) -> AbstractContextManager[Any]:
     """Return `deepspeed.zero.Init` with the plugin's config, as far as it is known by now."""
+    context: AbstractContextManager[Any] = deepspeed.zero.Init(
+        config_dict_or_path=_known_by_now(plugin).config
+    )
+    return context
+
+
+def _known_by_now(plugin: DeepSpeedPlugin) -> HfDeepSpeedConfig:
+    """Return the config without what only `prepare` resolves; batch sizes are of no matter yet."""
     config = HfDeepSpeedConfig(plugin.hf_ds_config)
     for name in config.autos():
         config.del_config_sub_tree(name)
     for name in ("train_batch_size", "gradient_accumulation_steps"):
         config.del_config_sub_tree(name)
     config.config["train_micro_batch_size_per_gpu"] = 1
-    context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=config.config)
-    return context
+    return config
 
 
 @contextmanager
@@ -47,16 +54,25 @@ def switched_init(plugin: DeepSpeedPlugin, enable: bool) -> Iterator[None]:
         tell_transformers(plugin)
 
 
-def tell_transformers(plugin: DeepSpeedPlugin) -> None:
+_told: list[HfDeepSpeedConfig] = []
+
+
+def tell_transformers(plugin: DeepSpeedPlugin | None) -> None:
     """Let `from_pretrained` of Transformers shard what it loads, or stop it from doing so."""
     import importlib.util
+    import sys
 
+    wanted = plugin is not None and plugin.is_zero3_init_enabled()
+    if not wanted and "transformers.integrations.deepspeed" not in sys.modules:
+        return
     if importlib.util.find_spec("transformers") is None:
         return
     from transformers.integrations import deepspeed as theirs
 
-    if plugin.is_zero3_init_enabled():
-        theirs.set_hf_deepspeed_config(plugin.hf_ds_config)
+    _told.clear()
+    if plugin is not None and wanted:
+        _told.append(_known_by_now(plugin))  # kept here: theirs is a weak reference
+        theirs.set_hf_deepspeed_config(_told[0])
     else:
         theirs.unset_hf_deepspeed_config()
 
