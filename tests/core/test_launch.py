@@ -157,7 +157,7 @@ def test_every_option_has_a_help_text_and_one_place() -> None:
         ({"mixed_precision": "bf61"}, "Did you mean 'bf16'"),
         ({"mixed_precision": "fp8"}, "pip install"),
         ({"backend": "dpd"}, "dpd.*Did you mean 'ddp'"),
-        ({"launcher": "srun"}, "launcher"),
+        ({"launcher": "qsub"}, "There is no launcher named 'qsub'"),
         ({"multi_gpu": True, "cpu": True}, "contradicts"),
         ({"gpu_ids": "0,x", "num_processes": 2}, "must be different numbers"),
         ({"module": True, "no_python": True}, "exclude each other"),
@@ -177,7 +177,10 @@ def test_contradictions_and_unknown_names(
             "num_proceses: 2\n",
             "Unknown key 'num_proceses' in .*line 1. Did you mean 'num_processes'",
         ),
-        ("a: 1\nnum_processes: two\n", "num_processes: 'two' .*line 2.* must be a int"),
+        (
+            "debug: false\nnum_processes: two\n",
+            "num_processes: 'two' .*line 2.* must be a whole number",
+        ),
         ("num_processes: 0\n", "at least 1"),
         ("use_cpu: perhaps\n", "is not a switch"),
     ],
@@ -197,7 +200,6 @@ def test_wrong_config_files_name_file_and_line(
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
         {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "1"},
         {"WORLD_SIZE": "2"},
-        {"OMPI_COMM_WORLD_SIZE": "2"},
     ],
 )
 def test_a_launch_inside_a_launch_is_refused(script: Path, environ: dict[str, str]) -> None:
