@@ -17,6 +17,10 @@ __all__ = ["cli", "main"]
 
 #: Command -> module and a line of help; a module is imported when its command runs.
 _COMMANDS = {
+    "config": (
+        "config",
+        "Set up this machine: a dialogue, or default, set, show, validate, update.",
+    ),
     "launch": ("launch", "Start a script in one process or many, on one machine or several."),
     "env": ("env", "Show versions, devices, plugins and the configuration in force."),
     "plugins": ("plugins", "Show which plugins are installed, which are active, and why."),

@@ -10,7 +10,13 @@ import yaml
 
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["CONFIG_VARIABLE", "ConfigFile", "default_config_path", "read_config"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "ConfigFile",
+    "default_config_path",
+    "parse_config",
+    "read_config",
+]
 
 #: Names the config file for a script that is not started by the launcher.
 CONFIG_VARIABLE = "ACCELERATE_CONFIG_FILE"
@@ -62,6 +68,11 @@ def read_config(path: str | Path) -> ConfigFile:
             f"The config file {path} is not text in UTF-8: byte {error.start} is "
             f"{error.object[error.start]:#04x}."
         ) from None
+    return parse_config(text, path)
+
+
+def parse_config(text: str, path: Path) -> ConfigFile:
+    """Read the text of a config file; `path` is where it stands, or will."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         lines: dict[str, int] = {}

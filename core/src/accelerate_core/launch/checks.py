@@ -23,10 +23,12 @@ __all__ = [
     "check_formats",
     "check_keys",
     "check_machines",
+    "check_port",
     "converted",
     "cpu_of",
     "gpu_ids",
     "known_keys",
+    "obsolete_in",
     "processes",
 ]
 
@@ -78,9 +80,17 @@ def converted(option: LaunchOption, value: Any, said: str) -> Any:
 def known_keys() -> list[str]:
     """Return the top-level keys of a config file that somebody here reads, or knows."""
     ours = [*known_yaml_keys(), *(key for key in installed().triggers if key == key.lower())]
-    theirs = [*catalog.SECTIONS, *catalog.KEYS, *catalog.OBSOLETE_KEYS, "parallelism_config"]
+    theirs = [*catalog.SECTIONS, *catalog.KEYS, *catalog.OBSOLETE_KEYS, *catalog.IGNORED_KEYS]
+    theirs.append("parallelism_config")
     named = [f"{record.name}_config" for record in installed().of_kind("backend")]
     return list(dict.fromkeys([*ours, *theirs, *named]))
+
+
+def obsolete_in(config: ConfigFile) -> str:
+    """Return one line about keys that no version of anything reads any more; empty if there is none."""
+    found = [key for key in config if key in catalog.OBSOLETE_KEYS]
+    said = "; ".join(f"{key}: {catalog.OBSOLETE_KEYS[key]}" for key in found)
+    return f"{config.path} has keys that say nothing today. {said}" if found else ""
 
 
 def check_keys(config: ConfigFile) -> None:
@@ -266,12 +276,19 @@ def check_machines(chosen: Mapping[str, Because], around: Surroundings) -> None:
         raise ConfigurationError(
             f"num_machines={machines} needs --main_process_ip: the address of machine 0."
         )
-    port, several = value["main_process_port"], value["num_processes"] > 1
+    port = value["main_process_port"]
     if port and port > 65535:
         raise ConfigurationError(
             f"main_process_port={port} ({chosen['main_process_port'].origin}) must be below 65536."
         )
-    if port and several and rank == 0 and machines == 1 and _in_use(port):
+
+
+def check_port(chosen: Mapping[str, Because], around: Surroundings) -> None:
+    """Refuse a port of this machine that somebody listens on already."""
+    value = {name: because.value for name, because in chosen.items()}
+    port, alone = value["main_process_port"], value["num_machines"] == 1
+    several = value["num_processes"] > 1 and not around.ranks
+    if port and several and alone and _in_use(port):
         raise ConfigurationError(
             f"Port {port} ({chosen['main_process_port'].origin}) is in use on this machine. "
             "Choose another, or leave it out and a free one is taken."

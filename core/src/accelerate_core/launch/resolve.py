@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from accelerate_core.launch.surroundings import Surroundings, look_around
 from accelerate_core.launch.target import find_target
 from accelerate_core.plugins.discovery import find, installed
 
-__all__ = ["find_config", "make_plan", "peers_config", "refuse_nesting"]
+__all__ = ["Decision", "decide", "find_config", "make_plan", "peers_config", "refuse_nesting"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,34 +51,19 @@ def make_plan(
         ConfigurationError: a value is wrong, two contradict each other, the target
             does not exist, or this process is already a rank of a launch.
     """
-    contributed: dict[str, Because] = {}
-    if config is not None:
-        checks.check_keys(config)
-        contributed.update(check_sections(config, environ))
-    contributed.update(_asks_launchers(environ))
-    around = _heeded(look_around(environ), given, environ, config)
-    chosen = {
-        option.name: _choose(option, given, environ, config, around) for option in LAUNCH_OPTIONS
-    }
-    machines = chosen["num_machines"].value
-    if not around.ranks:
-        _refuse_rank(environ, machines)
-    module, program = chosen["module"].value, chosen["no_python"].value
-    target = find_target(script, arguments, environ, module=bool(module), no_python=bool(program))
-    if config is not None:
-        chosen["backend"] = checks.backend_of(config, chosen["backend"])
-        chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
-    plugins, chosen["backend"] = take(given, chosen["backend"], environ)
-    _check_names(chosen)
-    _take_hosts(chosen)
-    chosen["num_processes"] = checks.processes(chosen, environ, around)
-    checks.check_machines(chosen, around)
-    checks.check_formats(chosen)
+    made = decide(given, environ, config)
+    chosen, around = made.chosen, made.around
     value = {name: because.value for name, because in chosen.items()}
-    ours = 1 if around.ranks else value["num_processes"] // value["num_machines"]
-    if around.ranks:
-        ours = int(around.ranks["LOCAL_WORLD_SIZE"])
-    chosen[_THREADS] = _threads(given, environ, ours)
+    if not around.ranks:
+        _refuse_rank(environ, value["num_machines"])
+    target = find_target(
+        script,
+        arguments,
+        environ,
+        module=bool(value["module"]),
+        no_python=bool(value["no_python"]),
+    )
+    checks.check_port(chosen, around)
     local_addr = None
     if value["num_machines"] > 1 and value["launcher"] in (None, "torchrun"):
         local_addr = devices.local_address(value["main_process_ip"], value["main_process_port"])
@@ -100,12 +86,60 @@ def make_plan(
         tee=value["tee"],
         role=value["role"],
         quiet=bool(value["quiet"]),
-        environment=_environment(
-            {**chosen, **plugins}, plugins, environ, config, around, local_addr
-        ),
-        contributed={**contributed, **plugins},
-        because={**chosen, **plugins},
+        environment=_environment(made, environ, config, local_addr),
+        contributed={**made.contributed, **made.plugins},
+        because={**chosen, **made.plugins},
     )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Every option of a launch with its value, before anything is said about a script.
+
+    Attributes:
+        plugins: what options of plugins put into the environment.
+        contributed: what variables and the config file say to plugins.
+    """
+
+    chosen: Mapping[str, Because]
+    plugins: Mapping[str, Because]
+    contributed: Mapping[str, Because]
+    around: Surroundings
+
+
+def decide(
+    given: Mapping[str, Any], environ: Mapping[str, str], config: ConfigFile | None = None
+) -> Decision:
+    """Choose the value of every option and check them against each other.
+
+    Raises:
+        ConfigurationError: a value is wrong, or two contradict each other.
+    """
+    contributed: dict[str, Because] = {}
+    if config is not None:
+        checks.check_keys(config)
+        contributed.update(check_sections(config, environ))
+        if said := checks.obsolete_in(config):
+            logger.warning(said)
+    contributed.update(_asks_launchers(environ))
+    around = _heeded(look_around(environ), given, environ, config)
+    chosen = {
+        option.name: _choose(option, given, environ, config, around) for option in LAUNCH_OPTIONS
+    }
+    if config is not None:
+        chosen["backend"] = checks.backend_of(config, chosen["backend"])
+        chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
+    plugins, chosen["backend"] = take(given, chosen["backend"], environ)
+    _check_names(chosen)
+    _take_hosts(chosen)
+    chosen["num_processes"] = checks.processes(chosen, environ, around)
+    checks.check_machines(chosen, around)
+    checks.check_formats(chosen)
+    ours = chosen["num_processes"].value // chosen["num_machines"].value
+    if around.ranks:
+        ours = int(around.ranks["LOCAL_WORLD_SIZE"])
+    chosen[_THREADS] = _threads(given, environ, ours)
+    return Decision(chosen, plugins, contributed, around)
 
 
 def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
@@ -248,14 +282,13 @@ def _threads(given: Mapping[str, Any], environ: Mapping[str, str], processes: in
 
 
 def _environment(
-    chosen: Mapping[str, Because],
-    plugins: Mapping[str, Because],
+    decision: Decision,
     environ: Mapping[str, str],
     config: ConfigFile | None,
-    around: Surroundings,
     local_addr: str | None,
 ) -> dict[str, str]:
     """Return what children get on top of the launcher's environment."""
+    chosen = decision.chosen
     travelling = [(option.env, chosen[option.name]) for option in LAUNCH_OPTIONS if option.env]
     # What the config file says of itself the children read there; what follows from it they cannot.
     made = {
@@ -263,7 +296,7 @@ def _environment(
         for env, because in travelling
         if env != _THREADS and because.origin.startswith(("command line", checks.FOLLOWS))
     }
-    made.update(plugins)
+    made.update(decision.plugins)
     texts = {env: _text(because.value) for env, because in made.items()}
     if chosen[_THREADS].value is not None:
         texts[_THREADS] = str(chosen[_THREADS].value)
@@ -277,7 +310,7 @@ def _environment(
         interface = devices.interface_of(local_addr)
         if interface is not None:
             texts["GLOO_SOCKET_IFNAME"] = interface
-    return {**texts, **around.ranks}
+    return {**texts, **decision.around.ranks}
 
 
 def _text(value: Any) -> str:

@@ -10,6 +10,9 @@ __all__ = [
     "ARGUMENTS",
     "DISTRIBUTED_TYPES",
     "EXPORTS",
+    "IGNORED_KEYS",
+    "KEYS",
+    "OBSOLETE_KEYS",
     "OPTIONS",
     "PROBES",
     "REFUSED_OPTIONS",
@@ -89,20 +92,10 @@ SECTIONS = {
 }
 
 #: Other keys of a peer's config file that belong to a plugin.
-KEYS = dict.fromkeys(
-    (
-        "downcast_bf16",
-        "tpu_name",
-        "tpu_zone",
-        "tpu_use_cluster",
-        "tpu_use_sudo",
-        "tpu_vm",
-        "tpu_env",
-        "command_file",
-        "commands",
-    ),
-    "xla",
-)
+KEYS = {
+    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo"), "xla"),
+    **dict.fromkeys(("tpu_vm", "tpu_env", "command_file", "commands", "downcast_bf16"), "xla"),
+}
 
 #: Options of a peer's launcher that ask for a backend.
 SWITCHES = {
@@ -171,8 +164,14 @@ REFUSED_OPTIONS = {
 
 #: Keys of older config files of a peer that say nothing today, with the reason.
 OBSOLETE_KEYS = {
-    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo"), "xla"),
-    **dict.fromkeys(("tpu_vm", "tpu_env", "command_file", "commands", "downcast_bf16"), "xla"),
+    "ipex_config": REFUSED_OPTIONS["ipex"],
+    "use_xpu": REFUSED_OPTIONS["use_xpu"],
+}
+
+#: Keys that every file of a peer has and that say nothing here.
+IGNORED_KEYS = {
+    "main_training_function": "the script is run as a program, whatever its functions are called",
+    "same_network": "how machines reach each other follows from main_process_ip",
 }
 
 #: Attributes of an Accelerator or its state while no active plugin serves them.

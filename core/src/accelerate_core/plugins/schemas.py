@@ -68,6 +68,7 @@ class PluginSchema:
     Attributes:
         section: key of the config file its fields stand under.
         switches: environment variables by which it is asked for.
+        mesh: dimensions of a device mesh that it takes.
         shards: what `estimate-memory` reads: mode -> what is divided over the ranks.
         problem: why the plugin could not be asked; everything else is then empty.
     """
@@ -80,6 +81,7 @@ class PluginSchema:
     summary: str = ""
     fields: tuple[FieldSchema, ...] = ()
     shards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mesh: tuple[str, ...] = ()
     problem: str = ""
 
     def field_of_option(self, name: str) -> FieldSchema | None:
@@ -151,6 +153,7 @@ def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
         switches=tuple(sorted(n for n in record.triggers if n.startswith("ACCELERATE_USE_"))),
         summary=said.get("summary", ""),
         fields=tuple(fields),
+        mesh=tuple(said.get("mesh", ())),
         shards={mode: tuple(what) for mode, what in said.get("shards", {}).items()},
         problem=said.get("problem", "" if said else "it gave no answer"),
     )
@@ -228,6 +231,7 @@ def describe(plugin: Any, owner: str) -> dict[str, Any]:
     said: dict[str, Any] = {"shards": dict(getattr(plugin, "shards", {}) or {})}
     short = getattr(plugin, "get_short_help_str", None)  # of a click command
     text = short(limit=100) if short else (inspect.getdoc(plugin) or "").split("\n\n")[0]
+    said["mesh"] = list((getattr(plugin, "supports", None) or {}).get("mesh") or ())
     said["summary"] = text.replace("\n", " ")
     if cls is None:
         return said
