@@ -55,6 +55,9 @@ class Backend:
     supports: ClassVar[Mapping[str, Any]] = {}
     owns: ClassVar[frozenset[str]] = frozenset()
     compile_at: ClassVar[Literal["before", "after", "own"]] = "before"
+    #: For `estimate-memory`: mode -> which of `weights`, `gradients`, `optimizer` it divides over
+    #: the ranks. The mode "" is the only one, or the usual one.
+    shards: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     #: Start a process group even for one process.
     needs_group: ClassVar[bool] = False
     #: Settings class, made with `settings`.

@@ -26,6 +26,7 @@ _COMMANDS = {
     "plugins": ("plugins", "Show which plugins are installed, which are active, and why."),
     "checkpoints": ("checkpoints", "List, verify and show what save_state wrote."),
     "merge-weights": ("merge", "Merge sharded weights into one file."),
+    "estimate-memory": ("estimate", "Show the memory a model takes, by dtype and by backend."),
     "runs": ("runs", 'Show the values and curves that log_with="jsonl" has written.'),
     "test": ("test", "Run a short self-check with the options of launch."),
 }

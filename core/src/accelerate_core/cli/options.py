@@ -104,6 +104,12 @@ class GroupedCommand(click.Command):
             self._refuse(ctx, name, error.option_name)
             raise AssertionError from error
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """Complete options, those of plugins too."""
+        if incomplete.startswith("-"):
+            self.contributed()
+        return super().shell_complete(ctx, incomplete)
+
     def _refuse(self, ctx: click.Context, name: str, spelt: str) -> None:
         from accelerate_core.launch.contributed import refuse_unknown
 

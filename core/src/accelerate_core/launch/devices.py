@@ -16,6 +16,7 @@ from accelerate_core.errors import ConfigurationError
 __all__ = [
     "count_accelerators",
     "interface_of",
+    "is_address_of",
     "local_address",
     "threads_for",
     "torch_build",
@@ -104,6 +105,14 @@ def local_address(peer: str, port: int | None) -> str | None:
             return str(probe.getsockname()[0])
     except (OSError, IndexError, UnicodeError):
         return None
+
+
+def is_address_of(address: str, name: str) -> bool:
+    """Tell whether a host name, or an address, is that of `address`."""
+    try:
+        return address in {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+    except (OSError, UnicodeError):
+        return address == name
 
 
 def interface_of(address: str) -> str | None:

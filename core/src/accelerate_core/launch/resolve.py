@@ -76,7 +76,7 @@ def make_plan(
         main_process_ip=value["main_process_ip"],
         main_process_port=value["main_process_port"] or None,
         rdzv_backend=value["rdzv_backend"],
-        rdzv_conf=value["rdzv_conf"] or "",
+        rdzv_conf=_rendezvous_conf(value, local_addr),
         rdzv_id=value["rdzv_id"],
         local_addr=local_addr,
         mpirun_hostfile=value["mpirun_hostfile"],
@@ -90,6 +90,15 @@ def make_plan(
         contributed={**made.contributed, **made.plugins},
         because={**chosen, **made.plugins},
     )
+
+
+def _rendezvous_conf(value: Mapping[str, Any], local_addr: str | None) -> str:
+    """Say whether this machine is where c10d's store is: torch asks a name service for it."""
+    conf = str(value["rdzv_conf"] or "")
+    if value["rdzv_backend"] != "c10d" or local_addr is None or "is_host=" in conf:
+        return conf
+    here = devices.is_address_of(local_addr, value["main_process_ip"])
+    return ",".join(part for part in (conf, f"is_host={str(here).lower()}") if part)
 
 
 @dataclass(frozen=True)
