@@ -15,6 +15,7 @@ from accelerate_core.configuration.core import CORE_SETTINGS
 from accelerate_core.configuration.schema import settings_fields
 from accelerate_core.hookspecs import API_VERSION, HookSpecs, hooks_of_kind
 from accelerate_ddp.settings import DistributedDataParallelKwargs
+from accelerate_deepspeed.settings import DeepSpeedPlugin
 from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
 
 HERE = Path(__file__).parent
@@ -70,7 +71,12 @@ def configuration() -> str:
     classes = [getattr(handlers, name) for name in handlers.__all__]
     classes += [parallelism.ParallelismConfig, parallelism.TorchTensorParallelConfig]
     classes += [parallelism.TorchContextParallelConfig]
-    for cls in [*classes, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin]:
+    for cls in [
+        *classes,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        DeepSpeedPlugin,
+    ]:
         prefix = getattr(cls, "__settings_names__", ("",))[0]
         lines += [f"## {cls.__name__}", "", (inspect.getdoc(cls) or "").split("\n\n")[0], ""]
         rows = [

@@ -206,7 +206,8 @@ def _field(asker: Asker, field: FieldSchema) -> Any:
         return asker.confirm(field.ask, field.default is True)
     if field.choices:
         wanted = default if default in field.choices else field.choices[0]
-        return asker.choose(field.ask, field.choices, wanted)
+        said = asker.choose(field.ask, field.choices, wanted)
+        return int(said) if field.kind == "int" else said
     while True:
         said = asker.text(field.ask, default)
         try:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from accelerate_core.plugins.discovery import (
 __all__ = ["FieldSchema", "PluginSchema", "cache_file", "describe", "plugin_schemas"]
 
 #: Raised with what is kept: older entries are then asked for anew.
-_FORMAT = 1
+_FORMAT = 2
 
 #: The core's own settings that have a group of options, like a plugin's.
 _CORE_CLASSES = {
@@ -125,6 +125,9 @@ def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSche
             _write(file, {**_alive(known, kept), **kept})
         known = {**known, **fresh}
     made = [_schema(record, known[key]) for key, record in wanted.items()]
+    for key, record in wanted.items():
+        said = known[key].get("more", ())
+        made += [replace(_schema(record, one), switches=()) for one in said]
     return tuple(sorted(made, key=lambda one: (one.kind != "core", one.kind, one.name)))
 
 
@@ -225,28 +228,32 @@ def _ask(records: Sequence[PluginRecord], environ: Mapping[str, str]) -> dict[st
 
 def describe(plugin: Any, owner: str) -> dict[str, Any]:
     """Return what a plugin says about itself, ready for JSON."""
-    from accelerate_core.configuration.schema import settings_fields
-
     cls = plugin if hasattr(plugin, "__settings_names__") else getattr(plugin, "Settings", None)
     said: dict[str, Any] = {"shards": dict(getattr(plugin, "shards", {}) or {})}
     short = getattr(plugin, "get_short_help_str", None)  # of a click command
     text = short(limit=100) if short else (inspect.getdoc(plugin) or "").split("\n\n")[0]
     said["mesh"] = list((getattr(plugin, "supports", None) or {}).get("mesh") or ())
     said["summary"] = text.replace("\n", " ")
-    if cls is None:
-        return said
+    said["more"] = [_described(one, owner) for one in getattr(plugin, "more_settings", ()) or ()]
+    return said if cls is None else {**said, **_described(cls, owner, core=cls is plugin)}
+
+
+def _described(cls: Any, owner: str, *, core: bool = False) -> dict[str, Any]:
+    """Return section and fields of one settings class."""
+    from accelerate_core.configuration.schema import settings_fields
+
+    said: dict[str, Any] = {}
     _, section, _ = cls.__settings_names__
     prefix = cls.__yaml_prefix__
     said["section"] = section or f"{owner}_config"
-    mesh = cls is plugin
-    fields = settings_fields(cls, owner="" if mesh else owner)
+    fields = settings_fields(cls, owner="" if core else owner)
     said["fields"] = [
         {
             "name": one.name,
             "kind": _kind(one.annotation),
             "help": one.help,
             "env": one.env[0],
-            "cli": [name for name in one.cli if not (mesh and name == one.name)],
+            "cli": [name for name in one.cli if not (core and name == one.name)],
             "yaml": list(
                 dict.fromkeys((prefix + one.yaml.removeprefix(prefix), one.yaml, *one.aliases))
             ),
