@@ -34,6 +34,8 @@ class LaunchOption:
     choices: tuple[str, ...] | None = None
     minimum: int | None = None
     negatable: bool = False
+    #: Its value from a file goes to the children by `env`: they do not look for it there.
+    travels: bool = False
 
 
 def _option(name: str, group: str, help: str, **more: Any) -> LaunchOption:
@@ -95,6 +97,7 @@ _PROCESSES = (
         kind=bool,
         env="ACCELERATE_CPU_AFFINITY",
         yaml=("enable_cpu_affinity",),
+        travels=True,
     ),
 )
 

@@ -299,11 +299,15 @@ def _environment(
     """Return what children get on top of the launcher's environment."""
     chosen = decision.chosen
     travelling = [(option.env, chosen[option.name]) for option in LAUNCH_OPTIONS if option.env]
+    from_file = {
+        option.env for option in LAUNCH_OPTIONS if option.travels and chosen[option.name].value
+    }
     # What the config file says of itself the children read there; what follows from it they cannot.
     made = {
         env: because
         for env, because in travelling
-        if env != _THREADS and because.origin.startswith(("command line", checks.FOLLOWS))
+        if env != _THREADS
+        and (env in from_file or because.origin.startswith(("command line", checks.FOLLOWS)))
     }
     made.update(decision.plugins)
     texts = {env: _text(because.value) for env, because in made.items()}
