@@ -81,6 +81,7 @@ bench: $(VENV)/dev.stamp
 	$(PAIR) benchmarks/loaders.py
 	$(BIN)/python benchmarks/sampler_scale.py
 	$(BIN)/python benchmarks/cli_start.py
+	$(BIN)/python benchmarks/launch_start.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/parity.py
 	$(BIN)/python benchmarks/sharding.py

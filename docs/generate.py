@@ -118,12 +118,46 @@ def tracking() -> str:
     return f"{before}<!-- generated: supports -->\n{generated}<!-- end -->\n{after}"
 
 
+def launching() -> str:
+    """Return launching.md with the table of the keys of a config file."""
+    from accelerate_core.launch.options import LAUNCH_OPTIONS
+    from accelerate_core.plugins import catalog
+
+    rows: list[list[object]] = []
+    for option in LAUNCH_OPTIONS:
+        keys = list(option.yaml)
+        if keys:
+            rows.append([", ".join(f"`{key}`" for key in keys), f"`--{option.name}`", option.help])
+    rows += [
+        ["`distributed_type`", "", "which backend; `MULTI_*` leaves it to the number of processes"],
+        [
+            "`compute_environment`",
+            "",
+            "`LOCAL_MACHINE`; " + catalog.REFUSED_OPTIONS["aws_access_key_id"],
+        ],
+        ["`parallelism_config`", "`--parallelism_config_*`", "sizes of a device mesh"],
+    ]
+    for section, extra in catalog.SECTIONS.items():
+        rows.append([f"`{section}`", "", f"settings of the plugin `{extra}`"])
+    rows.append(["`BACKEND_config`", "`--BACKEND_*`", "settings of any other backend"])
+    for names, why in ((catalog.KEYS, "read by the plugin `xla` alone"),):
+        rows.append([", ".join(f"`{key}`" for key in names), "", why])
+    for table_of, word in ((catalog.IGNORED_KEYS, "ignored"), (catalog.OBSOLETE_KEYS, "obsolete")):
+        rows += [[f"`{key}`", "", f"{word}: {why}"] for key, why in table_of.items()]
+    text = (HERE / "launching.md").read_text(encoding="utf-8")
+    before, rest = text.split("<!-- generated: keys -->\n")
+    after = rest.split("<!-- end -->\n", 1)[1]
+    generated = "\n".join(table(["key", "option", "meaning"], rows))
+    return f"{before}<!-- generated: keys -->\n{generated}<!-- end -->\n{after}"
+
+
 def main() -> None:
     stale = []
     pages = {
         "hooks.md": hooks(),
         "configuration.md": configuration(),
         "tracking.md": tracking(),
+        "launching.md": launching(),
     }
     for name, text in pages.items():
         path = HERE / name

@@ -15,7 +15,7 @@ from launched import clean_environment, run_cli
 from accelerate_core.cli import cli
 from accelerate_core.cli.env import environment_report
 
-COMMANDS = ("launch", "env", "plugins", "test")
+COMMANDS = ("config", "launch", "env", "plugins", "estimate-memory", "test")
 HELP = [[], *([name] for name in COMMANDS)]
 
 
@@ -119,6 +119,7 @@ def test_env_hides_secrets_and_shows_sources() -> None:
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_API_KEY": "hush",
         "HF_TOKEN": "hush",
+        "ACCELERATE_PROXY": "http://me:hush@there/",
         "PATH": "/usr/bin",
     }
     made = environment_report(environ)
@@ -129,6 +130,30 @@ def test_env_hides_secrets_and_shows_sources() -> None:
     }
     assert made["versions"]["torch"]
     assert "PATH" not in made["variables"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("accelerate-core la", "launch"),
+        ("accelerate-core launch --num_p", "--num_processes"),
+        ("accelerate-core launch --fsdp_off", "--fsdp_offload_params"),
+        ("accelerate-core to-", "to-fsdp2"),
+        ("accelerate-core config va", "validate"),
+    ],
+)
+def test_the_shell_completes(words: str, expected: str) -> None:
+    env = {"_ACCELERATE_CORE_COMPLETE": "bash_complete", "COMP_WORDS": words}
+    env["COMP_CWORD"] = str(words.count(" "))
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("accelerate-core"))],
+        env=clean_environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert f"plain,{expected}" in done.stdout.split()
 
 
 def test_env_prints_json_and_tables(tmp_path: Path) -> None:
@@ -158,6 +183,16 @@ def test_the_self_check_passes_on_two_processes() -> None:
     assert "failed" not in done.stdout
 
 
+@pytest.mark.dist
+def test_the_matrix_checks_every_installed_backend() -> None:
+    done = run_cli("test", "--matrix", "--json", env={"ACCELERATE_DISABLED_PLUGINS": "ring"})
+    made = json.loads(done.stdout)
+    assert {"ddp", "fsdp2", "single"} <= set(made)
+    assert {name: one["passed"] for name, one in made.items()} == dict.fromkeys(made, True), made
+    assert done.returncode == 0
+    assert [check["name"] for check in made["fsdp2"]["checks"]][-1] == "saving"
+
+
 def test_the_self_check_in_one_process_as_json() -> None:
     done = run_cli("test", "--cpu", "--num_processes", "1", "--json")
     made = json.loads(done.stdout)
@@ -167,5 +202,5 @@ def test_the_self_check_in_one_process_as_json() -> None:
 
 def test_a_self_check_that_cannot_start_fails() -> None:
     done = run_cli("test", "--num_processes", "1", env={"ACCELERATE_USE_CPU": "perhaps"})
-    assert done.returncode == 1
-    assert "is not a switch" in done.stderr
+    assert done.returncode == 2
+    assert "ACCELERATE_USE_CPU=perhaps is not a switch" in done.stderr

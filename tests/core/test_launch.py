@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -157,7 +158,7 @@ def test_every_option_has_a_help_text_and_one_place() -> None:
         ({"mixed_precision": "bf61"}, "Did you mean 'bf16'"),
         ({"mixed_precision": "fp8"}, "pip install"),
         ({"backend": "dpd"}, "dpd.*Did you mean 'ddp'"),
-        ({"launcher": "srun"}, "launcher"),
+        ({"launcher": "qsub"}, "There is no launcher named 'qsub'"),
         ({"multi_gpu": True, "cpu": True}, "contradicts"),
         ({"gpu_ids": "0,x", "num_processes": 2}, "must be different numbers"),
         ({"module": True, "no_python": True}, "exclude each other"),
@@ -177,7 +178,10 @@ def test_contradictions_and_unknown_names(
             "num_proceses: 2\n",
             "Unknown key 'num_proceses' in .*line 1. Did you mean 'num_processes'",
         ),
-        ("a: 1\nnum_processes: two\n", "num_processes: 'two' .*line 2.* must be a int"),
+        (
+            "debug: false\nnum_processes: two\n",
+            "num_processes: 'two' .*line 2.* must be a whole number",
+        ),
         ("num_processes: 0\n", "at least 1"),
         ("use_cpu: perhaps\n", "is not a switch"),
     ],
@@ -197,7 +201,6 @@ def test_wrong_config_files_name_file_and_line(
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
         {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "1"},
         {"WORLD_SIZE": "2"},
-        {"OMPI_COMM_WORLD_SIZE": "2"},
     ],
 )
 def test_a_launch_inside_a_launch_is_refused(script: Path, environ: dict[str, str]) -> None:
@@ -524,3 +527,121 @@ def test_log_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_logger("tests.level").logger.level == logging.ERROR
     with pytest.raises(ConfigurationError, match="Did you mean 'WARNING'"):
         get_logger("tests.level", "warnin")
+
+
+SPAWNED = """
+import os, sys
+from accelerate_core.launch import debug_launcher, notebook_launcher
+
+def work(kind):
+    import torch, torch.distributed as dist
+    from accelerate_core import Accelerator
+    accelerator = Accelerator(process_group_timeout=60)
+    total = accelerator.reduce(torch.ones(1), "sum").item()
+    sys.stdout.write(f"{kind} {accelerator.process_index} {total}\\n")
+    sys.stdout.flush()
+    accelerator.end_training()
+
+if __name__ == "__main__":
+    from accelerate_core.runtime import current_runtime
+    current_runtime()  # which a forked process could not use
+    debug_launcher(work, ("spawned",), start_method="spawn")
+"""
+
+
+@pytest.mark.dist
+def test_spawned_processes_do_not_mind_what_this_one_has_used(tmp_path: Path) -> None:
+    (tmp_path / "spawned.py").write_text(SPAWNED)
+    done = subprocess.run(
+        [sys.executable, "spawned.py"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["spawned 0 2.0", "spawned 1 2.0"]
+
+
+def test_what_cannot_be_spawned_says_why() -> None:
+    with pytest.raises(ConfigurationError, match="cannot be pickled"):
+        notebook_launcher(lambda: None, num_processes=2, start_method="spawn")
+    with pytest.raises(ConfigurationError, match="Did you mean 'spawn'"):
+        notebook_launcher(print, num_processes=2, start_method="spwan")
+    done = run_python(
+        "from accelerate_core.launch import notebook_launcher\n"
+        "def cell(): pass\n"
+        "notebook_launcher(cell, num_processes=2, start_method='spawn')\n"
+    )
+    assert "it is defined in the notebook" in done.stderr
+
+
+FAILING = """
+import os, signal, sys, torch
+from accelerate_core import Accelerator
+accelerator = Accelerator(cpu=True, process_group_timeout=60)
+if accelerator.process_index == 1 and sys.argv[1] == "raise":
+    raise ValueError("only here")
+if accelerator.process_index == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+accelerator.reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [
+        ("raise", 1, "failed: exit status 1"),
+        ("kill", 137, "failed: killed by SIGKILL, as the system does when memory runs out"),
+    ],
+)
+def test_the_rank_that_failed_is_named_with_its_traceback_and_log(
+    tmp_path: Path, how: str, status: int, said: str
+) -> None:
+    (tmp_path / "train.py").write_text(FAILING)
+    more = ["--log_dir", "logs", "--tee", "3"]
+    done = run_cli("launch", "--cpu", "--num_processes", "2", *more, "train.py", how, cwd=tmp_path)
+    assert done.returncode == status
+    assert f"Rank 1 on {socket.gethostname()} {said}" in done.stderr
+    assert "Ended after it: rank 0" in done.stderr
+    assert "torch/distributed/run.py" not in done.stderr  # the agent's own traceback helps nobody
+    if how == "raise":
+        log = Path(done.stderr.split("Log: ")[1].splitlines()[0])
+        assert "ValueError: only here" in (tmp_path / log).read_text()
+        first = done.stderr.index("Traceback")
+        assert "ValueError" in done.stderr[first : first + 200]
+        assert done.stderr.count("ValueError: only here") == 2  # as it happened, and at the end
+
+
+def test_machines_that_do_not_meet_are_one_error(script: Path) -> None:
+    machines = ["--num_machines", "2", "--num_processes", "2", "--machine_rank", "1"]
+    address = ["--main_process_ip", "127.0.0.9", "--main_process_port", "29519"]
+    how = ["--rdzv_backend", "c10d", "--rdzv_conf", "read_timeout=2,join_timeout=2,is_host=0"]
+    done = run_cli("launch", "--cpu", *machines, *address, *how, script)
+    assert done.returncode == 1
+    assert "this machine did not meet the others" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_processes_are_bound_where_that_is_asked_for(script: Path, tmp_path: Path) -> None:
+    import psutil
+
+    file = tmp_path / "config.yaml"
+    file.write_text("use_cpu: true\nenable_cpu_affinity: true\n")
+    made = make_plan(str(script), [], {}, {}, read_config(file)).environment
+    assert made["ACCELERATE_CPU_AFFINITY"] == "true"
+    core = min(psutil.Process().cpu_affinity())
+    # What the system tells about an accelerator is put in its place: there is none here.
+    done = run_python(
+        "import os, psutil\n"
+        "from accelerate_core.helpers import environment\n"
+        f"environment._cpus_beside = lambda index: [{core}]\n"
+        "from accelerate_core import Accelerator\n"
+        "os.environ['ACCELERATE_CPU_AFFINITY'] = 'true'\n"
+        "Accelerator(cpu=True)\n"
+        "print(psutil.Process().cpu_affinity())\n"
+    )
+    assert done.stdout == f"[{core}]\n", done.stderr

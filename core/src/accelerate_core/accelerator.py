@@ -37,6 +37,7 @@ from accelerate_core.facade.preparing import Preparing
 from accelerate_core.facade.recording import Recording
 from accelerate_core.facade.stepping import Stepping
 from accelerate_core.facade.talking import Talking
+from accelerate_core.helpers.environment import follow_cpu_affinity
 from accelerate_core.helpers.memory import release_memory
 from accelerate_core.plugins import ActivePlugins
 from accelerate_core.plugins.digest import agree
@@ -189,6 +190,7 @@ class Accelerator(
             choose_device=partial(self.hooks.device, self),
             init_group=partial(self.hooks.init_process_group, self),
         )
+        follow_cpu_affinity(self._process.local_process_index, os.environ)
 
     def _agree(self) -> None:
         self.precision.check(self.device)

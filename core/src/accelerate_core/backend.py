@@ -56,10 +56,15 @@ class Backend:
     supports: ClassVar[Mapping[str, Any]] = {}
     owns: ClassVar[frozenset[str]] = frozenset()
     compile_at: ClassVar[Literal["before", "after", "own"]] = "before"
+    #: For `estimate-memory`: mode -> which of `weights`, `gradients`, `optimizer` it divides over
+    #: the ranks. The mode "" is the only one, or the usual one.
+    shards: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     #: Start a process group even for one process.
     needs_group: ClassVar[bool] = False
     #: Settings class, made with `settings`.
     Settings: ClassVar[type[Any] | None] = None
+    #: Further settings classes, whose fields are options of `launch` and keys of config files.
+    more_settings: ClassVar[tuple[type[Any], ...]] = ()
     #: Take a mapping of names to `Settings`, too; `settings` is then a dict.
     several_settings: ClassVar[bool] = False
     #: Classes of `kwargs_handlers` this backend takes, besides `Settings`.

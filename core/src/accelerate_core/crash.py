@@ -74,11 +74,12 @@ def install(environ: Mapping[str, str] | None = None) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _happened
         _happened = True
-        previous(kind, error, trace)
         if file and not isinstance(error, KeyboardInterrupt):
-            sys.stderr.flush()
+            # First, so that an echo is not even printed: the launcher ends this process meanwhile.
             wait_for_culprit(error)
             record(error, file)
+        previous(kind, error, trace)
+        sys.stderr.flush()
 
     sys.excepthook = hook
 

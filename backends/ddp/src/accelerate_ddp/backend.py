@@ -24,6 +24,7 @@ class DDPBackend(Backend):
 
     name = "ddp"
     api_version = (1, 0)
+    shards: ClassVar[Mapping[str, tuple[str, ...]]] = {"": ()}
     supports: ClassVar[Mapping[str, Any]] = {
         "precisions": None,
         "mesh": (),

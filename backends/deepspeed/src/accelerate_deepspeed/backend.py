@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from accelerate_core import Accelerator, Backend, Claim, ParallelismConfig, Request
+from accelerate_core.configuration import Sources, resolve_settings
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_deepspeed import engines, keeping, library, resolve, zero
 from accelerate_deepspeed.boundary import joint_norm
@@ -44,6 +46,12 @@ class DeepSpeedBackend(Backend):
     compile_at = "own"
     Settings = DeepSpeedPlugin
     several_settings = True
+    more_settings = (DeepSpeedSequenceParallelConfig,)
+    shards: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "ZeRO-1": ("optimizer",),
+        "ZeRO-2": ("gradients", "optimizer"),
+        "ZeRO-3": ("weights", "gradients", "optimizer"),
+    }
     handlers = (DeepSpeedPlugin,)
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
@@ -134,6 +142,10 @@ class DeepSpeedBackend(Backend):
                     "DeepSpeed say it in tensor_parallel.partition_config of its config."
                 )
         handler = sizes.sp_handler
+        if handler is None and sizes.sp_size > 1:
+            sources = Sources.of(os.environ)
+            handler, _ = resolve_settings(DeepSpeedSequenceParallelConfig, None, sources)
+            sizes.sp_handler = handler
         if handler is not None and not isinstance(handler, DeepSpeedSequenceParallelConfig):
             raise ConfigurationError(
                 "sp_handler takes a DeepSpeedSequenceParallelConfig with this backend, not "

@@ -59,15 +59,24 @@ class DeepSpeedPlugin(BackendSettings):
     zero_stage: int | None = option(
         default=None,
         help="what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
+        choices=("2", "0", "1", "3"),
+        ask="ZeRO stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too",
     )
     is_train_batch_min: bool = option(
         default=True, help="with several loaders, the smallest batch is the micro-batch"
     )
     offload_optimizer_device: str | None = option(
-        default=None, help="where the optimizer's state is kept: none, cpu, nvme"
+        default=None,
+        help="where the optimizer's state is kept: none, cpu, nvme",
+        choices=_DEVICES,
+        ask="Where is the optimizer's state kept?",
     )
     offload_param_device: str | None = option(
-        default=None, help="where parameters are kept (stage 3): none, cpu, nvme"
+        default=None,
+        help="where parameters are kept (stage 3): none, cpu, nvme",
+        choices=_DEVICES,
+        ask="Where are parameters kept?",
+        ask_if="zero_stage=3",
     )
     offload_optimizer_nvme_path: str | None = option(
         default=None, help="directory for offload_optimizer_device=nvme"
@@ -78,6 +87,8 @@ class DeepSpeedPlugin(BackendSettings):
     zero3_init_flag: bool | None = option(
         default=None,
         help="shard parameters while the model is made (stage 3)",
+        ask="Shard parameters while the model is made?",
+        ask_if="zero_stage=3",
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
     )
     zero3_save_16bit_model: bool | None = option(
@@ -185,7 +196,11 @@ class DeepSpeedPlugin(BackendSettings):
         )
 
 
-@settings(env_prefix="PARALLELISM_CONFIG_", section="parallelism_config")
+@settings(
+    env_prefix="PARALLELISM_CONFIG_",
+    section="parallelism_config",
+    yaml_prefix="parallelism_config_",
+)
 class DeepSpeedSequenceParallelConfig:
     """How a sequence is shared by Ulysses (ALST) of DeepSpeed: `ParallelismConfig(sp_handler=…)`.
 

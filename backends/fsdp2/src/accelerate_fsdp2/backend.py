@@ -37,6 +37,7 @@ class FSDP2Backend(Backend):
 
     name = "fsdp2"
     api_version = (1, 0)
+    shards: ClassVar[Mapping[str, tuple[str, ...]]] = {"": ("weights", "gradients", "optimizer")}
     supports: ClassVar[Mapping[str, Any]] = {
         "precisions": None,
         "mesh": ("dp_replicate", "dp_shard", "cp", "sp", "tp"),

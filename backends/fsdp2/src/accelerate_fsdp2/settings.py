@@ -16,6 +16,10 @@ __all__ = ["FullyShardedDataParallelPlugin"]
 
 _WRAP = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+_STRATEGIES = (
+    *("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
+    *("1", "2", "3", "4"),
+)
 _DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16,
     "float16": torch.float16, "fp32": torch.float32, "float32": torch.float32,
@@ -45,24 +49,41 @@ class FullyShardedDataParallelPlugin(BackendSettings):
     """
 
     fsdp_version: int | None = option(default=2, help="2; 1 is not offered", env="FSDP_VERSION")
-    sharding_strategy: Any = option(default=None, help="older name: see reshard_after_forward")
-    reshard_after_forward: Any = option(
-        default=None, help="free whole parameters after forward; an int: keep shards of that many"
+    sharding_strategy: Any = option(
+        default=None, help="older name: see reshard_after_forward", choices=_STRATEGIES
     )
-    backward_prefetch: Any = option(default=None, help="FSDP2 always gathers ahead in backward")
+    reshard_after_forward: Any = option(
+        default=None,
+        help="free whole parameters after forward; an int: keep shards of that many",
+        ask="Free whole parameters after forward, for less memory and more communication?",
+    )
+    backward_prefetch: Any = option(
+        default=None,
+        help="FSDP2 always gathers ahead in backward",
+        yaml=("fsdp_backward_prefetch_policy", "backward_prefetch_policy"),
+        choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+    )
     mixed_precision_policy: Any = option(default=None, help="dtypes of parameters and reduction")
     auto_wrap_policy: Any = option(
-        default=None, help="transformer_based_wrap, size_based_wrap, no_wrap, or a function"
+        default=None,
+        help="transformer_based_wrap, size_based_wrap, no_wrap, or a function",
+        choices=_WRAP,
+        ask="Which modules are gathered together?",
     )
     cpu_offload: Any = option(
         default=None,
         help="keep shards in host memory",
         env="FSDP_OFFLOAD_PARAMS",
-        yaml="fsdp_offload_params",
+        yaml=("fsdp_offload_params", "offload_params"),
+        choices=("true", "false"),
+        ask="Keep shards in host memory, for less memory on the device?",
     )
     ignored_modules: Any = option(default=None, help="modules, or a pattern of their names")
     state_dict_type: Any = option(
-        default=None, help="SHARDED_STATE_DICT, or FULL_STATE_DICT as of one process"
+        default=None,
+        help="SHARDED_STATE_DICT, or FULL_STATE_DICT as of one process",
+        choices=(*_STATE, "LOCAL_STATE_DICT"),
+        ask="How are checkpoints written?",
     )
     state_dict_config: Any = option(default=None, help="FSDP1 only")
     optim_state_dict_config: Any = option(default=None, help="FSDP1 only")
@@ -74,21 +95,33 @@ class FullyShardedDataParallelPlugin(BackendSettings):
     )
     forward_prefetch: bool | None = option(default=None, help="gather the next unit in forward")
     activation_checkpointing: bool | None = option(
-        default=None, help="compute activations of each unit again in backward"
+        default=None,
+        help="compute activations of each unit again in backward",
+        ask="Compute activations again in backward, for less memory?",
     )
     activation_checkpointing_offload: bool | None = option(
         default=None, help="keep the inputs of checkpointed units in host memory"
     )
     cpu_ram_efficient_loading: bool | None = option(
-        default=None, help="only rank 0 loads weights; the others make the model on meta"
+        default=None,
+        help="only rank 0 loads weights; the others make the model on meta",
+        ask="Load pretrained weights on the first process only?",
     )
     transformer_cls_names_to_wrap: list[str] | str | None = option(
         default=None,
         help="classes whose modules become units",
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
-        yaml="fsdp_transformer_layer_cls_to_wrap",
+        yaml=("fsdp_transformer_layer_cls_to_wrap", "transformer_layer_cls_to_wrap"),
+        ask="Classes whose modules are gathered together, joined by commas (empty: the model's own)",
+        ask_if="auto_wrap_policy=transformer_based_wrap",
     )
-    min_num_params: int | None = option(default=None, help="smallest unit of size_based_wrap")
+    min_num_params: int | None = option(
+        default=None,
+        help="smallest unit of size_based_wrap",
+        ge=0,
+        ask="Parameters of the smallest module that is gathered on its own",
+        ask_if="auto_wrap_policy=size_based_wrap",
+    )
     forward_methods: list[str] | str | None = option(
         default=None, help="methods besides forward that need whole parameters, such as generate"
     )

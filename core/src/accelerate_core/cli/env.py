@@ -18,6 +18,7 @@ from accelerate_core.errors import AccelerateError
 __all__ = ["command", "environment_report"]
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS(WORD|WD|PHRASE)?|CREDENTIAL|AUTH", re.IGNORECASE)
+_LOGIN = re.compile(r"://[^/@\s]+@")
 _SHOWN = re.compile(
     r"ACCELERATE_|OMP_|MASTER_|TORCH|GLOO_|NCCL_|.*VISIBLE_DEVICES$|(LOCAL_)?RANK$|(LOCAL_)?WORLD_SIZE$"
 )
@@ -117,7 +118,8 @@ def _configuration(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     shown = {name: text for name, text in environ.items() if _SHOWN.match(name)}
     return {
-        name: "(hidden)" if _SECRET.search(name) else text for name, text in sorted(shown.items())
+        name: "(hidden)" if _SECRET.search(name) else _LOGIN.sub("://(hidden)@", text)
+        for name, text in sorted(shown.items())
     }
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from accelerate_core.errors import did_you_mean, listing
+from accelerate_core.errors import AccelerateError, did_you_mean, listing
 from accelerate_core.launch.options import LAUNCH_OPTIONS, LaunchOption
 
+if TYPE_CHECKING:
+    from accelerate_core.launch.contributed import Contributed
+    from accelerate_core.plugins.schemas import FieldSchema
+
 __all__ = ["GroupedCommand", "launch_options", "underscores"]
+
+#: What may stand after a switch of a plugin.
+_SWITCH = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -23,20 +31,125 @@ class GroupedOption(click.Option):
         self.group = group
 
 
+class PluginOption(GroupedOption):
+    """An option that a plugin contributes; a switch may stand alone or with `true` or `false`."""
+
+    def __init__(self, contributed: Contributed) -> None:
+        field = contributed.field
+        self.takes_switch = field is not None and (
+            field.kind == "bool" or field.choices == ("true", "false")
+        )
+        more: dict[str, Any] = (
+            {"is_flag": True} if field is None else {"metavar": _plugin_metavar(field)}
+        )
+        schema = contributed.schema
+        group = f"{schema.kind} {schema.name}".replace("core ", "").capitalize()
+        what = f"ask for {schema.name}: {schema.summary}" if field is None else _plugin_help(field)
+        super().__init__(
+            [*(f"--{name}" for name in contributed.names), "value"],
+            group=f"{group} ({schema.label.partition('(')[2].rstrip(')')})",
+            help=what,
+            default=None,
+            **more,
+        )
+        self.name = contributed.key
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        shown = self.opts
+        self.opts = shown[:1]  # the other names are those of other versions
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts = shown
+
+
+def _plugin_metavar(field: FieldSchema) -> str:
+    if field.choices:
+        return "|".join(field.choices)
+    return {"bool": "[true|false]", "int": "N", "float": "X"}.get(field.kind, "TEXT")
+
+
+def _plugin_help(field: FieldSchema) -> str:
+    default = "" if field.default in (None, "") else f"; default: {str(field.default).lower()}"
+    return f"{field.help}{default}"
+
+
 class GroupedCommand(click.Command):
-    """A command with options under headings in its help, and the nearest name in its errors."""
+    """A command with options under headings in its help, and the nearest name in its errors.
+
+    The options of plugins are looked up when one is given, or the help is.
+    """
+
+    _contributed: list[click.Parameter] | None = None
+
+    def contributed(self) -> list[click.Parameter]:
+        """Return the options of the installed plugins."""
+        if self._contributed is None:
+            from accelerate_core.launch.contributed import contributed_options
+
+            self._contributed = [PluginOption(one) for one in contributed_options(os.environ)]
+        return self._contributed
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *(self._contributed or [])]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, self._with_switches(ctx, list(args)))
         except click.NoSuchOption as error:
-            known = [name for parameter in self.get_params(ctx) for name in parameter.opts]
-            hint = did_you_mean(underscores(error.option_name), known)
-            if any(parameter.name == "script" for parameter in self.get_params(ctx)):
-                hint += " Options of the script itself stand after its name."
-            raise click.UsageError(f"No such option: {error.option_name}.{hint}", ctx) from None
+            name = underscores(error.option_name).lstrip("_")
+            if self._contributed is None:
+                self.contributed()
+                return self.parse_args(ctx, args)
+            self._refuse(ctx, name, error.option_name)
+            raise AssertionError from error
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """Complete options, those of plugins too."""
+        if incomplete.startswith("-"):
+            self.contributed()
+        return super().shell_complete(ctx, incomplete)
+
+    def _refuse(self, ctx: click.Context, name: str, spelt: str) -> None:
+        from accelerate_core.launch.contributed import refuse_unknown
+
+        known = [option for parameter in self.get_params(ctx) for option in parameter.opts]
+        try:
+            refuse_unknown(name, known)
+        except AccelerateError as error:
+            raise click.UsageError(str(error), ctx) from None
+        hint = did_you_mean(f"--{name}", known)
+        if any(parameter.name == "script" for parameter in self.get_params(ctx)):
+            hint += " Options of the script itself stand after its name."
+        raise click.UsageError(f"No such option: {spelt}.{hint}", ctx) from None
+
+    def _with_switches(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Write `true` after switches of plugins that stand alone, up to the script's name."""
+        if not self._contributed:
+            return args
+        by_name = {
+            name: option
+            for option in self.get_params(ctx)
+            if isinstance(option, click.Option)
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        made, rest = [], list(args)
+        while rest and rest[0].startswith("-") and rest[0] != "--":
+            word = rest.pop(0)
+            made.append(word)
+            spelt = f"--{underscores(word[2:])}" if word.startswith("--") else word
+            option = by_name.get(spelt)
+            if option is None or option.is_flag:
+                continue
+            switch = isinstance(option, PluginOption) and option.takes_switch
+            if switch and (not rest or rest[0].lower() not in _SWITCH):
+                made[-1] = f"{word}=true"
+            elif rest:
+                made.append(rest.pop(0))
+        return [*made, *rest]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.contributed()
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)

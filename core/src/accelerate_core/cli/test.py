@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ _SELF_CHECK = "accelerate_core.cli.self_check"
 )
 @launch_options
 @click.option("--timeout", type=float, default=300.0, help="Seconds before the check is given up.")
+@click.option("--matrix", is_flag=True, help="Run it for every backend that is installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def command(config_file: str | None, timeout: float, as_json: bool, **given: Any) -> None:
+def command(
+    config_file: str | None, timeout: float, matrix: bool, as_json: bool, **given: Any
+) -> None:
     """Run a short self-check with the options of launch; by default two processes on the CPU.
 
     Checks ranks, collectives on nested data, exactly-once data loading, training
@@ -46,17 +50,91 @@ def command(config_file: str | None, timeout: float, as_json: bool, **given: Any
         if forced or not (given["multi_gpu"] or given["gpu_ids"] or count_accelerators(environ)):
             given["num_processes"], given["cpu"] = 2, True
     given["module"] = True
+    backends = _installed() if matrix else [None]
+    made = {name: _check(given, name, config, environ, timeout) for name in backends}
+    if as_json and matrix:
+        click.echo(json.dumps({str(name): one.as_dict() for name, one in made.items()}, indent=2))
+    elif as_json:
+        click.echo(json.dumps(made[None].as_dict(), indent=2))
+    elif matrix:
+        _print_matrix(made)
+    else:
+        one = made[None]
+        _print(one.results, one.status, one.output, one.passed)
+    sys.exit(0 if all(one.passed for one in made.values()) else 1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run of the self-check ended."""
+
+    results: list[dict[str, Any]]
+    status: int
+    output: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check was run and none failed."""
+        failed = any(result["error"] for result in self.results)
+        return bool(self.results) and self.status == 0 and not failed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return {"passed": self.passed, "checks": self.results, "output": self.output}
+
+
+def _installed() -> list[str | None]:
+    from accelerate_core.plugins.discovery import disabled_names, installed
+
+    off = disabled_names()
+    return [one.name for one in installed().of_kind("backend") if one.name not in off]
+
+
+def _check(
+    given: Mapping[str, Any],
+    backend: str | None,
+    config: Any,
+    environ: Mapping[str, str],
+    timeout: float,
+) -> Outcome:
+    options = dict(given)
+    if backend is not None:
+        options["backend"] = backend
+        if backend == "single":
+            options["num_processes"] = 1
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
-        status, output = _run(given, config, environ, file, timeout)
-        results = _read(file)
-    failed = [result for result in results if result["error"]]
-    passed = bool(results) and status == 0 and not failed
-    if as_json:
-        click.echo(json.dumps({"passed": passed, "checks": results, "output": output}, indent=2))
-    else:
-        _print(results, status, output, passed)
-    sys.exit(0 if passed else 1)
+        status, output = _run(options, config, environ, file, timeout)
+        return Outcome(_read(file), status, output)
+
+
+def _print_matrix(made: Mapping[str | None, Outcome]) -> None:
+    """Print one row per check and one column per backend; then what failed, and how it ended."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("check", *(str(name) for name in made), title="self-check of every backend")
+    checks = list(dict.fromkeys(row["name"] for one in made.values() for row in one.results))
+    for check in checks:
+        cells = []
+        for one in made.values():
+            found = next((row for row in one.results if row["name"] == check), None)
+            if found is None:
+                cells.append(Text("not run", style="red"))
+            elif found["error"]:
+                cells.append(Text("failed", style="red"))
+            else:
+                cells.append(Text(f"passed, {found['seconds']:.2f} s", style="green"))
+        table.add_row(check, *cells)
+    console().print(table)
+    for name, one in made.items():
+        for row in one.results:
+            if row["error"]:
+                click.echo(f"{name}, {row['name']}: {row['error']}", err=True)
+        if not one.passed and not any(row["error"] for row in one.results):
+            click.echo(f"{name}: {one.output.rstrip()}", err=True)
+        if not one.passed:
+            click.echo(f"{name}: the self-check failed (exit status {one.status}).", err=True)
 
 
 def _run(

@@ -10,7 +10,13 @@ import yaml
 
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["CONFIG_VARIABLE", "ConfigFile", "default_config_path", "read_config"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "ConfigFile",
+    "default_config_path",
+    "parse_config",
+    "read_config",
+]
 
 #: Names the config file for a script that is not started by the launcher.
 CONFIG_VARIABLE = "ACCELERATE_CONFIG_FILE"
@@ -57,20 +63,65 @@ def read_config(path: str | Path) -> ConfigFile:
         raise ConfigurationError(
             f"Cannot read the config file {path}: {error.strerror}."
         ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"The config file {path} is not text in UTF-8: byte {error.start} is "
+            f"{error.object[error.start]:#04x}."
+        ) from None
+    return parse_config(text, path)
+
+
+def parse_config(text: str, path: Path) -> ConfigFile:
+    """Read the text of a config file; `path` is where it stands, or will."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        lines: dict[str, int] = {}
+        if node is not None:
+            _collect(node, "", lines, path)
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"The config file {path} is not valid YAML: {error}") from error
-    if node is None:
+        raise ConfigurationError(
+            f"The config file {path} is not valid YAML: {_said(error)}"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a date of a 13th month; a thousand brackets
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(
+            f"The config file {path} has a value that YAML cannot represent: "
+            f"{str(error).splitlines()[0]}."
+        ) from None
+    if values is None:
         return ConfigFile(path, {}, {})
     if not isinstance(values, dict):
         raise ConfigurationError(
             f"The config file {path} must be a mapping of keys to values, not {type(values).__name__}."
         )
-    lines: dict[str, int] = {}
-    _collect(node, "", lines)
-    return ConfigFile(path, values, lines)
+    return ConfigFile(path, *_modern(values, lines))
+
+
+def _said(error: yaml.YAMLError) -> str:
+    """Return what is wrong and in which line, without the parser's own context."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"{problem} (line {mark.line + 1}, column {mark.column + 1})." if mark else f"{problem}."
+
+
+def _modern(values: dict[Any, Any], lines: dict[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Say in today's keys what files of older versions of the peer say."""
+    made = {str(key): value for key, value in values.items()}
+    # They write a section for everything, empty where it was not asked for.
+    made = {key: value for key, value in made.items() if value not in ({}, [], None)}
+    for key in ("mixed_precision", "dynamo_backend"):
+        if made.get(key) is False:
+            made[key] = "no"  # YAML reads a bare no as false
+    if "fp16" in made:
+        older = made.pop("fp16")
+        made.setdefault("mixed_precision", "fp16" if older is True else "no")
+        lines.setdefault("mixed_precision", lines["fp16"])
+    if "dynamo_backend" in made and not isinstance(made.get("dynamo_config"), dict):
+        made["dynamo_config"] = {"backend": made.pop("dynamo_backend")}
+        lines["dynamo_config"] = lines["dynamo_config.backend"] = lines["dynamo_backend"]
+    return made, lines
 
 
 def default_config_path(environ: Mapping[str, str]) -> Path:
@@ -81,9 +132,17 @@ def default_config_path(environ: Mapping[str, str]) -> Path:
     )
 
 
-def _collect(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            name = f"{prefix}{key.value}"
-            lines[name] = key.start_mark.line + 1
-            _collect(value, f"{name}.", lines)
+def _collect(node: yaml.Node, prefix: str, lines: dict[str, int], path: Path) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigurationError(f"A key in {path} line {line} is not a plain name.")
+        name = f"{prefix}{key.value}"
+        if name in lines:
+            raise ConfigurationError(
+                f"The key {name!r} stands twice in {path}: lines {lines[name]} and {line}."
+            )
+        lines[name] = line
+        _collect(value, f"{name}.", lines, path)

@@ -156,7 +156,12 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = option(default=False, help="reduce gradients at every micro-batch")
 
 
-@settings(env_prefix="ACCELERATE_DYNAMO_", section="dynamo_config", argument="dynamo_plugin")
+@settings(
+    env_prefix="ACCELERATE_DYNAMO_",
+    section="dynamo_config",
+    argument="dynamo_plugin",
+    yaml_prefix="dynamo_",
+)
 class TorchDynamoPlugin(KwargsHandler):
     """How models are compiled with `torch.compile`.
 
@@ -169,10 +174,16 @@ class TorchDynamoPlugin(KwargsHandler):
     )
     mode: str | None = option(default=None, help="default, reduce-overhead or max-autotune")
     fullgraph: bool | None = option(
-        default=None, help="fail where the graph breaks", env="ACCELERATE_DYNAMO_USE_FULLGRAPH"
+        default=None,
+        help="fail where the graph breaks",
+        env="ACCELERATE_DYNAMO_USE_FULLGRAPH",
+        yaml="dynamo_use_fullgraph",
     )
     dynamic: bool | None = option(
-        default=None, help="trace dynamic shapes", env="ACCELERATE_DYNAMO_USE_DYNAMIC"
+        default=None,
+        help="trace dynamic shapes",
+        env="ACCELERATE_DYNAMO_USE_DYNAMIC",
+        yaml="dynamo_use_dynamic",
     )
     options: Any = option(default=None, help="options of the compiler")
     disable: bool = option(default=False, help="keep the settings but do not compile")

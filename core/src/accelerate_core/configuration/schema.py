@@ -7,7 +7,9 @@ section, the command line options and the docs row at once.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
+import types
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, dataclass_transform, overload
@@ -42,10 +44,18 @@ class SettingField:
     default: Any
     help: str
     env: tuple[str, ...]
-    cli: str
+    #: Options of `launch`, without the dashes; the first is shown in its help.
+    cli: tuple[str, ...]
     yaml: str
     #: Other names a peer's file has for it, in its section.
     aliases: tuple[str, ...] = ()
+    #: Values a text may have, in any case; None for any.
+    choices: tuple[str, ...] | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    #: What `config` asks, and under which condition (`field=value`).
+    ask: str = ""
+    ask_if: str = ""
 
 
 def option(
@@ -54,15 +64,22 @@ def option(
     help: str = "",
     env: str | Iterable[str] = (),
     yaml: str | Iterable[str] = (),
+    cli: str | Iterable[str] = (),
+    choices: Iterable[str] = (),
+    ask: str = "",
+    ask_if: str = "",
     default_factory: Callable[[], Any] | None = None,
     **constraints: Any,
 ) -> Any:
     """Declare a field with a help text and, where they differ, its environment variables.
 
-    `yaml` are further names in a config file. `constraints` are pydantic's (`ge=1`, `pattern=...`).
+    `yaml` are further names in a config file, and of options of `launch`; `cli` are names of
+    options alone. `choices` are what a text in a file or on the command line may say, in any
+    case. `ask` is the question `accelerate-core config` puts, if the condition `ask_if` holds:
+    `other_field=value`. `constraints` are pydantic's (`ge=1`, `pattern=...`).
     """
-    names = (env,) if isinstance(env, str) else tuple(env)
-    extra: Any = {"env": list(names), "yaml": [yaml] if isinstance(yaml, str) else list(yaml)}
+    extra: Any = {"env": _several(env), "yaml": _several(yaml), "cli": _several(cli)}
+    extra |= {"choices": list(choices), "ask": ask, "ask_if": ask_if}
     if default_factory is not None:
         return Field(
             default_factory=default_factory,
@@ -73,6 +90,10 @@ def option(
     if default is dataclasses.MISSING:
         return Field(description=help, json_schema_extra=extra, **constraints)
     return Field(default, description=help, json_schema_extra=extra, **constraints)
+
+
+def _several(names: str | Iterable[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
 
 
 @overload
@@ -199,23 +220,55 @@ def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, .
     out = []
     for field in dataclasses.fields(cls):
         info = field.default if isinstance(field.default, FieldInfo) else None
-        extra = info.json_schema_extra if info and isinstance(info.json_schema_extra, dict) else {}
-        env = tuple(typing.cast("list[str]", extra.get("env", []))) or (
-            prefix + field.name.upper(),
-        )
+        extra: Any = info.json_schema_extra if info is not None else None
+        extra = extra if isinstance(extra, dict) else {}
+        annotation = hints.get(field.name, Any)
+        aliases = tuple(extra.get("yaml", []))
+        before = getattr(cls, "__yaml_prefix__", "") or (f"{owner}_" if owner else "")
+        own = before + field.name.removeprefix(before)
+        low, high = _bounds(info)
         out.append(
             SettingField(
                 name=field.name,
-                annotation=hints.get(field.name, Any),
+                annotation=annotation,
                 default=_default_of(field),
                 help=(info.description if info else "") or "",
-                env=env,
-                cli="--" + (f"{owner}_{field.name}" if owner else field.name),
+                env=tuple(extra.get("env", [])) or (prefix + field.name.upper(),),
+                cli=tuple(dict.fromkeys((*extra.get("cli", []), *aliases, own))),
                 yaml=field.name,
-                aliases=tuple(typing.cast("list[str]", extra.get("yaml", []))),
+                aliases=aliases,
+                choices=tuple(extra.get("choices", [])) or _choices(annotation),
+                minimum=low,
+                maximum=high,
+                ask=extra.get("ask", ""),
+                ask_if=extra.get("ask_if", ""),
             )
         )
     return tuple(out)
+
+
+def _bounds(info: FieldInfo | None) -> tuple[float | None, float | None]:
+    """Return the inclusive bounds among a field's constraints."""
+    found = {type(one).__name__: one for one in (info.metadata if info else ())}
+    low, high = getattr(found.get("Ge"), "ge", None), getattr(found.get("Le"), "le", None)
+    return typing.cast("float | None", low), typing.cast("float | None", high)
+
+
+def _choices(annotation: Any) -> tuple[str, ...] | None:
+    """Return what a `Literal` or an enumeration allows, as texts."""
+    parts = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    parts = tuple(part for part in parts if part is not type(None))
+    if len(parts) != 1:
+        return None
+    if typing.get_origin(parts[0]) is typing.Literal:
+        return tuple(str(value) for value in typing.get_args(parts[0]))
+    if isinstance(parts[0], type) and issubclass(parts[0], enum.Enum):
+        return tuple(str(member.value) for member in parts[0])
+    return None
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ __all__ = [
     "parse_flag_from_env",
     "patch_environment",
     "purge_accelerate_environment",
+    "follow_cpu_affinity",
     "set_numa_affinity",
     "str_to_bool",
 ]
@@ -278,6 +279,12 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
         process.cpu_affinity(allowed)
         level = logging.INFO if verbose else logging.DEBUG
         logger.log(level, "Local process %d runs on the CPUs %s.", local_process_index, allowed)
+
+
+def follow_cpu_affinity(local_process_index: int, environ: Mapping[str, str]) -> None:
+    """Bind this process as `launch --enable_cpu_affinity` asks for, by ACCELERATE_CPU_AFFINITY."""
+    if environ.get("ACCELERATE_CPU_AFFINITY", "").lower() in ("1", "true", "yes", "on"):
+        set_numa_affinity(local_process_index)
 
 
 def _cpus_beside(index: int) -> list[int]:

@@ -14,15 +14,28 @@ _AGAIN = 75
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `torch.distributed.run`; return 75 if the ranks left with that, else as torchrun does."""
+    """Run `torch.distributed.run`; return the status of the rank that failed first, which is shown."""
+    from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     try:
         run(arguments)
     except ChildFailedError as error:
-        if error.get_first_failure()[1].exitcode == _AGAIN:
-            return _AGAIN
-        raise
+        from accelerate_core.launch.failures import describe
+
+        text, status = describe(error)
+        if status != _AGAIN:
+            sys.stderr.write(text)
+        return status
+    except (RendezvousError, DistNetworkError, DistStoreError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        sys.stderr.write(
+            f"Error: this machine did not meet the others: {reason}\n"
+            "Look at --main_process_ip and --main_process_port, which must be those of machine 0 "
+            "on every machine, at --num_machines, and at firewalls between them.\n"
+        )
+        return 1
     return 0
 
 
@@ -39,6 +52,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parsed = agent.parse_args(list(sys.argv[1:] if arguments is None else arguments))
     _wait_for_terminated(parsed)
     _never_restart_preempted()
+    _count_restarts_together()
+    _notice_a_lost_rendezvous(parsed)
     agent.run(parsed)
 
 
@@ -73,6 +88,70 @@ def _never_restart_preempted() -> None:
         return result
 
     agent._monitor_workers = watched
+
+
+def _count_restarts_together() -> None:
+    """Let the agents of all machines agree on how often the group was started again.
+
+    Each counts its own failures: after one on another machine the ranks would otherwise look for
+    each other under the numbers of different attempts, and wait until they give up.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    agent: Any = LocalElasticAgent
+    rendezvous = getattr(agent, "_rendezvous", None)
+    if rendezvous is None:
+        return
+
+    def agreed(self: Any, group: Any) -> None:
+        rendezvous(self, group)
+        # The store of a static rendezvous is the same in every round: it would remember the last.
+        if group.group_world_size == 1 or group.spec.rdzv_handler.get_backend() == "static":
+            return
+        limit = group.spec.max_restarts
+        mine = limit - self._remaining_restarts
+        group.store.set(f"accelerate/restarts/{group.group_rank}", str(mine))
+        keys = [f"accelerate/restarts/{rank}" for rank in range(group.group_world_size)]
+        self._remaining_restarts = limit - max(int(group.store.get(key)) for key in keys)
+
+    agent._rendezvous = agreed
+
+
+def _notice_a_lost_rendezvous(parsed: Any) -> None:
+    """End the agent where the store on another machine has stopped to answer."""
+    from torch.distributed.elastic.agent.server import WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    from accelerate_core.launch.lost import LONG_PATIENCE, LostRendezvous
+
+    agent: Any = LocalElasticAgent
+    monitor, rendezvous = agent._monitor_workers, agent._rendezvous
+    several = str(getattr(parsed, "nnodes", "1")) not in ("1", "1:1")
+    if not several or getattr(parsed, "rdzv_backend", "static") == "static":
+        return
+    watch = LostRendezvous(parsed.rdzv_endpoint)
+
+    def monitored(self: Any, group: Any) -> Any:
+        watch.answered()
+        result = monitor(self, group)
+        limits = {
+            WorkerState.HEALTHY: None,
+            # It waits for the other machines to end, too.
+            WorkerState.SUCCEEDED: self._exit_barrier_timeout + LONG_PATIENCE,
+        }
+        watch.waiting(limits.get(result.state, LONG_PATIENCE))
+        return result
+
+    def met(self: Any, group: Any) -> None:
+        timeout = getattr(group.spec.rdzv_handler, "_settings", None)
+        join = timeout.timeout.join.total_seconds() if timeout is not None else 600.0
+        watch.waiting(join + LONG_PATIENCE)
+        try:
+            rendezvous(self, group)
+        finally:
+            watch.answered()
+
+    agent._monitor_workers, agent._rendezvous = monitored, met
 
 
 def _wait_for_terminated(parsed: Any) -> None:

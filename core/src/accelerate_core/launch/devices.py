@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,15 @@ from pathlib import Path
 
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["count_accelerators", "threads_for", "torch_build", "visible_devices_variable"]
+__all__ = [
+    "count_accelerators",
+    "interface_of",
+    "is_address_of",
+    "local_address",
+    "threads_for",
+    "torch_build",
+    "visible_devices_variable",
+]
 
 _BUILD = re.compile(r"^(cuda|hip|rocm|xpu)\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 _COUNT = "import torch; a = torch.accelerator; print(a.device_count() if a.is_available() else 0)"
@@ -81,3 +90,36 @@ def threads_for(processes: int) -> int:
     else:
         cores = os.cpu_count() or 1
     return max(1, cores // max(1, processes))
+
+
+def local_address(peer: str, port: int | None) -> str | None:
+    """Return the address of this machine under which `peer` reaches it; None if nothing is known.
+
+    No packet is sent: the system only looks up its route.
+    """
+    try:
+        found = socket.getaddrinfo(peer, port or 1, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except (OSError, IndexError, UnicodeError):
+        return None
+
+
+def is_address_of(address: str, name: str) -> bool:
+    """Tell whether a host name, or an address, is that of `address`."""
+    try:
+        return address in {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+    except (OSError, UnicodeError):
+        return address == name
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an address."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.split("%")[0] == address for one in addresses):
+            return str(name)
+    return None

@@ -11,7 +11,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from accelerate_core.errors import ConfigurationError, RuntimeConflictError
+from accelerate_core.errors import (
+    ConfigurationError,
+    RuntimeConflictError,
+    did_you_mean,
+    listing,
+)
 from accelerate_core.helpers.environment import patch_environment
 from accelerate_core.launch.torchrun import DEFAULT_PORT, LOOPBACK
 
@@ -74,11 +79,12 @@ def notebook_launcher(
     max_restarts: int = 0,
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
+    start_method: str = "fork",
 ) -> None:
-    """Run `function(*args)` in several processes of this machine, forked from this one.
+    """Run `function(*args)` in several processes of this machine.
 
-    The function may be defined in a notebook cell, and must itself make its
-    Accelerator, model and data. With one process it runs right here.
+    The function must itself make its Accelerator, model and data. With one process it runs right
+    here.
 
     Args:
         num_processes: processes on each machine; default: one per visible accelerator, else 1.
@@ -88,8 +94,12 @@ def notebook_launcher(
         node_rank, num_nodes: this machine's number, and how many there are.
         rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: as in torchrun.
         max_restarts: how often all processes are started anew after one fails.
+        start_method: `fork`, which takes a function of a notebook's cell; or `spawn`, which starts
+            fresh interpreters, takes a function that can be imported, and does not mind what this
+            process has used.
 
     Raises:
+        ConfigurationError: a number or name is not possible, or `spawn` cannot find the function.
         RuntimeConflictError: this process uses a device, an Accelerator or a process
             group already, which forked processes could not use.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
@@ -107,14 +117,16 @@ def notebook_launcher(
     if num_processes < 1:
         raise ConfigurationError(f"num_processes={num_processes} must be at least 1.")
     environment = {"ACCELERATE_MIXED_PRECISION": str(mixed_precision).lower()}
+    _check_start_method(start_method, function, args)
     if num_processes * num_nodes == 1:
         PrepareForLaunch(function, environment=environment)(*args)
         return
-    _check_forkable("notebook_launcher")
+    _check_launchable("notebook_launcher", start_method)
     port = _free_port_unless(int(use_port), num_nodes)
     _run_elastic(
         PrepareForLaunch(function, environment={**environment, FORK_VARIABLE: "1"}),
         args,
+        start_method,
         nproc_per_node=num_processes,
         min_nodes=num_nodes,
         max_nodes=num_nodes,
@@ -130,20 +142,28 @@ def notebook_launcher(
 
 
 def debug_launcher(
-    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int = 2,
+    start_method: str = "fork",
 ) -> None:
     """Run `function(*args)` in several CPU processes, to try a distributed run anywhere.
 
     Raises:
+        ConfigurationError: see `notebook_launcher`.
         RuntimeConflictError: see `notebook_launcher`.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
             failed; the text has the rank and its traceback.
     """
-    _check_forkable("debug_launcher")
+    if num_processes < 1:
+        raise ConfigurationError(f"num_processes={num_processes} must be at least 1.")
+    _check_start_method(start_method, function, args)
+    _check_launchable("debug_launcher", start_method)
     environment = {"ACCELERATE_USE_CPU": "true", FORK_VARIABLE: "1"}
     _run_elastic(
         PrepareForLaunch(function, debug=True, environment=environment),
         args,
+        start_method,
         nproc_per_node=num_processes,
         min_nodes=1,
         max_nodes=1,
@@ -156,34 +176,77 @@ def debug_launcher(
     )
 
 
-def _run_elastic(prepared: PrepareForLaunch, args: Sequence[Any], **config: Any) -> None:
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+class _Rank:
+    """What a child runs; an object and not a closure, so that it can be sent to a fresh one."""
 
-    def run(*arguments: Any) -> None:
+    def __init__(self, prepared: PrepareForLaunch) -> None:
+        self.prepared = prepared
+        # torch names the function in its messages.
+        self.__name__ = self.__qualname__ = getattr(prepared.launcher, "__name__", "function")
+
+    def __call__(self, *arguments: Any) -> None:
         import torch
 
-        # The parent's OpenMP threads did not come along: a child that waits for
+        # The parent's OpenMP threads did not come along: a forked child that waits for
         # them would hang in its first large operation.
         torch.set_num_threads(1)
-        prepared(*arguments)
+        self.prepared(*arguments)
 
-    run.__name__ = run.__qualname__ = getattr(prepared.launcher, "__name__", "function")
+
+def _run_elastic(
+    prepared: PrepareForLaunch, args: Sequence[Any], start_method: str, **config: Any
+) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     with patch_environment(TORCHELASTIC_SIGNALS_TO_HANDLE=_SIGNALS), _signal_handlers_kept():
-        elastic_launch(LaunchConfig(start_method="fork", **config), run)(*args)
+        made = LaunchConfig(start_method=start_method, **config)
+        elastic_launch(made, _Rank(prepared))(*args)
 
 
-def _check_forkable(caller: str) -> None:
-    """Raise RuntimeConflictError for what a forked process could not use.
+def _check_start_method(name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Check the name, and for `spawn` that function and arguments can be sent to a fresh process."""
+    known = ("fork", "spawn")
+    if name not in known:
+        raise ConfigurationError(
+            f"start_method={name!r} is not one of {listing(known)}.{did_you_mean(name, known)}"
+        )
+    if name == "fork":
+        return
+    import pickle
 
-    The rank variables of an outer launch count: each rank would fork a world of its own.
+    main = sys.modules.get("__main__")
+    if getattr(function, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
+        raise ConfigurationError(
+            f"start_method='spawn' starts fresh interpreters, which cannot find {function!r}: it "
+            "is defined in the notebook. Put it into a module and import it, or use "
+            "start_method='fork'."
+        )
+    for what, value in (("function", function), ("args", tuple(args))):
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # what is pickled may raise anything
+            raise ConfigurationError(
+                f"start_method='spawn' sends the {what} to fresh interpreters, and it cannot be "
+                f"pickled: {error}. Define it at the top of a module, or use start_method='fork'."
+            ) from None
+
+
+def _check_launchable(caller: str, start_method: str) -> None:
+    """Raise RuntimeConflictError for what the processes could not use.
+
+    The rank variables of an outer launch count: each rank would start a world of its own.
     """
     from accelerate_core.launch.resolve import refuse_nesting
     from accelerate_core.runtime import running
 
     refuse_nesting(os.environ)
+    if start_method == "spawn":
+        return
     again = f"Restart the notebook's kernel and call {caller} first."
     if os.name == "nt":
-        raise RuntimeConflictError(f"{caller} forks processes, which Windows cannot do.")
+        raise RuntimeConflictError(
+            f"{caller} forks processes, which Windows cannot do: use start_method='spawn'."
+        )
     if "torch" not in sys.modules:
         return
     import torch
@@ -196,7 +259,8 @@ def _check_forkable(caller: str) -> None:
             raise RuntimeConflictError(
                 f"This process has already used the {accelerator.type} device, and a forked one "
                 "cannot use it again. Keep models, tensors and device queries inside the function "
-                f"that is launched. {again}"
+                f"that is launched. {again} Or give it a function of a module and "
+                "start_method='spawn'."
             )
     if running() is not None:
         raise RuntimeConflictError(

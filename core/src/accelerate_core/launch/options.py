@@ -16,6 +16,7 @@ TARGET = "What to run"
 TRAINING = "Training"
 COMPILATION = "Compilation"
 OUTPUT = "Output"
+UNUSED = "Accepted, without effect"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class LaunchOption:
     choices: tuple[str, ...] | None = None
     minimum: int | None = None
     negatable: bool = False
+    #: Its value from a file goes to the children by `env`: they do not look for it there.
+    travels: bool = False
 
 
 def _option(name: str, group: str, help: str, **more: Any) -> LaunchOption:
@@ -87,6 +90,15 @@ _PROCESSES = (
         yaml=("launcher",),
     ),
     _option("role", PROCESSES, "name of the workers in log lines", yaml=("role",)),
+    _option(
+        "enable_cpu_affinity",
+        PROCESSES,
+        "bind each process to the CPU cores nearest to its accelerator",
+        kind=bool,
+        env="ACCELERATE_CPU_AFFINITY",
+        yaml=("enable_cpu_affinity",),
+        travels=True,
+    ),
 )
 
 _MACHINES = (
@@ -125,6 +137,18 @@ _MACHINES = (
         default="static",
     ),
     _option("rdzv_conf", MACHINES, "settings of it: key=value,key=value", yaml=("rdzv_conf",)),
+    _option(
+        "rdzv_id",
+        MACHINES,
+        "name of this run, the same on all machines; default: made from the port",
+        yaml=("rdzv_id",),
+    ),
+    _option(
+        "mpirun_hostfile",
+        MACHINES,
+        "file with one host per line: mpirun starts the processes on them",
+        yaml=("mpirun_config.mpirun_hostfile",),
+    ),
 )
 
 _TARGET = (
@@ -138,12 +162,14 @@ _COMPILATION = (
         COMPILATION,
         "compiler for models, such as inductor or aot_eager; no is off",
         env="ACCELERATE_DYNAMO_BACKEND",
+        yaml=("dynamo_config.dynamo_backend", "dynamo_config.backend"),
     ),
     _option(
         "dynamo_mode",
         COMPILATION,
         "what the compiler aims at",
         env="ACCELERATE_DYNAMO_MODE",
+        yaml=("dynamo_config.dynamo_mode", "dynamo_config.mode"),
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     ),
     _option(
@@ -152,6 +178,7 @@ _COMPILATION = (
         "fail where the graph breaks",
         kind=bool,
         env="ACCELERATE_DYNAMO_USE_FULLGRAPH",
+        yaml=("dynamo_config.dynamo_use_fullgraph", "dynamo_config.fullgraph"),
     ),
     _option(
         "dynamo_use_dynamic",
@@ -159,6 +186,7 @@ _COMPILATION = (
         "trace dynamic shapes",
         kind=bool,
         env="ACCELERATE_DYNAMO_USE_DYNAMIC",
+        yaml=("dynamo_config.dynamo_use_dynamic", "dynamo_config.dynamic"),
     ),
     _option(
         "dynamo_use_regional_compilation",
@@ -166,6 +194,10 @@ _COMPILATION = (
         "compile repeated blocks instead of the whole model",
         kind=bool,
         env="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+        yaml=(
+            "dynamo_config.dynamo_use_regional_compilation",
+            "dynamo_config.use_regional_compilation",
+        ),
     ),
 )
 
@@ -183,6 +215,11 @@ _OUTPUT = (
     ),
     _option("dry_run", OUTPUT, "print the command and the environment, start nothing", kind=bool),
     _option("explain", OUTPUT, "print each value and where it came from, then start", kind=bool),
+)
+
+_UNUSED = (
+    _option("same_network", UNUSED, "main_process_ip says how machines are reached", kind=bool),
+    _option("main_training_function", UNUSED, "the script is run as a program"),
 )
 
 
@@ -208,10 +245,11 @@ LAUNCH_OPTIONS: tuple[LaunchOption, ...] = (
     *(_of_setting(setting) for setting in CORE_SETTINGS if setting.cli),
     *_COMPILATION,
     *_OUTPUT,
+    *_UNUSED,
 )
 
 
 def known_yaml_keys() -> Iterable[str]:
     """Return the top-level keys of a config file that the launcher or the core reads."""
-    yield from (key for option in LAUNCH_OPTIONS for key in option.yaml)
-    yield from ("compute_environment", "distributed_type", "dynamo_config", "same_network")
+    yield from (key.split(".")[0] for option in LAUNCH_OPTIONS for key in option.yaml)
+    yield from ("backend", "compute_environment", "distributed_type", "torch_device")

@@ -27,8 +27,13 @@ class LaunchPlan:
     Attributes:
         num_processes: processes on all machines together.
         main_process_port: None lets the system choose a free one.
+        rdzv_id: name of the run for the rendezvous; None has one made from the port.
+        local_addr: address under which the other machines reach this one; None lets torch find it.
+        mpirun_hostfile: file with the hosts that mpirun starts the processes on.
         launcher: name of the launcher that starts this plan; None for the first that accepts it.
         environment: what children get on top of the parent's environment.
+        contributed: what options, variables and the config file say to plugins, by the
+            environment variable each reads; a launcher of a plugin decides by it.
         because: each value that was decided, with where it came from.
     """
 
@@ -40,6 +45,9 @@ class LaunchPlan:
     main_process_port: int | None = None
     rdzv_backend: str = "static"
     rdzv_conf: str = ""
+    rdzv_id: str | None = None
+    local_addr: str | None = None
+    mpirun_hostfile: str | None = None
     max_restarts: int = 0
     monitor_interval: float = 0.1
     log_dir: str | None = None
@@ -48,6 +56,7 @@ class LaunchPlan:
     quiet: bool = False
     launcher: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    contributed: Mapping[str, Because] = field(default_factory=dict)
     because: Mapping[str, Because] = field(default_factory=dict)
 
     @property

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from accelerate_core.launch.agent import run
+from accelerate_core.launch.failures import describe
 
 __all__ = ["main"]
 
@@ -17,16 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        message = failure.message
-        text = (
-            message.get("extraInfo", {}).get("py_callstack", "")
-            if isinstance(message, dict)
-            else ""
-        )
-        sys.stderr.write(f"\nRank {rank} failed with exit status {failure.exitcode}.\n")
-        sys.stderr.write(f"{str(text or message).rstrip()}\n")
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        text, status = describe(error, brief=True)
+        sys.stderr.write(text)
+        return status
     return 0
 
 

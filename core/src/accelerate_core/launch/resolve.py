@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,21 @@ from accelerate_core.configuration.files import (
     read_config,
 )
 from accelerate_core.configuration.provenance import BECAUSE_VARIABLE, Because, encode
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-from accelerate_core.launch import devices
-from accelerate_core.launch.options import LAUNCH_OPTIONS, LaunchOption, known_yaml_keys
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.launch import checks, devices, mpi
+from accelerate_core.launch.contributed import check_sections, take
+from accelerate_core.launch.options import LAUNCH_OPTIONS, LaunchOption
 from accelerate_core.launch.plan import LaunchPlan
 from accelerate_core.launch.start import LAUNCHERS
+from accelerate_core.launch.surroundings import Surroundings, look_around
 from accelerate_core.launch.target import find_target
+from accelerate_core.plugins.discovery import find, installed
 
-__all__ = ["find_config", "make_plan", "refuse_nesting"]
+__all__ = ["Decision", "decide", "find_config", "make_plan", "peers_config", "refuse_nesting"]
 
-_SWITCHES = {
-    **dict.fromkeys(("yes", "true", "on", "1"), True),
-    **dict.fromkeys(("no", "false", "off", "0"), False),
-}
 logger = logging.getLogger(__name__)
 
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+_MPI_SIZES = tuple(flavour.ranks[1] for flavour in mpi.FLAVOURS)
 
 _THREADS = "OMP_NUM_THREADS"
 
@@ -53,11 +51,11 @@ def make_plan(
         ConfigurationError: a value is wrong, two contradict each other, the target
             does not exist, or this process is already a rank of a launch.
     """
-    if config is not None:
-        _check_keys(config)
-    chosen = {option.name: _choose(option, given, environ, config) for option in LAUNCH_OPTIONS}
+    made = decide(given, environ, config)
+    chosen, around = made.chosen, made.around
     value = {name: because.value for name, because in chosen.items()}
-    refuse_nesting(environ, value["num_machines"])
+    if not around.ranks:
+        _refuse_rank(environ, value["num_machines"])
     target = find_target(
         script,
         arguments,
@@ -65,14 +63,10 @@ def make_plan(
         module=bool(value["module"]),
         no_python=bool(value["no_python"]),
     )
-    if config is not None:
-        chosen["backend"] = _backend_of(config, chosen["backend"])
-    _check_names(chosen)
-    chosen["num_processes"] = _processes(chosen, environ)
-    _check_machines(chosen)
-    value = {name: because.value for name, because in chosen.items()}
-    per_machine = value["num_processes"] // value["num_machines"]
-    chosen[_THREADS] = _threads(given, environ, per_machine)
+    checks.check_port(chosen, around)
+    local_addr = None
+    if value["num_machines"] > 1 and value["launcher"] in (None, "torchrun"):
+        local_addr = devices.local_address(value["main_process_ip"], value["main_process_port"])
     return LaunchPlan(
         target=target,
         num_processes=value["num_processes"],
@@ -82,16 +76,79 @@ def make_plan(
         main_process_ip=value["main_process_ip"],
         main_process_port=value["main_process_port"] or None,
         rdzv_backend=value["rdzv_backend"],
-        rdzv_conf=value["rdzv_conf"] or "",
+        rdzv_conf=_rendezvous_conf(value, local_addr),
+        rdzv_id=value["rdzv_id"],
+        local_addr=local_addr,
+        mpirun_hostfile=value["mpirun_hostfile"],
         max_restarts=value["max_restarts"],
         monitor_interval=value["monitor_interval"],
         log_dir=value["log_dir"],
         tee=value["tee"],
         role=value["role"],
         quiet=bool(value["quiet"]),
-        environment=_environment(chosen, environ, config),
-        because=chosen,
+        environment=_environment(made, environ, config, local_addr),
+        contributed={**made.contributed, **made.plugins},
+        because={**chosen, **made.plugins},
     )
+
+
+def _rendezvous_conf(value: Mapping[str, Any], local_addr: str | None) -> str:
+    """Say whether this machine is where c10d's store is: torch asks a name service for it."""
+    conf = str(value["rdzv_conf"] or "")
+    if value["rdzv_backend"] != "c10d" or local_addr is None or "is_host=" in conf:
+        return conf
+    here = devices.is_address_of(local_addr, value["main_process_ip"])
+    return ",".join(part for part in (conf, f"is_host={str(here).lower()}") if part)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Every option of a launch with its value, before anything is said about a script.
+
+    Attributes:
+        plugins: what options of plugins put into the environment.
+        contributed: what variables and the config file say to plugins.
+    """
+
+    chosen: Mapping[str, Because]
+    plugins: Mapping[str, Because]
+    contributed: Mapping[str, Because]
+    around: Surroundings
+
+
+def decide(
+    given: Mapping[str, Any], environ: Mapping[str, str], config: ConfigFile | None = None
+) -> Decision:
+    """Choose the value of every option and check them against each other.
+
+    Raises:
+        ConfigurationError: a value is wrong, or two contradict each other.
+    """
+    contributed: dict[str, Because] = {}
+    if config is not None:
+        checks.check_keys(config)
+        contributed.update(check_sections(config, environ))
+        if said := checks.obsolete_in(config):
+            logger.warning(said)
+    contributed.update(_asks_launchers(environ))
+    around = _heeded(look_around(environ), given, environ, config)
+    chosen = {
+        option.name: _choose(option, given, environ, config, around) for option in LAUNCH_OPTIONS
+    }
+    if config is not None:
+        chosen["backend"] = checks.backend_of(config, chosen["backend"])
+        chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
+    plugins, chosen["backend"] = take(given, chosen["backend"], environ)
+    _check_names(chosen)
+    _take_hosts(chosen)
+    chosen["num_processes"] = checks.processes(chosen, environ, around)
+    checks.check_machines(chosen, around)
+    checks.check_formats(chosen)
+    ours = chosen["num_processes"].value // chosen["num_machines"].value
+    if around.ranks:
+        ours = int(around.ranks["LOCAL_WORLD_SIZE"])
+    chosen[_THREADS] = _threads(given, environ, ours)
+    return Decision(chosen, plugins, contributed, around)
 
 
 def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
@@ -103,17 +160,18 @@ def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | N
     default = default_config_path(environ)
     if default.is_file():
         return read_config(default)
-    theirs = _peers_config(environ)
+    theirs = peers_config(environ)
     if theirs.is_file():
         logger.warning(
             "There is a configuration made for another tool, %s, and none of ours. It is not used: "
-            "name it with --config_file to use it as it is.",
+            "name it with --config_file to use it as it is, or take it over with "
+            "accelerate-core config.",
             theirs,
         )
     return None
 
 
-def _peers_config(environ: Mapping[str, str]) -> Path:
+def peers_config(environ: Mapping[str, str]) -> Path:
     """Return where the tool whose files we read keeps its default configuration."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(environ.get("HF_HOME") or cache / "huggingface") / "accelerate/default_config.yaml"
@@ -121,21 +179,29 @@ def _peers_config(environ: Mapping[str, str]) -> Path:
 
 def refuse_nesting(environ: Mapping[str, str], num_machines: int = 1) -> None:
     """Raise ConfigurationError if this process is already one rank of many."""
+    for name in _MPI_SIZES:
+        if environ.get(name, "1") != "1":
+            raise _nested(f"one of {environ[name]} processes of an MPI run ({name})")
+    _refuse_rank(environ, num_machines)
+
+
+def _refuse_rank(environ: Mapping[str, str], num_machines: int) -> None:
     outer = ""
     if "TORCHELASTIC_RUN_ID" in environ or ("WORLD_SIZE" in environ and "LOCAL_RANK" in environ):
         outer = f"rank {environ.get('RANK', '?')} of {environ.get('WORLD_SIZE', '?')} of a launch"
-    for name in _MPI_SIZES:
-        if environ.get(name, "1") != "1":
-            outer = f"one of {environ[name]} processes of an MPI run ({name})"
     # Schedulers of containers set WORLD_SIZE to the number of machines, for the launcher to read.
-    if not outer and "WORLD_SIZE" in environ and num_machines == 1:
+    elif "WORLD_SIZE" in environ and num_machines == 1:
         outer = f"part of a world of {environ['WORLD_SIZE']} (environment variable WORLD_SIZE)"
     if outer:
-        raise ConfigurationError(
-            f"This process is already {outer}; a launch inside a launch would start processes "
-            "that wait for each other. Run the script itself with python here, or unset the "
-            "variables RANK, WORLD_SIZE and LOCAL_RANK."
-        )
+        raise _nested(outer)
+
+
+def _nested(outer: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"This process is already {outer}; a launch inside a launch would start processes "
+        "that wait for each other. Run the script itself with python here, or unset the "
+        "variables RANK, WORLD_SIZE and LOCAL_RANK."
+    )
 
 
 def _choose(
@@ -143,54 +209,64 @@ def _choose(
     given: Mapping[str, Any],
     environ: Mapping[str, str],
     config: ConfigFile | None,
+    around: Surroundings,
 ) -> Because:
     if given.get(option.name) is not None:
         return Because(given[option.name], f"command line --{option.name}")
     if option.env and environ.get(option.env):
-        return Because(environ[option.env], f"environment variable {option.env}")
+        origin = f"environment variable {option.env}"
+        said = f"{option.env}={environ[option.env]}"
+        if option.env == _THREADS:
+            return Because(environ[option.env], origin)
+        return Because(checks.converted(option, environ[option.env], said), origin)
     for key in option.yaml if config is not None else ():
-        if config is not None and config.get(key) is not None:
+        if config is not None and config.get(key) not in (None, ""):
             where = config.where(key)
-            return Because(_from_file(option, key, config[key], where), where)
-    return Because(option.default, "default")
+            made = checks.converted(option, config[key], f"{key}: {config[key]!r} ({where})")
+            if made is not None:
+                return Because(made, where)
+    return around.values.get(option.name) or Because(option.default, "default")
 
 
-def _from_file(option: LaunchOption, key: str, value: Any, where: str) -> Any:
-    """Convert a value of the config file, naming file and line if it does not fit."""
-    wrong = f"{key}: {value!r} ({where})"
-    if option.kind is bool:
-        switch = _SWITCHES.get(str(value).lower())
-        if switch is None:
-            raise ConfigurationError(f"{wrong} is not a switch; allowed are {listing(_SWITCHES)}.")
-        return switch
-    if isinstance(value, bool | dict | list):
-        raise ConfigurationError(f"{wrong} must be a {option.kind.__name__}.")
-    try:
-        made = option.kind(value)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"{wrong} must be a {option.kind.__name__}.") from None
-    if option.minimum is not None and made < option.minimum:
-        raise ConfigurationError(f"{wrong} must be at least {option.minimum}.")
-    return made
+def _heeded(
+    around: Surroundings,
+    given: Mapping[str, Any],
+    environ: Mapping[str, str],
+    config: ConfigFile | None,
+) -> Surroundings:
+    """Leave an allocation's machines alone where their number is said, and is another."""
+    if around.ranks or "num_machines" not in around.values:
+        return around
+    option = next(one for one in LAUNCH_OPTIONS if one.name == "num_machines")
+    said, found = _choose(option, given, environ, config, around), around.values["num_machines"]
+    if said.value == found.value:
+        return around
+    logger.warning(
+        "num_machines=%s (%s) is taken, though %s has %s.",
+        *(said.value, said.origin, found.origin, found.value),
+    )
+    return Surroundings()
 
 
-def _check_keys(config: ConfigFile) -> None:
-    """Refuse a key that is nearly a known one; keys of plugins are checked by them."""
-    known = list(known_yaml_keys())
-    for key in config:
-        if key not in known and difflib.get_close_matches(str(key), known, n=1, cutoff=0.85):
-            hint = did_you_mean(str(key), known)
-            raise ConfigurationError(f"Unknown key {str(key)!r} in {config.where(str(key))}.{hint}")
+def _asks_launchers(environ: Mapping[str, str]) -> dict[str, Because]:
+    """Return the variables set here by which launchers of plugins are asked for."""
+    records = [record for record in installed().of_kind("launcher") if record.triggers]
+    names = {name for record in records for name in record.triggers if environ.get(name)}
+    return {name: Because(environ[name], f"environment variable {name}") for name in names}
 
 
-def _backend_of(config: ConfigFile, backend: Because) -> Because:
-    """Take the backend that a file's `distributed_type` asks for, unless one is named."""
-    from accelerate_core.plugins import catalog
-
-    kind = str(config.get("distributed_type", "")).upper()
-    if backend.value is not None or kind not in catalog.DISTRIBUTED_TYPES:
-        return backend
-    return Because(catalog.DISTRIBUTED_TYPES[kind], config.where("distributed_type"))
+def _take_hosts(chosen: dict[str, Because]) -> None:
+    """Read from a host file how many machines there are, and where rank 0 will be."""
+    file = chosen["mpirun_hostfile"]
+    if file.value is None or chosen["launcher"].value not in (None, "mpirun"):
+        return
+    hosts = mpi.hosts_of(str(file.value))
+    if chosen["launcher"].value is None:
+        chosen["launcher"] = Because("mpirun", file.origin)
+    if chosen["num_machines"].origin == "default":
+        chosen["num_machines"] = Because(len(hosts), f"hosts in {file.value}")
+    if chosen["main_process_ip"].value is None and len(hosts) > 1:
+        chosen["main_process_ip"] = Because(hosts[0], f"first host in {file.value}")
 
 
 def _check_names(chosen: Mapping[str, Because]) -> None:
@@ -200,89 +276,7 @@ def _check_names(chosen: Mapping[str, Because]) -> None:
         because = chosen[option]
         if because.value is None or because.origin == "default" or because.value in LAUNCHERS:
             continue
-        from accelerate_core.plugins import find
-
         find(kind, str(because.value).lower(), because=because.origin)
-
-
-def _processes(chosen: Mapping[str, Because], environ: Mapping[str, str]) -> Because:
-    said, machines = chosen["num_processes"], chosen["num_machines"].value
-    on_cpu = _on(chosen["cpu"].value)
-    if chosen["multi_gpu"].value and on_cpu:
-        raise ConfigurationError(
-            f"--multi_gpu contradicts running on the CPU ({chosen['cpu'].origin})."
-        )
-    ids = _gpu_ids(chosen["gpu_ids"])
-    if chosen["multi_gpu"].value and not ids and devices.count_accelerators(environ) == 0:
-        raise ConfigurationError(
-            "--multi_gpu was given, but torch sees no accelerator on this machine. For several "
-            "processes on the CPU use --cpu --num_processes N."
-        )
-    if said.value is not None:
-        if said.value % machines:
-            raise ConfigurationError(
-                f"num_processes={said.value} ({said.origin}) cannot be shared out evenly over "
-                f"num_machines={machines}; it counts the processes of all machines together."
-            )
-        return said
-    if on_cpu:
-        return Because(machines, f"one per machine, because of {chosen['cpu'].origin}")
-    if ids:
-        return Because(len(ids) * machines, f"accelerators in gpu_ids, {chosen['gpu_ids'].origin}")
-    visible = devices.count_accelerators(environ)
-    if visible:
-        return Because(visible * machines, f"{visible} visible accelerator(s) per machine")
-    return Because(machines, "no accelerator is visible")
-
-
-def _on(value: Any) -> bool:
-    return value is True or _SWITCHES.get(str(value).lower(), False)
-
-
-def _gpu_ids(because: Because) -> list[str]:
-    if because.value is None or str(because.value).lower() == "all":
-        return []
-    ids = [part.strip() for part in str(because.value).split(",") if part.strip()]
-    if len(set(ids)) != len(ids) or not all(part.isdigit() for part in ids):
-        raise ConfigurationError(
-            f"gpu_ids={because.value!r} ({because.origin}) must be different numbers joined by "
-            "commas, such as 0,2, or 'all'."
-        )
-    return ids
-
-
-def _check_machines(chosen: Mapping[str, Because]) -> None:
-    value = {name: because.value for name, because in chosen.items()}
-    machines, rank = value["num_machines"], value["machine_rank"]
-    if rank >= machines:
-        raise ConfigurationError(
-            f"machine_rank={rank} ({chosen['machine_rank'].origin}) must be less than "
-            f"num_machines={machines} ({chosen['num_machines'].origin})."
-        )
-    if machines > 1 and not value["main_process_ip"]:
-        raise ConfigurationError(
-            f"num_machines={machines} needs --main_process_ip: the address of machine 0."
-        )
-    port, several = value["main_process_port"], value["num_processes"] > 1
-    if port and port > 65535:
-        raise ConfigurationError(
-            f"main_process_port={port} ({chosen['main_process_port'].origin}) must be below 65536."
-        )
-    if port and several and rank == 0 and machines == 1 and _in_use(port):
-        raise ConfigurationError(
-            f"Port {port} ({chosen['main_process_port'].origin}) is in use on this machine. "
-            "Choose another, or leave it out and a free one is taken."
-        )
-
-
-def _in_use(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False
 
 
 def _threads(given: Mapping[str, Any], environ: Mapping[str, str], processes: int) -> Because:
@@ -297,25 +291,39 @@ def _threads(given: Mapping[str, Any], environ: Mapping[str, str], processes: in
 
 
 def _environment(
-    chosen: Mapping[str, Because], environ: Mapping[str, str], config: ConfigFile | None
+    decision: Decision,
+    environ: Mapping[str, str],
+    config: ConfigFile | None,
+    local_addr: str | None,
 ) -> dict[str, str]:
     """Return what children get on top of the launcher's environment."""
-    made: dict[str, str] = {}
-    origins: dict[str, str] = {}
-    for option in LAUNCH_OPTIONS:
-        because = chosen[option.name]
-        if option.env and option.env != _THREADS and because.origin.startswith("command line"):
-            made[option.env] = _text(because.value)
-            origins[option.env] = because.origin
+    chosen = decision.chosen
+    travelling = [(option.env, chosen[option.name]) for option in LAUNCH_OPTIONS if option.env]
+    from_file = {
+        option.env for option in LAUNCH_OPTIONS if option.travels and chosen[option.name].value
+    }
+    # What the config file says of itself the children read there; what follows from it they cannot.
+    made = {
+        env: because
+        for env, because in travelling
+        if env != _THREADS
+        and (env in from_file or because.origin.startswith(("command line", checks.FOLLOWS)))
+    }
+    made.update(decision.plugins)
+    texts = {env: _text(because.value) for env, because in made.items()}
     if chosen[_THREADS].value is not None:
-        made[_THREADS] = str(chosen[_THREADS].value)
-    if ids := _gpu_ids(chosen["gpu_ids"]):
-        made[devices.visible_devices_variable()] = ",".join(ids)
+        texts[_THREADS] = str(chosen[_THREADS].value)
+    if ids := checks.gpu_ids(chosen["gpu_ids"]):
+        texts[devices.visible_devices_variable()] = ",".join(ids)
     if config is not None:
-        made[CONFIG_VARIABLE] = str(Path(config.path).resolve())
-    if origins:
-        made[BECAUSE_VARIABLE] = encode(origins)
-    return made
+        texts[CONFIG_VARIABLE] = str(Path(config.path).resolve())
+    if made:
+        texts[BECAUSE_VARIABLE] = encode({env: because.origin for env, because in made.items()})
+    if local_addr is not None and "GLOO_SOCKET_IFNAME" not in environ:
+        interface = devices.interface_of(local_addr)
+        if interface is not None:
+            texts["GLOO_SOCKET_IFNAME"] = interface
+    return {**texts, **decision.around.ranks}
 
 
 def _text(value: Any) -> str:

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn, Protocol
 
+from accelerate_core.launch.mpi import MpirunLauncher
 from accelerate_core.launch.plan import LaunchPlan
 from accelerate_core.launch.simple import SimpleLauncher
+from accelerate_core.launch.slurm import SrunLauncher
 from accelerate_core.launch.torchrun import TorchrunLauncher
 
 __all__ = ["LAUNCHERS", "Launcher", "child_environment", "choose_launcher", "start"]
@@ -34,18 +36,28 @@ class Launcher(Protocol):
 
 #: Asked in this order, unless the plan names one.
 LAUNCHERS: dict[str, Launcher] = {
-    launcher.name: launcher for launcher in (SimpleLauncher(), TorchrunLauncher())
+    launcher.name: launcher
+    for launcher in (MpirunLauncher(), SrunLauncher(), SimpleLauncher(), TorchrunLauncher())
 }
 
 
 def choose_launcher(plan: LaunchPlan) -> Launcher:
-    """Return the launcher that starts `plan`: the one it names, else the first that accepts it."""
+    """Return the launcher that starts `plan`: the one it names, else the first that accepts it.
+
+    A plugin's launcher goes before ours if one of its triggers is among what the plan says to
+    plugins, and it accepts the plan.
+    """
+    from accelerate_core.plugins.discovery import find, installed
+
     if plan.launcher is None:
+        for record in installed().of_kind("launcher"):
+            if record.triggers & plan.contributed.keys():
+                theirs: Launcher = record.load()()
+                if theirs.accepts(plan):
+                    return theirs
         return next(launcher for launcher in LAUNCHERS.values() if launcher.accepts(plan))
     if plan.launcher in LAUNCHERS:
         return LAUNCHERS[plan.launcher]
-    from accelerate_core.plugins import find
-
     origin = plan.because["launcher"].origin if "launcher" in plan.because else "the launch plan"
     launcher: Launcher = find("launcher", plan.launcher, because=origin).load()()
     return launcher

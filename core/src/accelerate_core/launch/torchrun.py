@@ -49,8 +49,11 @@ def _rendezvous(plan: LaunchPlan) -> list[str]:
     address = plan.main_process_ip or LOOPBACK
     port = plan.main_process_port or DEFAULT_PORT
     machines = ["--nnodes", str(plan.num_machines)]
+    # Machines without a name service reach each other by address.
+    local = ["--local_addr", plan.local_addr] if plan.local_addr else []
     if plan.rdzv_backend == "static":
         static = ["--node_rank", str(plan.machine_rank), "--master_addr", address]
-        return [*machines, *static, "--master_port", str(port), *conf]
+        return [*machines, *static, "--master_port", str(port), *local, *conf]
     endpoint = ["--rdzv_backend", plan.rdzv_backend, "--rdzv_endpoint", f"{address}:{port}"]
-    return [*machines, *endpoint, "--rdzv_id", f"accelerate-{port}", *conf]
+    name = plan.rdzv_id or f"accelerate-{port}"
+    return [*machines, *endpoint, "--rdzv_id", name, *local, *conf]

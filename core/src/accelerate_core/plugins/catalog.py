@@ -10,10 +10,18 @@ __all__ = [
     "ARGUMENTS",
     "DISTRIBUTED_TYPES",
     "EXPORTS",
+    "IGNORED_KEYS",
+    "KEYS",
+    "OBSOLETE_KEYS",
+    "OPTIONS",
     "PROBES",
+    "REFUSED_OPTIONS",
+    "SECTIONS",
+    "SWITCHES",
     "VARIABLES",
     "extra_for",
     "known_names",
+    "owner_of_option",
     "pip_command",
 ]
 
@@ -73,6 +81,97 @@ DISTRIBUTED_TYPES = {
     "MEGATRON_LM": "megatron",
     "XLA": "xla",
     "TPU": "xla",
+}
+
+#: Sections of a peer's config file that belong to a plugin.
+SECTIONS = {
+    "fsdp_config": "fsdp2",
+    "deepspeed_config": "deepspeed",
+    "megatron_lm_config": "megatron",
+    "fp8_config": "fp8",
+}
+
+#: Other keys of a peer's config file that belong to a plugin.
+KEYS = {
+    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo"), "xla"),
+    **dict.fromkeys(("tpu_vm", "tpu_env", "command_file", "commands", "downcast_bf16"), "xla"),
+}
+
+#: Options of a peer's launcher that ask for a backend.
+SWITCHES = {
+    "use_fsdp": "fsdp2",
+    "use_deepspeed": "deepspeed",
+    "use_megatron_lm": "megatron",
+    "use_parallelism_config": "fsdp2",
+    "tpu": "xla",
+}
+
+#: Options of a peer's launcher that are a plugin's, under names that do not say so.
+OPTIONS = {
+    **dict.fromkeys(
+        (
+            "zero_stage",
+            "offload_optimizer_device",
+            "offload_param_device",
+            "offload_optimizer_nvme_path",
+            "offload_param_nvme_path",
+            "gradient_clipping",
+            "zero3_init_flag",
+            "zero3_save_16bit_model",
+            "parallelism_config_sp_seq_length",
+            "parallelism_config_sp_seq_length_is_variable",
+            "parallelism_config_sp_attn_implementation",
+        ),
+        "deepspeed",
+    ),
+    **dict.fromkeys(
+        (
+            "tpu_cluster",
+            "no_tpu_cluster",
+            "tpu_use_sudo",
+            "vm",
+            "env",
+            "downcast_bf16",
+        ),
+        "xla",
+    ),
+}
+
+#: Commands that a plugin contributes.
+COMMANDS = {"to-fsdp2": "fsdp2", "tpu-config": "xla"}
+
+#: How other options of a plugin begin.
+_PREFIXES = {
+    "fsdp_": "fsdp2",
+    "deepspeed_": "deepspeed",
+    "megatron_lm_": "megatron",
+    "fp8_": "fp8",
+    "tpu_": "xla",
+}
+
+_SAGEMAKER = (
+    "Amazon SageMaker jobs are not started from here: name accelerate-core launch as the command "
+    "of the job's container. Credentials do not belong on a command line."
+)
+
+#: Options of a peer's launcher that no plugin will take, with the reason.
+REFUSED_OPTIONS = {
+    "aws_access_key_id": _SAGEMAKER,
+    "aws_secret_access_key": _SAGEMAKER,
+    "use_xpu": "It was dropped by the peer too; the device is found by torch.accelerator.",
+    "ipex": "It was dropped by the peer too; torch itself has what it added.",
+}
+
+#: Keys of older config files of a peer that say nothing today, with the reason.
+OBSOLETE_KEYS = {
+    "ipex_config": REFUSED_OPTIONS["ipex"],
+    "use_xpu": REFUSED_OPTIONS["use_xpu"],
+}
+
+#: Keys that every file of a peer has and that say nothing here.
+IGNORED_KEYS = {
+    "main_training_function": "the script is run as a program, whatever its functions are called",
+    "same_network": "how machines reach each other follows from main_process_ip",
 }
 
 #: Attributes of an Accelerator or its state while no active plugin serves them.
@@ -223,6 +322,13 @@ def known_names(kind: str) -> Iterable[str]:
 def pip_command(extra: str) -> str:
     """Return the command that installs an extra."""
     return f"pip install accelerate-core[{extra}]"
+
+
+def owner_of_option(name: str) -> str | None:
+    """Return the extra whose plugin has an option of that name, None for one we never heard of."""
+    if name in SWITCHES or name in OPTIONS:
+        return SWITCHES.get(name) or OPTIONS[name]
+    return next((extra for prefix, extra in _PREFIXES.items() if name.startswith(prefix)), None)
 
 
 def absent_probe(name: str) -> bool:

@@ -37,6 +37,7 @@ KINDS = {
     "accelerate_core.trackers": "tracker",
     "accelerate_core.launchers": "launcher",
     "accelerate_core.extensions": "extension",
+    "accelerate_core.commands": "command",
 }
 _EXPORTS = "accelerate_core.exports"
 _TRIGGERS = "accelerate_core.triggers"
@@ -108,6 +109,8 @@ _BUILT_IN = (
     ("backend", "single", "accelerate_core.backend:SingleProcess"),
     ("launcher", "simple", "accelerate_core.launch.simple:SimpleLauncher"),
     ("launcher", "torchrun", "accelerate_core.launch.torchrun:TorchrunLauncher"),
+    ("launcher", "mpirun", "accelerate_core.launch.mpi:MpirunLauncher"),
+    ("launcher", "srun", "accelerate_core.launch.slurm:SrunLauncher"),
     ("precision", "no", "accelerate_core.precision:FullPrecision"),
     ("precision", "fp16", "accelerate_core.precision:Float16"),
     ("precision", "bf16", "accelerate_core.precision:BFloat16"),

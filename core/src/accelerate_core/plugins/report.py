@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from accelerate_core.configuration.resolve import Sources, resolve_core
 from accelerate_core.errors import AccelerateError, PluginError
 from accelerate_core.plugins.discovery import PluginRecord, disabled_names, installed
 from accelerate_core.plugins.selection import Request, select_backend, select_extensions
@@ -42,6 +41,9 @@ def report(
     Only what the environment asks for is imported; with `ask_trackers` the trackers too, which
     then say whether `log_with="all"` can use them, but not their libraries.
     """
+    # Here, not above: the launcher imports this package, and not what resolving costs.
+    from accelerate_core.configuration.resolve import Sources, resolve_core
+
     environ = dict(os.environ if environ is None else environ)
     sources = Sources.of(environ)
     values = resolve_core({}, sources, {})

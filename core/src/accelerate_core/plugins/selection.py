@@ -98,9 +98,22 @@ def fired_triggers(request: Request) -> dict[str, str]:
             fired[name] = f"constructor argument {name}"
         elif request.environ.get(name, "") != "":
             fired[name] = f"environment variable {name}={request.environ[name]}"
-        elif request.config is not None and name in request.config:
-            fired[name] = request.config.where(name)
+        elif _asked_by_file(name, request.config):
+            fired[name] = request.config.where(name) if request.config is not None else ""
     return fired
+
+
+def _asked_by_file(name: str, config: ConfigFile | None) -> bool:
+    """Tell whether a key of the config file asks for a plugin.
+
+    A peer's file says by `distributed_type` which of its sections is meant.
+    """
+    if config is None or name not in config:
+        return False
+    kind, owner = config.get("distributed_type"), catalog.SECTIONS.get(name)
+    if kind is None or owner not in catalog.DISTRIBUTED_TYPES.values():
+        return True
+    return catalog.DISTRIBUTED_TYPES.get(str(kind).upper()) == owner
 
 
 def select_backend(wanted: Any, because: str, request: Request) -> Selection:
@@ -114,6 +127,11 @@ def select_backend(wanted: Any, because: str, request: Request) -> Selection:
         MissingPluginError: what is asked for, or needed, is not installed.
         PluginConflictError: two plugins claim with equal priority.
     """
+    if wanted is None and request.config is not None:
+        kind = str(request.config.get("distributed_type", "")).upper()
+        if kind in catalog.DISTRIBUTED_TYPES and not _asked_otherwise(request):
+            wanted = catalog.DISTRIBUTED_TYPES[kind]
+            because = request.config.where("distributed_type")
     if wanted is not None and not isinstance(wanted, str):
         return _selection_of_object(wanted, because)
     if wanted is not None:
@@ -122,6 +140,12 @@ def select_backend(wanted: Any, because: str, request: Request) -> Selection:
         check_api_version(record, plugin)
         return Selection(record, because, [Considered(record, "active", because)])
     return _detect(request)
+
+
+def _asked_otherwise(request: Request) -> bool:
+    """Tell whether an argument or a variable asks for a plugin: both are stronger than a file."""
+    named = [name for name in installed().triggers if request.arguments.get(name) is not None]
+    return bool(named) or any(request.flag(name) for name in catalog.VARIABLES)
 
 
 def _selection_of_object(wanted: Any, because: str) -> Selection:

@@ -1,0 +1,101 @@
+"""`accelerate-core to-fsdp2`: a config file made for FSDP1, said for FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from accelerate_core.configuration import default_config_path, read_config
+from accelerate_core.errors import ConfigurationError
+
+__all__ = ["command", "converted"]
+
+_STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+
+#: Keys of FSDP1 that FSDP2 has no choice about.
+_GONE = {
+    "fsdp_backward_prefetch": "FSDP2 always gathers ahead in backward",
+    "fsdp_use_orig_params": "FSDP2 always keeps the parameters as they are",
+    "fsdp_sync_module_states": "rank 0's weights are sent to all",
+}
+
+
+@click.command("to-fsdp2")
+@click.option("--config_file", "--config-file", metavar="FILE", help="The file; default: ours.")
+@click.option("--output_file", "--output-file", metavar="FILE", help="Where to write the new one.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
+def command(config_file: str | None, output_file: str | None, overwrite: bool) -> None:
+    """Convert the config file of FSDP1 into one of FSDP2."""
+    import os
+
+    source = Path(config_file) if config_file else default_config_path(os.environ)
+    target = Path(output_file) if output_file else source
+    if target.exists() and not overwrite:
+        raise click.UsageError(
+            f"{target} is there already: give another --output_file, or --overwrite."
+        )
+    config = read_config(source)
+    values, notes = converted({key: config[key] for key in config}, str(source))
+    target.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    for note in notes:
+        click.echo(note, err=True)
+    click.echo(f"Written: {target}")
+
+
+def converted(values: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a config file in FSDP2's terms, and what changed on the way.
+
+    Raises:
+        ConfigurationError: it is not of FSDP1, or asks for what FSDP2 does not do.
+    """
+    section = values.get("fsdp_config")
+    if not isinstance(section, dict):
+        raise ConfigurationError(f"{where} has no fsdp_config: it is not a file for FSDP.")
+    names = {(k if str(k).startswith("fsdp_") else f"fsdp_{k}"): v for k, v in section.items()}
+    if "fsdp_backward_prefetch_policy" in names:
+        names["fsdp_backward_prefetch"] = names.pop("fsdp_backward_prefetch_policy")
+    if names.get("fsdp_version") == 2:
+        raise ConfigurationError(f"{where} is of FSDP2 already (fsdp_version: 2).")
+    notes = []
+    made: dict[str, Any] = {"fsdp_version": 2}
+    mesh: dict[str, Any] = {}
+    for name, value in names.items():
+        if name in _GONE:
+            notes.append(f"{name}: {value} is left out; {_GONE[name]}.")
+        elif name == "fsdp_sharding_strategy":
+            made["fsdp_reshard_after_forward"], mesh = _strategy(value, where, values)
+            notes.append(
+                f"{name}: {value} is fsdp_reshard_after_forward: "
+                f"{made['fsdp_reshard_after_forward']}."
+            )
+        elif name == "fsdp_state_dict_type" and value == "LOCAL_STATE_DICT":
+            made[name] = "SHARDED_STATE_DICT"
+            notes.append(f"{name}: {value} is SHARDED_STATE_DICT.")
+        elif name != "fsdp_version":
+            made[name] = value
+    new = {**values, "fsdp_config": made}
+    if mesh:
+        new["parallelism_config"] = {**mesh, **(values.get("parallelism_config") or {})}
+    return new, notes
+
+
+def _strategy(value: Any, where: str, values: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Return whether whole parameters are freed after forward, and the sizes of a mesh."""
+    text = _STRATEGIES.get(str(value), str(value).upper())
+    if text in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        return text == "FULL_SHARD", {}
+    if text in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
+        machines = int(values.get("num_machines", 1))
+        each = int(values.get("num_processes", machines)) // machines
+        prefix = "parallelism_config"
+        sizes = {f"{prefix}_dp_replicate_size": machines, f"{prefix}_dp_shard_size": each}
+        return text == "HYBRID_SHARD", sizes
+    if text == "NO_SHARD":
+        raise ConfigurationError(
+            f"{where}: fsdp_sharding_strategy: {value} shards nothing, which FSDP2 does not do; take "
+            "the file without fsdp_config, for the backend ddp."
+        )
+    raise ConfigurationError(f"{where}: fsdp_sharding_strategy: {value} is not known.")

@@ -1,0 +1,57 @@
+"""What is said when a rank has failed: its own traceback, and where it ran."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+__all__ = ["describe"]
+
+
+def describe(error: Any, *, brief: bool = False) -> tuple[str, int]:
+    """Return a text about the rank that failed first, and the status to leave with.
+
+    Args:
+        error: torch's `ChildFailedError`.
+        brief: leave out what became of the other ranks.
+    """
+    rank, failure = error.get_first_failure()
+    status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    lines = ["", f"Rank {rank} on {socket.gethostname()} failed: {_how(failure)}."]
+    lines.append(_trace(failure) or "It left no traceback.")
+    log = _log(failure)
+    lines.append(f"Log: {log}" if log else "Keep logs: --log_dir DIR --tee 3")
+    others = sorted(other for other in error.failures if other != rank)
+    if others and not brief:
+        lines.append(f"Ended after it: rank {', '.join(map(str, others))}.")
+    return "\n".join(lines) + "\n", status
+
+
+def _how(failure: Any) -> str:
+    if failure.exitcode >= 0:
+        return f"exit status {failure.exitcode}, process {failure.pid}"
+    name = signal.Signals(-failure.exitcode).name
+    hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}; process {failure.pid}"
+
+
+def _trace(failure: Any) -> str:
+    """Return the traceback that the rank wrote down, else what torch knows."""
+    message = failure.message
+    if isinstance(message, dict):
+        text = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
+        return str(text).rstrip()
+    # Of a rank that wrote nothing torch says no more than the status, which stands above.
+    return "" if failure.exitcode < 0 or "traceback" in str(message) else str(message).rstrip()
+
+
+def _log(failure: Any) -> str:
+    """Return the log file of the rank: torch keeps it beside the file with the error."""
+    folder = Path(failure.error_file).parent if failure.error_file else None
+    if folder is None or str(folder) in ("", "."):
+        return ""
+    file = folder / "stderr.log"
+    return str(file) if file.is_file() and os.access(file, os.R_OK) else ""

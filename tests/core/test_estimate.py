@@ -1,0 +1,120 @@
+"""`estimate-memory`: from shapes alone, compared with what torch really holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch import nn
+
+from accelerate_core.cli import cli
+from accelerate_core.cli.estimating import by_backend, largest_layer, shapes_of
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+    return nn.ModuleDict({"blocks": blocks, "head": nn.Linear(16, 10)})
+
+
+def estimate(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(cli, ["estimate-memory", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.output)
+    assert isinstance(made, dict)
+    return made
+
+
+def test_training_takes_what_torch_takes(model: nn.Module, tmp_path: Path) -> None:
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    rows = {row["dtype"]: row for row in estimate(str(tmp_path))["dtypes"]}
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(p.square().sum() for p in model.parameters()).backward()
+    optimizer.step()
+    weights = sum(p.nbytes for p in model.parameters())
+    states = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if value.dim() > 0
+    )
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    got = rows["float32"]
+    assert (got["weights"], got["gradients"], got["optimizer"]) == (weights, gradients, states)
+    assert got["training"] == weights + gradients + states
+    assert rows["bfloat16"]["training"] * 2 == got["training"]
+    assert (rows["int4"]["weights"] * 8, rows["int4"]["training"]) == (weights, None)
+
+
+def test_the_largest_layer_is_a_block(model: nn.Module) -> None:
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    assert largest_layer(sizes) == ("blocks.0", 16 * 16 + 16)
+    assert largest_layer({"embed.weight": 9, "head.weight": 4, "head.bias": 4}) == ("embed", 9)
+
+
+def test_who_divides_what_is_declared_by_backends(model: nn.Module) -> None:
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    rows = {
+        row["backend"]: row["bytes"] for row in by_backend(sizes, ["float32"], "adamw", [1, 4], {})
+    }
+    whole = 4 * 4 * sum(sizes.values())
+    assert rows["ddp"] == {"1": whole, "4": whole}
+    assert rows["fsdp2"]["1"] == whole
+    assert abs(rows["fsdp2"]["4"] - (whole / 4 + 4 * (16 * 16 + 16))) < 4
+
+
+def test_checkpoints_of_torch_configs_and_tables(model: nn.Module, tmp_path: Path) -> None:
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    count = sum(p.numel() for p in model.parameters())
+    assert sum(shapes_of(str(tmp_path / "pytorch_model.bin")).values()) == count
+    folder = tmp_path / "config"
+    folder.mkdir()
+    config = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 50}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert shapes_of(str(folder))["embeddings.word_embeddings.weight"] == 50 * 16
+    png = tmp_path / "bars.png"
+    arguments = [str(tmp_path), "--dtypes", "float32", "float16", "--png", str(png)]
+    output = CliRunner().invoke(cli, ["estimate-memory", *arguments]).output
+    assert f"{count:,} parameters" in output
+    assert "float16" in output
+    assert "█" in output
+    assert png.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere/at/all.bin"], "There is no file or folder"),
+        (["made.txt"], "is not a checkpoint; known are"),
+        (["broken.safetensors"], "is not a safetensors file"),
+        (["broken.bin"], "is not a checkpoint of torch"),
+        (["."], "neither weights"),
+        (["good.safetensors", "--dtypes", "float31"], "Did you mean 'float32'?"),
+        (["good.safetensors", "--optimizer", "sdg"], "Did you mean 'sgd'?"),
+        (["good.safetensors", "--world_sizes", "two"], "must be positive numbers"),
+    ],
+)
+def test_what_cannot_be_estimated(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] != ".":
+        for name in ("made.txt", "broken.safetensors", "broken.bin"):
+            Path(name).write_text("nothing of the kind")
+        save_file({"a": torch.zeros(2)}, "good.safetensors")
+    result = CliRunner().invoke(cli, ["estimate-memory", *arguments])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_name_needs_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = CliRunner().invoke(cli, ["estimate-memory", "nobody/nothing-of-this-name"])
+    assert result.exit_code == 2
+    assert "hub" in result.output

@@ -1,0 +1,56 @@
+"""An agent whose rendezvous is silent gives up; one that waits for good reason does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from accelerate_core.launch import lost
+from accelerate_core.launch.lost import LostRendezvous
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    monkeypatch.setattr(lost, "PATIENCE", 0.2)
+    return []
+
+
+def wait(left: list[int], seconds: float) -> list[int]:
+    until = time.monotonic() + seconds
+    while not left and time.monotonic() < until:
+        time.sleep(0.02)
+    return left
+
+
+def test_silence_ends_the_agent_once_a_rank_has_ended(
+    left: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = subprocess.Popen([sys.executable, "-c", ""])
+    watch = LostRendezvous("10.0.0.1:29500", left.append)
+    watch.waiting()
+    assert wait(left, 10) == [1]
+    assert "10.0.0.1:29500 has not answered" in capsys.readouterr().err
+    rank.wait()
+
+
+def test_an_agent_with_living_ranks_waits(left: list[int]) -> None:
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+    watch = LostRendezvous("there", left.append)
+    watch.waiting()
+    assert wait(left, 1) == []
+    watch.answered()
+    watch.waiting(0.3)
+    assert wait(left, 5) == [1]
+    rank.wait()
+
+
+def test_answers_in_time_are_no_silence(left: list[int]) -> None:
+    watch = LostRendezvous("there", left.append)
+    for _ in range(10):
+        watch.waiting(0.5)
+        time.sleep(0.1)
+        watch.answered()
+    assert wait(left, 1) == []
