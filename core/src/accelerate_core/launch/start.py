@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn, Protocol
 
+from accelerate_core.errors import ConfigurationError
 from accelerate_core.launch.plan import LaunchPlan
 from accelerate_core.launch.simple import SimpleLauncher
 from accelerate_core.launch.torchrun import TorchrunLauncher
@@ -18,7 +19,8 @@ __all__ = ["LAUNCHERS", "Launcher", "child_environment", "choose_launcher", "sta
 class Launcher(Protocol):
     """Turns plans into commands; a plugin of kind `launcher` is a class of this form.
 
-    It may also have `launch_environment(plan)`, a mapping of variables for the children.
+    It may also have `launch_environment(plan)`, a mapping of variables for the children, and
+    states `api_version`, the version of the contract it was written for.
     """
 
     name: str
@@ -44,10 +46,19 @@ def choose_launcher(plan: LaunchPlan) -> Launcher:
         return next(launcher for launcher in LAUNCHERS.values() if launcher.accepts(plan))
     if plan.launcher in LAUNCHERS:
         return LAUNCHERS[plan.launcher]
-    from accelerate_core.plugins import find
+    from accelerate_core.plugins.discovery import check_api_version, find
 
     origin = plan.because["launcher"].origin if "launcher" in plan.because else "the launch plan"
-    launcher: Launcher = find("launcher", plan.launcher, because=origin).load()()
+    record = find("launcher", plan.launcher, because=origin)
+    made = record.load()
+    if getattr(made, "api_version", None) is not None:
+        check_api_version(record, made)
+    launcher: Launcher = made()
+    if not launcher.accepts(plan):
+        raise ConfigurationError(
+            f"The launcher {record.label} (asked for by {origin}) does not take this launch: "
+            f"{plan.num_processes} processes on {plan.num_machines} machine(s)."
+        )
     return launcher
 
 
