@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.launch.plan import LaunchPlan
@@ -20,7 +20,8 @@ class Launcher(Protocol):
     """Turns plans into commands; a plugin of kind `launcher` is a class of this form.
 
     It may also have `launch_environment(plan)`, a mapping of variables for the children, and
-    states `api_version`, the version of the contract it was written for.
+    states `api_version`, the version of the contract it was written for. One with `Settings`, a
+    class made with `settings`, is made with an instance of them.
     """
 
     name: str
@@ -53,13 +54,23 @@ def choose_launcher(plan: LaunchPlan) -> Launcher:
     made = record.load()
     if getattr(made, "api_version", None) is not None:
         check_api_version(record, made)
-    launcher: Launcher = made()
+    launcher: Launcher = made(*_settings_of(made, record.name, plan))
     if not launcher.accepts(plan):
         raise ConfigurationError(
             f"The launcher {record.label} (asked for by {origin}) does not take this launch: "
             f"{plan.num_processes} processes on {plan.num_machines} machine(s)."
         )
     return launcher
+
+
+def _settings_of(launcher: Any, name: str, plan: LaunchPlan) -> list[Any]:
+    """Resolve the `Settings` of a launcher that has some, from environment and config file."""
+    if getattr(launcher, "Settings", None) is None:
+        return []
+    from accelerate_core.configuration.resolve import Sources, resolve_settings
+
+    sources = Sources.of({**os.environ, **plan.environment})
+    return [resolve_settings(launcher.Settings, None, sources, owner=name)[0]]
 
 
 def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:

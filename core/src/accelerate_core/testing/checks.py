@@ -51,10 +51,10 @@ _MODULES = {
         "general", "configuring", "one_process", "talking", "preparing", "stepping", "keeping",
         "ending",
     ),
-    "precision": ("general", "precisions"),
+    "precision": ("general", "configuring", "precisions"),
     "tracker": ("general", "trackers"),
-    "launcher": ("general", "launchers"),
-    "extension": ("general", "extensions"),
+    "launcher": ("general", "configuring", "launchers"),
+    "extension": ("general", "configuring", "extensions"),
 }  # fmt: skip
 _found: dict[str, list[tuple[tuple[str, ...], Check]]] = {}
 

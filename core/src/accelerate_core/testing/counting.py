@@ -36,14 +36,12 @@ class Communication:
         return sum(n for name, n in self.calls.items() if any(word in name for word in _REDUCES))
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, found: Communication) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = found
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Every backend's process group is called through these, reducers written in C++ as well.
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
             self.found.calls[func.__name__.split(".")[0].strip("_")] += 1

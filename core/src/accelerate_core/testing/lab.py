@@ -236,7 +236,9 @@ class Lab:
                 )
             error = float((one - other).abs().max()) if one.numel() else 0.0
             if not error <= tolerance:
-                shown = f": {one.item():.6g} instead of {other.item():.6g}" if one.numel() == 1 else ""
+                shown = (
+                    f": {one.item():.6g} instead of {other.item():.6g}" if one.numel() == 1 else ""
+                )
                 raise AssertionError(f"{where}: off by {error:.3g} (> {tolerance:g}){shown}")
 
     def alike(self, accelerator: Accelerator, value: Any, what: str) -> None:

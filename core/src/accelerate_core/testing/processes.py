@@ -47,11 +47,11 @@ class Run:
         return f"{head}\n{self.stdout[-2000:]}\n{self.stderr[-6000:]}".strip()
 
 
-def clean_environment(environ: Mapping[str, str] | None = None, **more: str) -> dict[str, str]:
-    """Return an environment without anything a launcher or an Accelerator would read."""
+def clean_environment(**more: str) -> dict[str, str]:
+    """Return this process's environment without what a launcher or an Accelerator would read."""
     kept = {
         name: text
-        for name, text in (os.environ if environ is None else environ).items()
+        for name, text in os.environ.items()
         if not name.startswith(_HIDDEN) and name not in _RANKS
     }
     kept.setdefault("OMP_NUM_THREADS", "1")

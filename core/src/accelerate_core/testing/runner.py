@@ -102,6 +102,8 @@ class _Session:
     ) -> None:
         self.kind, self.name, self.folder, self.timeout = kind, name, folder, timeout
         self.environ = clean_environment(**environ)
+        if kind == "extension":
+            self.environ["ACCELERATE_PLUGINS"] = name
         self.options = options
         self.on_begin, self.on_result = on_begin, on_result
         self.results: dict[str, Result] = {}

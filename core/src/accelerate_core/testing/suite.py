@@ -20,6 +20,9 @@ __all__ = [
 ]
 
 
+_PREFIX = "test_"
+
+
 class _Suite:
     """One test per check of a kind. The checks that pytest selected run in few processes.
 
@@ -35,22 +38,21 @@ class _Suite:
     environ: ClassVar[Mapping[str, str]] = {}
     options: ClassVar[Mapping[str, Any]] = {}
     timeout: ClassVar[float] = 20.0
-    _prefix = "test_"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.plugin:  # the kinds' own classes have no tests: pytest would collect an import
             for made in checks_of(cls.kind).values():
-                if not hasattr(cls, cls._prefix + made.name):
-                    setattr(cls, cls._prefix + made.name, _test_of(made))
+                if not hasattr(cls, _PREFIX + made.name):
+                    setattr(cls, _PREFIX + made.name, _test_of(made))
 
     @pytest.fixture(scope="class")
     def results(self, request: pytest.FixtureRequest) -> dict[str, Result]:
         """Run the checks that were selected, all together; a class's tests share them."""
-        cls = request.cls
+        cls: Any = request.cls
         known = checks_of(cls.kind)
         names = [
-            item.originalname.removeprefix(cls._prefix)  # type: ignore[attr-defined]
+            str(getattr(item, "originalname", "")).removeprefix(_PREFIX)
             for item in request.session.items
             if getattr(item, "cls", None) is cls
         ]

@@ -1,9 +1,11 @@
-"""Declarations and settings of a backend."""
+"""Declarations of a backend, and settings of a plugin."""
 
 from __future__ import annotations
 
 import enum
+import functools
 import math
+import sys
 import tempfile
 import types
 import typing
@@ -17,6 +19,7 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import installed
 from accelerate_core.testing.checks import check
 from accelerate_core.testing.lab import Lab
+from accelerate_core.testing.processes import clean_environment, run_command
 
 #: Keys of `supports` and of `owns` that somebody reads.
 _SUPPORTS = (
@@ -46,13 +49,12 @@ def declarations(lab: Lab) -> str | None:
     return ", ".join(can) or None
 
 
-@check("backend", place="alone")
+@check("backend", "precision", "launcher", "extension", place="alone")
 def settings(lab: Lab) -> str | None:
     """Constructor, environment and config file give the same value; a wrong one is named with its source."""
-    backend = lab.found
-    if backend.Settings is None:
+    cls, owner = getattr(lab.found, "Settings", None), lab.name
+    if cls is None:
         lab.skip("it has no Settings")
-    cls, owner = backend.Settings, lab.name
     _, section, _ = getattr(cls, "__settings_names__", ("", "", ""))
     section = section or f"{owner}_config"
     tried = []
@@ -138,16 +140,17 @@ def _refuses(cls: type[Any], field: SettingField, owner: str) -> None:
 
 
 def _launch_option(lab: Lab, field: SettingField, text: str) -> None:
-    """Where `launch` has an option for the field, it says the same."""
-    from click.testing import CliRunner
-
-    from accelerate_core.cli import cli
-
-    option = field.cli.lstrip("-")
-    help_text = CliRunner().invoke(cli, ["launch", "--help"]).output
-    if f"--{option}" not in help_text:
+    """Where `launch` has an option for the field, it hands on the same."""
+    option = f"--{field.cli.lstrip('-')}"
+    if option not in _launch("--help"):
         return
-    arguments = ["launch", "--backend", lab.name, f"--{option}", text, "--dry_run", __file__]
-    said = CliRunner().invoke(cli, arguments)
-    if field.env[0] not in said.output:
-        raise AssertionError(f"launch --{option} {text} hands on no {field.env[0]}: {said.output}")
+    said = _launch(f"--{lab.kind}", lab.name, option, text, "--dry_run", __file__)
+    if field.env[0] not in said:
+        raise AssertionError(f"launch {option} {text} hands on no {field.env[0]}: {said[-500:]}")
+
+
+@functools.cache
+def _launch(*arguments: str) -> str:
+    command = [sys.executable, "-m", "accelerate_core", "launch", *arguments]
+    run = run_command(command, clean_environment(), 60)
+    return run.stdout + run.stderr

@@ -41,8 +41,8 @@ def two_at_once(lab: Lab) -> str | None:
         mine, _ = lab.batches(accelerator, 2)
         results.append(lab.train(accelerator, model, optimizer, mine))
     second.end_training()
-    mine, _ = lab.batches(first, 2)
-    lab.train(*trained[0], mine)
+    accelerator, model, optimizer = trained[0]
+    lab.train(accelerator, model, optimizer, lab.batches(first, 2)[0])
     lab.close(results[0][0], results[1][0], "first losses of both")
     return None
 

@@ -24,8 +24,8 @@ from accelerate_core.testing.checks import check
 from accelerate_core.testing.lab import Lab
 
 KINDS = ("backend", "precision", "tracker", "launcher", "extension")
-#: What the core brings into the process of a training script anyway.
-_BROUGHT = {"torch", "numpy", "accelerate_core", "packaging", "pluggy", "pydantic", "yaml"}
+#: What brings its own requirements into the process of a training script anyway.
+_BROUGHT = ("accelerate-core", "torch", "numpy")
 
 
 def record_of(lab: Lab) -> PluginRecord:
@@ -49,9 +49,8 @@ def imports(lab: Lab) -> str | None:
     seconds = time.perf_counter() - started
     own = record.target.split(":")[0].split(".")[0]
     brought = {name.split(".")[0] for name in set(sys.modules) - before}
-    allowed = {own, *_BROUGHT, *sys.stdlib_module_names, *_same_distribution(own)}
-    if lab.kind == "launcher":
-        allowed -= {"torch", "numpy"}
+    allowed = {own, *sys.stdlib_module_names, *_packages_of(own)}
+    allowed |= {"accelerate_core"} if lab.kind == "launcher" else _brought()
     heavy = sorted(name for name in brought - allowed if not name.startswith("_"))
     if heavy:
         raise AssertionError(
@@ -64,29 +63,53 @@ def imports(lab: Lab) -> str | None:
     return f"{seconds * 1000:.0f} ms"
 
 
-def _same_distribution(package: str) -> set[str]:
+def _packages_of(package: str) -> set[str]:
     """Return the top-level packages that come in the distributions of a package."""
     owners = importlib.metadata.packages_distributions()
     mine = set(owners.get(package, ()))
     return {name for name, dists in owners.items() if mine & set(dists)}
 
 
+def _brought() -> set[str]:
+    """Return the packages of the core, of torch, and of all they require."""
+    seen: set[str] = set()
+    waiting = list(_BROUGHT)
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += required(name)
+    owners = importlib.metadata.packages_distributions()
+    return {name for name, dists in owners.items() if seen & {_plain(dist) for dist in dists}}
+
+
+def required(distribution: str) -> list[str]:
+    """Return the names of what a distribution requires, without its extras."""
+    try:
+        lines = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [_plain(re.split(r"[ <>=!~;\[(]", line)[0]) for line in lines if "extra ==" not in line]
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "-").lower()
+
+
 @check(*KINDS, place="alone")
 def metadata(lab: Lab) -> str | None:
-    """The entry point leads to a class of the right kind and name, in a distribution that says what it needs."""
+    """The entry point leads to a class of its kind and name; its distribution says what it needs."""
     record = record_of(lab)
     plugin = record.load()
     said = getattr(plugin, "name", None)
     lab.equal(said, lab.name, f"name of {record.target}, which the entry point calls {lab.name!r}")
     _check_base(lab.kind, plugin, record)
-    if record.distribution not in ("unknown", OWN_DISTRIBUTION):
-        needs = importlib.metadata.requires(record.distribution) or []
-        names = [re.split(r"[ <>=!~;\[(]", line)[0].replace("_", "-").lower() for line in needs]
-        if OWN_DISTRIBUTION not in names:
-            raise AssertionError(
-                f"{record.distribution} {record.version} does not require {OWN_DISTRIBUTION}: put "
-                f'"{OWN_DISTRIBUTION}>=0.1,<1" into its dependencies'
-            )
+    foreign = record.distribution not in ("unknown", OWN_DISTRIBUTION)
+    if foreign and OWN_DISTRIBUTION not in required(record.distribution):
+        raise AssertionError(
+            f"{record.distribution} {record.version} does not require {OWN_DISTRIBUTION}: put "
+            f'"{OWN_DISTRIBUTION}>=0.1,<1" into its dependencies'
+        )
     orphans = [name for name, its in installed().triggers.items() if not its]
     mine = [name for name in _triggers_of(record.distribution) if name in orphans]
     if mine:
@@ -130,9 +153,9 @@ def api_version(lab: Lab) -> str | None:
     """The class itself states the version of the contract it was written for, and this core speaks it."""
     record = record_of(lab)
     plugin = record.load()
-    own = [
-        cls for cls in plugin.__mro__ if not cls.__module__.startswith("accelerate_core.")
-    ] or [plugin]
+    own = [cls for cls in plugin.__mro__ if not cls.__module__.startswith("accelerate_core.")] or [
+        plugin
+    ]
     if record.distribution != OWN_DISTRIBUTION and not any("api_version" in vars(c) for c in own):
         raise AssertionError(
             f"{record.label} states no api_version of its own: write api_version = (1, 0) into "
@@ -234,5 +257,3 @@ def selection(lab: Lab) -> str | None:
             f"{record.label} claims a run in which nothing asks for it: {quiet.reason!r}"
         )
     return ", ".join(found) or None
-
-

@@ -40,12 +40,12 @@ def prepare(lab: Lab) -> str | None:
         for word in words:
             if not hasattr(thing, word):
                 raise AssertionError(f"the prepared {what} has no {word!r}")
-    out = model(next(iter(loader))[0])
-    lab.equal(tuple(out.shape), (BATCH, 1), "shape of the model's output")
     if "optimizer" not in accelerator.backend.owns:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         wanted = {id(p) for p in accelerator.unwrap_model(model).parameters()}
         lab.equal(held == wanted, True, "the optimizer holds the parameters of the prepared model")
+    out = model(next(iter(loader))[0])
+    lab.equal(tuple(out.shape), (BATCH, 1), "shape of the model's output")
     again = accelerator.prepare(model, optimizer)
     lab.equal([a is b for a, b in zip(again, (model, optimizer), strict=True)], [True, True],
               "what is prepared is returned as it is")  # fmt: skip
@@ -154,6 +154,5 @@ def compiled(lab: Lab) -> str | None:
     mine, whole = lab.batches(accelerator, 2)
     losses = lab.train(accelerator, model, optimizer, mine)
     if accelerator.backend.supports.get("exact", True):
-
         lab.close(losses, plain_training(whole)[0], "losses")
     return None

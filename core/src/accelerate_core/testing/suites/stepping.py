@@ -190,7 +190,9 @@ def precisions(lab: Lab) -> str | None:
         lab.equal(seen[0], expected, f"dtype in which a layer computes under {name}")
         lab.alike(accelerator, losses, f"losses under {name}")
         if not sum(losses[-2:]) < sum(losses[:2]):
-            raise AssertionError(f"under {name} the loss went from {losses[0]:.3g} to {losses[-1]:.3g}")
+            raise AssertionError(
+                f"under {name} the loss went from {losses[0]:.3g} to {losses[-1]:.3g}"
+            )
         accelerator.end_training()
     return ", ".join(tried)
 
