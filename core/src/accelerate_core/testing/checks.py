@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from accelerate_core.testing.lab import Lab
     from accelerate_core.testing.processes import Run
 
-__all__ = ["Check", "Skip", "check", "checks_of"]
+__all__ = ["Check", "Skip", "about", "check", "checks_of", "missing_capability"]
 
 #: `alone`: one process, not started by a launcher. `ranks`: two, all checks in one launch.
 #: `kill`: `before` is the last of that launch and dies by SIGKILL; the check runs in the next.
@@ -103,3 +103,59 @@ def missing_capability(made: Check, supports: Mapping[str, Any], owns: Iterable[
 
 #: What a backend is taken to support if it says nothing.
 DEFAULTS = {"compile": True, "exact": True, "several_models": True, "gradients": True}
+
+
+#: Check -> the hooks it is about, for the message of a failure.
+_STEP = "backward no_sync trigger_sync_in_backward optimizer_step zero_grad"
+_KEEP = "model_state load_model_state optimizer_state load_optimizer_state save_state load_state"
+_KEEP_OWN = f"{_KEEP} on_save on_load"
+_ABOUT = {
+    "one_process": f"prepare_model {_STEP} {_KEEP} convert on_start on_step_end",
+    "ranks": "main_process_index data_shard loss_shard device init_process_group",
+    "collectives": "gather reduce broadcast",
+    "objects": "gather_object broadcast_object scatter_object",
+    "pieces": "scatter all_to_all",
+    "barrier": "barrier",
+    "loader": "data_shard feed_device",
+    "prepare": "prepare prepare_model prepare_optimizer prepare_scheduler",
+    "same_start": "prepare_model",
+    "kinds_of_models": "prepare_model",
+    "several_models": f"prepare_model {_STEP}",
+    "unwrap": "unwrap_model",
+    "state_dict": "consolidate",
+    "compiled": "prepare_model compile",
+    "training": f"prepare_model {_STEP}",
+    "learning": f"prepare_model {_STEP}",
+    "accumulation": f"{_STEP}",
+    "counted_items": "scale_gradients loss_shard",
+    "no_sync": "no_sync backward",
+    "clip_norm": "clip_grad_norm",
+    "clip_value": "clip_grad_value",
+    "schedule": "optimizer_step prepare_scheduler",
+    "precisions": "autocast scale_loss unscale_gradients",
+    "overflow": "unscale_gradients optimizer_step",
+    "join": "join_uneven_inputs",
+    "save_and_load": _KEEP_OWN,
+    "resume": _KEEP_OWN,
+    "kill": _KEEP_OWN,
+    "save_fails": _KEEP_OWN,
+    "once_more": "on_end check",
+    "two_at_once": "on_start on_end",
+    "error_on_one_rank": "on_error on_end",
+    "names_stay": "convert",
+    "evaluation": "convert autocast",
+    "two_processes": f"convert on_start on_step_end on_save on_load {_STEP}",
+    "errors": "on_error",
+}
+
+
+def about(name: str, plugin: Any) -> str:
+    """Return which hooks a failed check is about: those the plugin has, or could have."""
+    hooks = _ABOUT.get(name, "").split()
+    own = [
+        cls for cls in getattr(plugin, "__mro__", ()) if "accelerate_core." not in cls.__module__
+    ]
+    mine = [hook for hook in hooks if any(hook in vars(cls) for cls in own)]
+    if mine:
+        return f"hooks to look at: {', '.join(mine)}"
+    return f"it implements none of the hooks this is about: {', '.join(hooks)}" if hooks else ""

@@ -10,9 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean, listing
+from accelerate_core.errors import (
+    AccelerateError,
+    ConfigurationError,
+    MissingPluginError,
+    did_you_mean,
+    listing,
+)
 from accelerate_core.plugins.discovery import PluginRecord, find, installed
-from accelerate_core.testing.checks import Check, checks_of, missing_capability
+from accelerate_core.testing.checks import Check, about, checks_of, missing_capability
 from accelerate_core.testing.processes import Run, clean_environment, run_command
 from accelerate_core.testing.results import Result
 
@@ -234,12 +240,23 @@ class _Session:
         error = "\n".join([*said, gone])
         self._add(Result(name, "failed", "", error, run.story, 0.0))
 
+    def _blamed(self, name: str) -> str:
+        """Return whose failure it is, and which of its hooks the check is about."""
+        record = find(self.kind, self.name, because="the conformance suite")
+        try:
+            hooks = about(name, record.load())
+        except AccelerateError:
+            hooks = ""
+        return f"{self.kind} {record.label}{f'; {hooks}' if hooks else ''}"
+
     def _give_up(self, names: Iterable[str]) -> None:
         for name in names:
             self._add(Result(name, "failed", "", "not run: too many processes were lost before"))
 
     def _add(self, result: Result) -> None:
         if result.name not in self.results:
+            if result.state == "failed":
+                result.error = f"{result.error}\n{self._blamed(result.name)}"
             self.results[result.name] = result
             self.on_result(result)
 

@@ -218,7 +218,7 @@ def _close(name: str) -> bool:
 
 @check("backend", "extension", place="alone")
 def selection(lab: Lab) -> str | None:
-    """It is chosen by name and by its triggers, without a tie, and stays out when nobody asks."""
+    """It is chosen by name and by its triggers, without a tie, and stays out where they are false."""
     from accelerate_core.plugins.selection import (
         Request,
         fired_triggers,
@@ -251,9 +251,8 @@ def selection(lab: Lab) -> str | None:
             except AccelerateError as error:
                 error.add_note(f"while {trigger} is set")
                 raise
-    quiet = record.load().detect(Request({}, {}, one))
-    if quiet is not None and "always" not in record.triggers:
-        raise AssertionError(
-            f"{record.label} claims a run in which nothing asks for it: {quiet.reason!r}"
-        )
+    for trigger in record.triggers:
+        off = Request({}, {trigger: "false"}, one)
+        if trigger.startswith("ACCELERATE_USE_") and record.load().detect(off) is not None:
+            raise AssertionError(f"{record.label} claims a run with {trigger}=false")
     return ", ".join(found) or None

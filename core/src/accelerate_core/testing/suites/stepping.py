@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate_core.configuration import GradScalerKwargs
 from accelerate_core.testing.checks import check
 from accelerate_core.testing.counting import count_communication
 from accelerate_core.testing.lab import (
@@ -203,7 +204,9 @@ def overflow(lab: Lab) -> str | None:
     declared = lab.supports.get("precisions", None)
     if declared is not None and "fp16" not in declared:
         lab.skip("it does not declare the precision 'fp16'")
-    accelerator = lab.accelerator(mixed_precision="fp16")
+    # A small scale, so that nothing overflows by itself.
+    scaling = GradScalerKwargs(init_scale=8.0)
+    accelerator = lab.accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
     if accelerator.scaler is None:
         lab.skip("its fp16 has no gradient scaler of the core's")
     model, optimizer = lab.ready(accelerator)

@@ -32,6 +32,10 @@ def ranks(lab: Lab) -> str | None:
         lab.equal(0 <= index < count, True, f"{what} ({index}, {count}) is inside")
         seen = set(comm.gather_object(index))
         lab.equal(seen, set(range(count)), f"indices of {what}")
+    mesh = accelerator.backend.supports.get("mesh") or ()
+    if not {"tp", "cp", "sp", "pp"} & set(mesh):
+        _, count = accelerator.hooks.data_shard(accelerator)
+        lab.equal(count, lab.size, "parts of the data, where no mesh dimension shares samples")
     return f"{lab.size} on {accelerator.device.type}, {accelerator.distributed_type}"
 
 
@@ -135,4 +139,10 @@ def loader(lab: Lab) -> str | None:
             lab.equal(sorted(seen), list(range(SAMPLES)), "samples of an epoch")
             if not shuffle:
                 lab.equal(seen, list(range(SAMPLES)), "order of the samples")
+    # Where batches are born on their device the core does not ask for this hook.
+    given = [{"x": torch.full((2,), float(step))} for step in range(4)]
+    fed = list(accelerator.hooks.feed_device(accelerator, iter(given), False))
+    lab.equal([float(one["x"][0]) for one in fed], [0.0, 1.0, 2.0, 3.0], "batches of feed_device")
+    places = {one["x"].device.type for one in fed}
+    lab.equal(places, {accelerator.device.type}, "where feed_device puts them")
     return f"{SAMPLES} samples, 4 epochs"
