@@ -198,7 +198,7 @@ def precisions(lab: Lab) -> str | None:
     return ", ".join(tried)
 
 
-@check("backend")
+@check("backend", needs="exact")
 def overflow(lab: Lab) -> str | None:
     """Where one rank's gradients overflow, every rank skips the step and says so."""
     declared = lab.supports.get("precisions", None)
