@@ -11,7 +11,7 @@ def jsonl(directory: Path) -> dict[str, list[tuple[int, float]]]:
     for path in sorted(Path(directory).rglob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            for key, value in row.get("values", {}).items():
+            for key, value in row.get("values", {}).items() if "step" in row else ():
                 found.setdefault(key, []).append((row["step"], value))
     return found
 

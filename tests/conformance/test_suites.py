@@ -49,6 +49,7 @@ class TestTensorBoard(TrackerSuite):
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 class TestBFloat16(PrecisionSuite):
     plugin = "bf16"
 
@@ -60,6 +61,7 @@ class TestFloat16(PrecisionSuite):
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 class TestTorchrun(LauncherSuite):
     plugin = "torchrun"
 

@@ -46,30 +46,33 @@ class _Suite:
                 if not hasattr(cls, _PREFIX + made.name):
                     setattr(cls, _PREFIX + made.name, _test_of(made))
 
-    @pytest.fixture(scope="class")
-    def results(self, request: pytest.FixtureRequest) -> dict[str, Result]:
-        """Run the checks that were selected, all together; a class's tests share them."""
+    @pytest.fixture
+    def results(self, request: pytest.FixtureRequest) -> Mapping[str, Result]:
+        """Run the checks that were selected, all together, for the first test that asks."""
         cls: Any = request.cls
-        known = checks_of(cls.kind)
-        names = [
-            str(getattr(item, "originalname", "")).removeprefix(_PREFIX)
-            for item in request.session.items
-            if getattr(item, "cls", None) is cls
-        ]
-        choose_plugin(cls.plugin, cls.kind)
-        found = run_suite(
-            cls.kind,
-            cls.plugin,
-            only=[name for name in names if name in known],
-            environ=cls.environ,
-            options=cls.options,
-            timeout=cls.timeout,
-        )
-        return {result.name: result for result in found}
+        if "_found" not in vars(cls):
+            known = checks_of(cls.kind)
+            names = [
+                str(getattr(item, "originalname", "")).removeprefix(_PREFIX)
+                for item in request.session.items
+                if getattr(item, "cls", None) is cls
+            ]
+            choose_plugin(cls.plugin, cls.kind)
+            found = run_suite(
+                cls.kind,
+                cls.plugin,
+                only=[name for name in names if name in known],
+                environ=cls.environ,
+                options=cls.options,
+                timeout=cls.timeout,
+            )
+            cls._found = {result.name: result for result in found}
+        made: Mapping[str, Result] = cls._found
+        return made
 
 
 def _test_of(made: Check) -> Any:
-    def test(self: _Suite, results: dict[str, Result]) -> None:
+    def test(self: _Suite, results: Mapping[str, Result]) -> None:
         result = results[made.name]
         if result.state == "skipped":
             pytest.skip(result.detail)
