@@ -52,7 +52,8 @@ def declarations(lab: Lab) -> str | None:
 @check("backend", "precision", "launcher", "extension", place="alone")
 def settings(lab: Lab) -> str | None:
     """Constructor, environment and config file give the same value; a wrong one is named with its source."""
-    cls, owner = getattr(lab.found, "Settings", None), lab.name
+    cls: Any = getattr(lab.found, "Settings", None)
+    owner = lab.name
     if cls is None:
         lab.skip("it has no Settings")
     _, section, _ = getattr(cls, "__settings_names__", ("", "", ""))
