@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 BACKENDS := $(patsubst %/pyproject.toml,%,$(wildcard backends/*/pyproject.toml))
+# Those that need nothing but torch.
+LIGHT := backends/ddp backends/fsdp2
 TRACKERS := $(patsubst %/pyproject.toml,%,$(wildcard trackers/*/pyproject.toml))
 MEMBERS := core $(BACKENDS) $(TRACKERS)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -28,15 +30,17 @@ $(VENV)/base.stamp: constraints.txt
 	$(PIP) install -c constraints.txt torch
 	@touch $@
 
-$(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml core/pyproject.toml $(BACKENDS:%=%/pyproject.toml)
+$(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml core/pyproject.toml $(LIGHT:%=%/pyproject.toml)
 	$(PIP) install -c constraints.txt hatchling editables
-	$(PIP) install -c constraints.txt --no-build-isolation -e core $(BACKENDS:%=-e %)
+	$(PIP) install -c constraints.txt --no-build-isolation -e core $(LIGHT:%=-e %)
 	$(PIP) install -c constraints.txt --group examples
 	@touch $@
 
-# The nine trackers bring a gigabyte of libraries; only tests need them.
-$(VENV)/dev.stamp: $(VENV)/run.stamp $(TRACKERS:%=%/pyproject.toml)
-	$(PIP) install -c constraints.txt --no-build-isolation $(TRACKERS:%=-e %)
+# The nine trackers bring a gigabyte of libraries, and DeepSpeed is built from source; only tests
+# need them. It builds in an environment of its own.
+$(VENV)/dev.stamp: $(VENV)/run.stamp $(BACKENDS:%=%/pyproject.toml) $(TRACKERS:%=%/pyproject.toml)
+	$(PIP) install -c constraints.txt deepspeed
+	$(PIP) install -c constraints.txt --no-build-isolation $(addprefix -e ,$(filter-out $(LIGHT),$(BACKENDS))) $(TRACKERS:%=-e %)
 	$(PIP) install -c constraints.txt --group test --group lint
 	@touch $@
 

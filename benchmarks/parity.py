@@ -35,8 +35,15 @@ class Case:
     against: str | None = None
     loss: float = 1e-5
     norm: float = 1e-4
+    environment: dict[str, str] = field(default_factory=dict)
 
 
+def _stage(stage: int) -> dict[str, str]:
+    return {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
+
+
+OFFLOAD = Path(__file__).parents[1] / "examples" / "deepspeed" / "offload.json"
+ZERO = {"backend": "deepspeed"}
 BF16 = {"mixed_precision": "bf16"}
 CASES = [
     Case("ddp, 2 ranks", 2, {}, {"backend": "ddp"}),
@@ -48,6 +55,27 @@ CASES = [
     Case("fsdp2, FSDP x TP 2 x 2", 4, {"dp_shard": 2, "tp": 2}),
     Case("fsdp2, ring attention 2 (CPU test path)", 2, {"cp": 2}),
     Case("fsdp2, Ulysses 2", 2, {"sp": 2}),
+    *(
+        Case(f"deepspeed, stage {stage}, 2 ranks", 2, {}, ZERO, environment=_stage(stage))
+        for stage in range(4)
+    ),
+    Case(
+        "deepspeed, stage 3, optimizer and parameters offloaded",
+        2,
+        {},
+        ZERO,
+        environment={"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(OFFLOAD)},
+    ),
+    Case(
+        "deepspeed, stage 2, 2 ranks, bf16",
+        2,
+        {},
+        ZERO | BF16,
+        "ddp, 2 ranks, bf16",
+        loss=1e-2,
+        norm=1e-1,
+        environment=_stage(2),
+    ),
     Case(
         "fsdp2, 2 ranks, bf16", 2, {"dp_shard": 2}, BF16, "ddp, 2 ranks, bf16", loss=1e-2, norm=1e-1
     ),
@@ -65,6 +93,7 @@ def run(case: Case | None) -> dict[str, list[float]]:
             command += [f"--nproc_per_node={case.ranks}"]
         command += [str(WORKER), json.dumps(mesh), json.dumps(options), str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment |= case.environment if case else {}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise SystemExit(f"{case.title if case else 'plain'}: {done.stderr[-3000:]}")

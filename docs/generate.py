@@ -16,6 +16,7 @@ from accelerate_core.configuration.schema import settings_fields
 from accelerate_core.hookspecs import HookSpecs
 from accelerate_core.plugins.contract import KINDS, contract
 from accelerate_ddp.settings import DistributedDataParallelKwargs
+from accelerate_deepspeed.settings import DeepSpeedPlugin
 from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
 
 HERE = Path(__file__).parent
@@ -69,7 +70,12 @@ def configuration() -> str:
     classes = [getattr(handlers, name) for name in handlers.__all__]
     classes += [parallelism.ParallelismConfig, parallelism.TorchTensorParallelConfig]
     classes += [parallelism.TorchContextParallelConfig]
-    for cls in [*classes, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin]:
+    for cls in [
+        *classes,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        DeepSpeedPlugin,
+    ]:
         prefix = getattr(cls, "__settings_names__", ("",))[0]
         lines += [f"## {cls.__name__}", "", (inspect.getdoc(cls) or "").split("\n\n")[0], ""]
         rows = [

@@ -99,17 +99,22 @@ def check(
     print(f"{runs} runs of {kills} kills on {nproc} processes, {inside} inside a save")
 
 
-@pytest.mark.parametrize(("nproc", "backend"), [(1, None), (2, None), (2, "fsdp2")])
+@pytest.mark.parametrize(
+    ("nproc", "runs", "backend"),
+    # An engine takes seconds to start.
+    [(1, 2, None), (2, 2, None), (2, 2, "fsdp2"), (2, 1, "deepspeed")],
+)
 def test_killed_runs_end_with_the_same_weights(
-    tmp_path: Path, nproc: int, backend: str | None
+    tmp_path: Path, nproc: int, runs: int, backend: str | None
 ) -> None:
-    check(tmp_path, nproc, runs=2, kills=2, seed=nproc, backend=backend)
+    check(tmp_path, nproc, runs=runs, kills=2, seed=nproc, backend=backend)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize(
-    ("nproc", "runs", "backend"), [(1, 50, None), (2, 10, None), (2, 10, "fsdp2")]
+    ("nproc", "runs", "backend"),
+    [(1, 50, None), (2, 10, None), (2, 10, "fsdp2"), (2, 10, "deepspeed")],
 )
 def test_many_killed_runs(tmp_path: Path, nproc: int, runs: int, backend: str | None) -> None:
     check(tmp_path, nproc, runs=runs, kills=3, seed=100 + nproc, backend=backend)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accelerate_core.configuration import ProjectConfiguration as ProjectConfiguration
     from accelerate_core.configuration import TorchDynamoPlugin as TorchDynamoPlugin
     from accelerate_core.configuration import option as option
+    from accelerate_core.configuration import origin_of as origin_of
     from accelerate_core.configuration import settings as settings
     from accelerate_core.hookspecs import hookimpl as hookimpl
     from accelerate_core.plugins.selection import Claim as Claim
@@ -38,7 +39,7 @@ _SETTINGS = (
     "AutocastKwargs BackendSettings DataLoaderConfiguration DistributedType GradScalerKwargs "
     "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType "
     "ParallelismConfig PrecisionType ProfileKwargs ProjectConfiguration RNGType TorchDynamoPlugin "
-    "option settings"
+    "option origin_of settings"
 )
 _BIG_MODEL = (
     "cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map "

@@ -209,7 +209,10 @@ class Accelerator(
             self.upcast_outputs = self.autocast_handler.upcast_outputs
         self.profile_handler = built.handler(ProfileKwargs)
         scaling = built.handler(GradScalerKwargs)
-        self._scaler = self.precision.scaler(self.device, scaling.to_kwargs() if scaling else {})
+        self._scaler = None
+        if "precision" not in self.backend.owns:
+            options = scaling.to_kwargs() if scaling else {}
+            self._scaler = self.precision.scaler(self.device, options)
         self._unscaled: set[int] = set()
         self._scaled_steps: set[int] = set()
         self.gradient_state = GradientState(**_fields(built.accumulation))

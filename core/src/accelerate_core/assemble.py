@@ -177,6 +177,7 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
     detected = {
         name: Because(value, f"backend {selection.record.name}")
         for name, value in backend.core_defaults().items()
+        if name != "parallelism_config"
     }
     values = resolve_core({**passed, "backend": None}, sources, detected)
     values["backend"] = Because(selection.record.name, selection.because)
@@ -306,27 +307,29 @@ def _make_backend(
     mine = [h for h in handlers.values() if isinstance(h, tuple(plugin.handlers))]
     if plugin.Settings is None:
         return _made(selection, None, mine), {}
-    settings, because = _settings_of(plugin, name, given, sources, handlers)
+    argument, passed = _passed(plugin, name, given, handlers)
+    if isinstance(passed, Mapping) and passed and plugin.several_settings:
+        several = {
+            str(key): _resolved(plugin.Settings, value, f"{argument}[{key!r}]", sources, name)
+            for key, value in passed.items()
+        }
+        first = next(iter(several.values()))
+        return _made(selection, {key: made for key, (made, _) in several.items()}, mine), first[1]
+    settings, because = _resolved(plugin.Settings, passed, argument, sources, name)
     return _made(selection, settings, mine), because
 
 
-def _settings_of(
-    plugin: Any,
-    name: str,
-    given: Mapping[str, Any],
-    sources: Sources,
-    handlers: Mapping[type, Any],
-) -> tuple[Any, dict[str, Because]]:
-    """Resolve the `Settings` of a plugin: its argument or handler, environment, config file."""
-    _, _, argument = getattr(plugin.Settings, "__settings_names__", ("", "", ""))
-    passed = given.get(argument or f"{name}_plugin")
-    passed = passed if passed is not None else handlers.get(plugin.Settings)
-    if passed is not None and not isinstance(passed, plugin.Settings):
-        raise ConfigurationError(
-            f"Accelerator({argument or name + '_plugin'}=...) takes a {plugin.Settings.__name__}, "
-            f"not {type(passed).__name__}."
-        )
-    return resolve_settings(plugin.Settings, passed, sources, owner=name)
+def _passed(
+    plugin: Any, name: str, given: Mapping[str, Any], handlers: Mapping[type, Any]
+) -> tuple[str, Any]:
+    """Return what was passed for the `Settings` of a plugin, and by which argument."""
+    arguments = getattr(plugin.Settings, "__settings_arguments__", ()) or (f"{name}_plugin",)
+    spelled = [one for one in arguments if given.get(one) is not None]
+    if len(spelled) > 1:
+        raise ConfigurationError(f"{listing(spelled)} are names of one argument; pass one of them.")
+    argument = spelled[0] if spelled else arguments[0]
+    passed = given.get(argument)
+    return argument, passed if passed is not None else handlers.get(plugin.Settings)
 
 
 def _with_settings(
@@ -340,17 +343,27 @@ def _with_settings(
     if not isinstance(plugin, type):
         return plugin, {}
     made: Any = plugin
-    cls = getattr(plugin, "Settings", None)
     because: dict[str, Because] = {}
     arguments = []
-    if cls is not None:
-        settings, because = _settings_of(plugin, record.name, given, sources, handlers)
+    if getattr(plugin, "Settings", None) is not None:
+        argument, passed = _passed(plugin, record.name, given, handlers)
+        settings, because = _resolved(made.Settings, passed, argument, sources, record.name)
         arguments = [settings]
     try:
         return made(*arguments), because
     except Exception as error:
         blame(error, "__init__", record)
         raise
+
+
+def _resolved(
+    cls: type[Any], passed: Any, argument: str, sources: Sources, owner: str
+) -> tuple[Any, dict[str, Because]]:
+    if passed is not None and not isinstance(passed, cls):
+        raise ConfigurationError(
+            f"Accelerator({argument}=...) takes a {cls.__name__}, not {type(passed).__name__}."
+        )
+    return resolve_settings(cls, passed, sources, owner=owner)
 
 
 def _made(selection: Selection, settings: Any, handlers: list[Any]) -> Any:
@@ -463,7 +476,7 @@ def _parallelism(
     processes = request.topology.num_processes
     in_file = sources.config is not None and "parallelism_config" in sources.config
     if config is None and not request.flag("ACCELERATE_USE_PARALLELISM_CONFIG") and not in_file:
-        return ParallelismConfig(dp_shard_size=processes) if "dp_shard" in can else None
+        return _parallelism_of(backend, processes) if "dp_shard" in can else None
     resolved, because = resolve_settings(ParallelismConfig, config, sources)
     sizes: ParallelismConfig = resolved
     asked = [b.origin for n, b in because.items() if n.endswith("_size") and b.origin != "default"]
@@ -479,6 +492,17 @@ def _parallelism(
         sizes.tp_handler = resolve_settings(TorchTensorParallelConfig, None, sources)[0]
     if sizes.cp_handler is None:
         sizes.cp_handler = resolve_settings(TorchContextParallelConfig, None, sources)[0]
+    return sizes
+
+
+def _parallelism_of(backend: Any, processes: int) -> ParallelismConfig:
+    """Return the mesh that follows from the backend's own settings; all ranks shard without any."""
+    own = backend.core_defaults().get("parallelism_config")
+    if own is None:
+        return ParallelismConfig(dp_shard_size=processes)
+    parts = own.total_size // own.dp_shard_size
+    sizes: ParallelismConfig = dataclasses.replace(own, dp_shard_size=max(processes // parts, 1))
+    sizes.check(processes, f"backend {backend.name}")
     return sizes
 
 

@@ -43,9 +43,10 @@ class Backend:
       one that owns accumulation: whether it can divide by a number of items), `gradients`
       (True unless False: gradients of a begun cycle are in `parameter.grad`, or saved by a
       backend that owns checkpoints; without them the last step boundary is what is saved).
-    * `owns`: what the core leaves to this backend: `precision` (autocast of forward),
-      `device_placement`, `accumulation` (dividing the loss), `checkpoint`
-      (model and optimizer files, written in the hook `save_state`).
+    * `owns`: what the core leaves to this backend: `precision` (autocast of forward, scaling),
+      `device_placement`, `accumulation` (dividing the loss), `optimizer` (which holds other
+      tensors than the model's parameters), `checkpoint` (model and optimizer files, written in
+      the hook `save_state`).
     * `compile_at`: whether the compile stage runs `before` or `after` `prepare_model`,
       or is the backend's `own`.
     """
@@ -59,6 +60,8 @@ class Backend:
     needs_group: ClassVar[bool] = False
     #: Settings class, made with `settings`.
     Settings: ClassVar[type[Any] | None] = None
+    #: Take a mapping of names to `Settings`, too; `settings` is then a dict.
+    several_settings: ClassVar[bool] = False
     #: Classes of `kwargs_handlers` this backend takes, besides `Settings`.
     handlers: ClassVar[tuple[type, ...]] = ()
 
@@ -82,7 +85,10 @@ class Backend:
         return None
 
     def core_defaults(self) -> Mapping[str, Any]:
-        """Return core settings that follow from this backend's own, such as accumulation steps."""
+        """Return core settings that follow from this backend's own, such as accumulation steps.
+
+        `parallelism_config` may be among them, with `dp_shard_size` left to the number of ranks.
+        """
         return {}
 
     def check(self, accelerator: Accelerator) -> None:

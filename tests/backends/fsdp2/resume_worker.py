@@ -1,6 +1,7 @@
 """One run over several worlds: each start trains a few steps, from where the last one saved.
 
-Arguments: mesh sizes (JSON), project folder, steps in all; rank 0 appends the losses to a file.
+Arguments: mesh sizes (JSON), project folder, steps in all, and the backend; rank 0 appends the
+losses to a file.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class Counter:
         self.batches = state["batches"]
 
 
-def main(sizes: dict[str, int], folder: Path, until: int) -> None:
+def main(sizes: dict[str, int], folder: Path, until: int, backend: str = "fsdp2") -> None:
     torch.set_num_threads(1)
     accelerator = Accelerator(
         cpu=True,
-        backend="fsdp2",
+        backend=backend,
         parallelism_config=ParallelismConfig(
             **{f"{name}_size": size for name, size in sizes.items()},
             tp_handler=TorchTensorParallelConfig(plan=PLAN),
@@ -88,4 +89,4 @@ def main(sizes: dict[str, int], folder: Path, until: int) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -2,7 +2,7 @@
 
 from accelerate_core.checkpoint.background import Background
 from accelerate_core.checkpoint.load import load_state
-from accelerate_core.checkpoint.model import save_model, save_object
+from accelerate_core.checkpoint.model import save_model, save_object, save_weights
 from accelerate_core.checkpoint.preemption import Preempted, Preemption, read_signals
 from accelerate_core.checkpoint.replay import Boundary
 from accelerate_core.checkpoint.shards import SafeReader, read_metadata
@@ -21,4 +21,5 @@ __all__ = [
     "save_model",
     "save_object",
     "save_state",
+    "save_weights",
 ]

@@ -70,7 +70,7 @@ class Boundary:
         accelerator, state = self._accelerator, self._accelerator.gradient_state
         steps, backwards = self._counts
         begun = not state.sync_gradients or state.backwards > backwards
-        if not begun or not accelerator.waiting_parameters():
+        if not begun or not accelerator.waiting_optimizers():
             return False
         since = state.backwards - backwards
         if state.steps != steps or not since:

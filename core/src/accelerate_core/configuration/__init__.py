@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         BackendSettings,
         KwargsHandler,
         option,
+        origin_of,
         settings,
     )
 
@@ -69,6 +70,7 @@ __all__ = [
     "TorchTensorParallelPlugin",
     "default_config_path",
     "option",
+    "origin_of",
     "read_config",
     "resolve_core",
     "resolve_settings",
@@ -107,6 +109,7 @@ _HOMES = {
     "BackendSettings": "schema",
     "KwargsHandler": "schema",
     "option": "schema",
+    "origin_of": "schema",
     "settings": "schema",
 }
 

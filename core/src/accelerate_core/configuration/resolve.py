@@ -144,6 +144,8 @@ def resolve_settings(
         raise ConfigurationError(f"{error} ({said})") from None
     for name in because:
         because[name] = Because(getattr(made, name), because[name].origin)
+    # A plugin that compares its fields with something else can name their sources.
+    object.__setattr__(made, "__because__", because)
     return made, because
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "SettingField",
     "given_fields",
     "option",
+    "origin_of",
     "settings",
     "settings_fields",
 ]
@@ -78,7 +79,11 @@ def option(
 def settings(cls: type[T], /) -> type[T]: ...
 @overload
 def settings(
-    *, env_prefix: str = "", section: str = "", argument: str = "", yaml_prefix: str = ""
+    *,
+    env_prefix: str = "",
+    section: str = "",
+    argument: str | tuple[str, ...] = "",
+    yaml_prefix: str = "",
 ) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(field_specifiers=(option,))
 def settings(
@@ -87,7 +92,7 @@ def settings(
     *,
     env_prefix: str = "",
     section: str = "",
-    argument: str = "",
+    argument: str | tuple[str, ...] = "",
     yaml_prefix: str = "",
 ) -> Any:
     """Make a class with annotated fields a settings class.
@@ -96,14 +101,17 @@ def settings(
         env_prefix: prefix of the environment variables, default
             `ACCELERATE_<BACKEND>_` for the `Settings` of a backend.
         section: the YAML key the fields stand under.
-        argument: the constructor argument of `Accelerator` that takes an instance.
+        argument: the constructor argument of `Accelerator` that takes an instance; several names
+            of it, the usual one first.
         yaml_prefix: what a peer's file puts before the keys of the section; read as well.
     """
 
     def make(target: type[Any]) -> type[Any]:
         config = pydantic.ConfigDict(arbitrary_types_allowed=True, validate_default=False)
         made: Any = pydantic.dataclasses.dataclass(config=config)(target)
-        made.__settings_names__ = (env_prefix, section, argument)
+        names_of_it = (argument,) if isinstance(argument, str) else argument
+        made.__settings_names__ = (env_prefix, section, names_of_it[0])
+        made.__settings_arguments__ = tuple(name for name in names_of_it if name)
         made.__yaml_prefix__ = yaml_prefix
         original = made.__init__
         signature = inspect.signature(made)
@@ -170,6 +178,15 @@ class BackendSettings(KwargsHandler):
 def given_fields(instance: Any) -> frozenset[str]:
     """Return the names of the fields that the caller passed to the constructor."""
     return typing.cast("frozenset[str]", getattr(instance, "__given__", frozenset()))
+
+
+def origin_of(instance: Any, name: str) -> str:
+    """Say where a field of a settings object has its value from: "default", or the source's name."""
+    because = getattr(instance, "__because__", {})
+    if name in because:
+        return str(because[name].origin)
+    given = name in given_fields(instance)
+    return f"{type(instance).__name__}({name}=...)" if given else "default"
 
 
 def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, ...]:

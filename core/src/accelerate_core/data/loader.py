@@ -39,6 +39,7 @@ class PreparedLoader(DataLoader[Any]):
         device: where the batches go, None to leave them.
         put_on_device: whether they go there at all.
         feed: iterator of batches -> iterator of batches on the device.
+        feed_always: call it where the batches are on the device already, too.
         rng_types: the generators rank 0 shares at the start of an iteration.
 
     `base` is not rebuilt, so subclasses, workers, collate functions and custom attributes stay.
@@ -66,6 +67,7 @@ class PreparedLoader(DataLoader[Any]):
         order_comm: Communicator | None = None,
         gradient_state: GradientState | None = None,
         feed: Feed | None = None,
+        feed_always: bool = False,
         users: Any = None,
     ) -> None:
         own = self.__dict__
@@ -88,6 +90,7 @@ class PreparedLoader(DataLoader[Any]):
         own["_users"] = original if users is None else users
         own["_source"] = source
         own["_feed"] = feed
+        own["_feed_always"] = feed_always
         own["_skip"] = None
         own["_position"] = Position()
         own["_runs"] = []
@@ -342,7 +345,7 @@ class PreparedLoader(DataLoader[Any]):
     def _on_device(self, items: Iterator[Item]) -> Iterator[Item]:
         if not self.put_on_device or self.device is None:
             return items
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not self._feed_always:
             # Nothing is to be done where batches are born: one look decides for the iteration.
             first = next(items, _END)
             if first is _END:

@@ -69,6 +69,7 @@ def prepare_data_loader(
     order_comm: Communicator | None = None,
     gradient_state: GradientState | None = None,
     feed: Feed | None = None,
+    feed_always: bool = False,
     read_ahead: bool = True,
 ) -> PreparedLoader:
     """Return a loader that gives this rank its part of the data, on its device.
@@ -91,6 +92,7 @@ def prepare_data_loader(
             joins only those that read different ones; default `comm`.
         gradient_state: is told of iterations and batches.
         feed: iterator of batches -> iterator of batches on the device, for `put_on_device`.
+        feed_always: call it where the batches are on the device already, too.
         read_ahead: when dispatching, read the next step on a thread while this one is worked on;
             False for a dataset that only the thread that made it may use.
 
@@ -163,6 +165,7 @@ def prepare_data_loader(
         order_comm=order_comm,
         gradient_state=gradient_state,
         feed=feed,
+        feed_always=feed_always,
         users=dataloader,
     )
 

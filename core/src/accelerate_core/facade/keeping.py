@@ -172,13 +172,20 @@ class Keeping(Place):
         """Number of processes on this machine."""
         return self._process.local_num_processes
 
-    def waiting_parameters(self) -> set[int]:
-        """Return the ids of parameters whose gradients no optimizer has stepped with yet."""
+    def waiting_optimizers(self) -> list[Any]:
+        """Return the optimizers that have not stepped since the last backward."""
         state = self.gradient_state
-        return {
-            id(parameter)
+        return [
+            optimizer
             for optimizer in self.optimizers
             if not state.sync_gradients or optimizer.seen_backwards < state.backwards
+        ]
+
+    def waiting_parameters(self) -> set[int]:
+        """Return the ids of parameters whose gradients no optimizer has stepped with yet."""
+        return {
+            id(parameter)
+            for optimizer in self.waiting_optimizers()
             for group in optimizer.param_groups
             for parameter in group["params"]
         }

@@ -12,6 +12,7 @@ import torch
 
 from accelerate_core import data
 from accelerate_core import prepare as preparing
+from accelerate_core.backend import Backend
 from accelerate_core.compilation import strip_compiled, uncompiled
 from accelerate_core.errors import PrepareError
 from accelerate_core.facade.place import Place
@@ -73,6 +74,8 @@ class Preparing(Place):
         config = self.dataloader_config
         index, count = self.hooks.data_shard(self)
         place = self.device_placement if device_placement is None else device_placement
+        # The default only moves batches; another one may do more, also where they are in place.
+        own_feed = type(self.backend).feed_device is not Backend.feed_device
         prepared = data.prepare_data_loader(
             data_loader,
             self.device,
@@ -92,6 +95,7 @@ class Preparing(Place):
             order_comm=self._communicator,
             gradient_state=self.gradient_state,
             feed=partial(self._feed, self.hooks.feed_device) if place else None,
+            feed_always=own_feed,
             read_ahead=config.read_ahead,
         )
         self.loaders.append(prepared)

@@ -1,0 +1,496 @@
+"""The backend: DeepSpeed's engine owns reduction, clipping and the step; the loop stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from accelerate_core import Accelerator, Backend, Claim, ParallelismConfig, Request
+from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
+from accelerate_deepspeed import engines, keeping, library, resolve, zero
+from accelerate_deepspeed.boundary import joint_norm
+from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
+from accelerate_deepspeed.sequence import Ulysses
+from accelerate_deepspeed.settings import (
+    DeepSpeedPlugin,
+    DeepSpeedSequenceParallelConfig,
+    set_active,
+)
+
+__all__ = ["DeepSpeedBackend"]
+
+
+class DeepSpeedBackend(Backend):
+    """Trains models in DeepSpeed engines, ZeRO stages 0 to 3."""
+
+    name = "deepspeed"
+    api_version = (1, 0)
+    supports: ClassVar[Mapping[str, Any]] = {
+        "precisions": None,
+        "mesh": ("dp_shard", "tp", "sp"),
+        "devices": None,
+        "no_sync": False,
+        "join": False,
+        "compile": True,
+        "gradients": False,
+        "several_models": True,
+    }
+    needs_group = True
+    compile_at = "own"
+    Settings = DeepSpeedPlugin
+    several_settings = True
+    handlers = (DeepSpeedPlugin,)
+
+    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+        super().__init__(settings or DeepSpeedPlugin(), handlers)
+        named = self.settings if isinstance(self.settings, dict) else {"default": self.settings}
+        self._several = isinstance(self.settings, dict)
+        self.plugins: dict[str, DeepSpeedPlugin] = named
+        for plugin in named.values():
+            resolve.settle_fields(plugin)
+        self._selected = next(iter(named))
+        #: Engines that train.
+        self.engines = engines.Engines()
+        self._deepspeed: Any = None
+        self._ulysses: Ulysses | None = None
+        self.owns = frozenset({"device_placement", "optimizer", "checkpoint"})  # type: ignore[misc]
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin:
+        """The plugin that the next model is prepared with."""
+        return self.plugins[self._selected]
+
+    @classmethod
+    def detect(cls, request: Request) -> Claim | None:
+        """Claim what asks for DeepSpeed."""
+        for name in ("deepspeed_plugin", "deepspeed_plugins"):
+            if request.arguments.get(name) is not None:
+                return Claim(60, f"{name} was passed")
+        if request.flag("ACCELERATE_USE_DEEPSPEED"):
+            return Claim(60, "ACCELERATE_USE_DEEPSPEED is set")
+        if request.config is not None and "deepspeed_config" in request.config:
+            return Claim(35, request.config.where("deepspeed_config"))
+        return None
+
+    def core_defaults(self) -> Mapping[str, Any]:
+        """Take accumulation, precision and parallel dimensions from DeepSpeed's config."""
+        config = self.plugin.hf_ds_config
+        found: dict[str, Any] = {}
+        steps = resolve.accumulation_of(config)
+        if steps is not None:
+            found["gradient_accumulation_steps"] = steps
+        own = resolve.own_precision(config)
+        if own is not None:
+            found["mixed_precision"] = own[0]
+        tensor = config.get_value("tensor_parallel.autotp_size")
+        if isinstance(tensor, int) and tensor > 1:
+            found["parallelism_config"] = ParallelismConfig(tp_size=tensor)
+        return found
+
+    def check(self, accelerator: Accelerator) -> None:
+        """Refuse what contradicts the Accelerator, or what DeepSpeed gets wrong."""
+        wanted = accelerator.because["mixed_precision"]
+        steps = accelerator.because["gradient_accumulation_steps"]
+        does: set[bool] = set()
+        for plugin in self.plugins.values():
+            config = plugin.hf_ds_config
+            does.add(resolve.settle_precision(config, accelerator.mixed_precision, wanted.origin))
+            there = resolve.accumulation_of(config)
+            given = steps.origin not in ("default", f"backend {self.name}")
+            if there is not None and given and steps.value != there:
+                raise ConfigurationError(
+                    f"gradient_accumulation_steps={steps.value} (from {steps.origin}) contradicts "
+                    f"{there} ({config.where('gradient_accumulation_steps')}). Remove one of them, "
+                    'or write "auto" in the config.'
+                )
+            self._check_tensor_parallel(accelerator, plugin)
+        if len(does) > 1:
+            raise ConfigurationError(
+                "Of several DeepSpeed plugins one leaves precision to the core and another one "
+                "does not; let all their configs say the same about fp16 and bf16."
+            )
+        if True in does:
+            self.owns = frozenset({*self.owns, "precision"})  # type: ignore[misc]
+
+    def _check_tensor_parallel(self, accelerator: Accelerator, plugin: DeepSpeedPlugin) -> None:
+        config, sizes = plugin.hf_ds_config, accelerator.parallelism_config
+        tensor, name = sizes.tp_size, "tensor_parallel.autotp_size"
+        there = config.get_value(name)
+        if isinstance(there, int) and there > 1 and there != tensor:
+            raise ConfigurationError(
+                f"tp_size={tensor} of parallelism_config contradicts {name}={there} "
+                f"({config.where(name)}). Remove one of them."
+            )
+        if tensor > 1:
+            config.set_value(name, tensor, "tp_size of parallelism_config")
+            if sizes.tp_handler is not None and sizes.tp_handler.plan is not None:
+                raise ConfigurationError(
+                    "A plan in TorchTensorParallelConfig is for torch's tensor parallelism; with "
+                    "DeepSpeed say it in tensor_parallel.partition_config of its config."
+                )
+        handler = sizes.sp_handler
+        if handler is not None and not isinstance(handler, DeepSpeedSequenceParallelConfig):
+            raise ConfigurationError(
+                "sp_handler takes a DeepSpeedSequenceParallelConfig with this backend, not "
+                f"{type(handler).__name__}."
+            )
+        scatter = "zero_optimization.reduce_scatter"
+        if sizes.sp_size > 1 and config.stage == 3 and config.is_false(scatter):
+            raise ConfigurationError(
+                f"{scatter}=false ({config.where(scatter)}) at stage 3 with sp_size adds up the "
+                "gradients of small buckets and averages those of large ones: leave it out."
+            )
+        if sizes.sp_size > 1 and tensor > 1:
+            raise ConfigurationError("sp_size and tp_size cannot both be above 1 with DeepSpeed.")
+        if sizes.sp_size > 1 and sizes.sp_backend not in (None, "deepspeed"):
+            raise ConfigurationError(
+                f"sp_backend={sizes.sp_backend!r} is not of this backend; leave it out."
+            )
+
+    def distributed_type(self, accelerator: Accelerator) -> str:
+        """`DEEPSPEED`."""
+        return "DEEPSPEED"
+
+    def state_attributes(self, accelerator: Accelerator) -> Mapping[str, Any]:
+        """Serve the plugins, and the choice among them."""
+        return {
+            "deepspeed_plugin": self.plugin,
+            "deepspeed_plugins": self.plugins if self._several else self.plugin,
+            "select_deepspeed_plugin": self.select,
+            "get_deepspeed_plugin": self.get,
+            "deepspeed_ulysses_dl_adapter": _as_it_is,
+        }
+
+    def select(self, name: str) -> None:
+        """Prepare models with another one of the plugins from now on.
+
+        Raises:
+            ConfigurationError: there is none of that name.
+        """
+        self.get(name)
+        self._selected = name
+        zero.tell_transformers(self.plugin)
+
+    def get(self, name: str) -> DeepSpeedPlugin:
+        """Return a plugin by name.
+
+        Raises:
+            ConfigurationError: there is none of that name.
+        """
+        if name not in self.plugins:
+            raise ConfigurationError(
+                f"There is no DeepSpeed plugin {name!r}; there are {listing(self.plugins)}."
+                f"{did_you_mean(str(name), self.plugins)}"
+            )
+        return self.plugins[name]
+
+    # --- start --------------------------------------------------------------------------------
+
+    def on_start(self, accelerator: Accelerator) -> None:
+        """Import deepspeed, let it use the process group, and check configs with its own models."""
+        self._deepspeed = library.connect(accelerator)
+        for plugin in self.plugins.values():
+            engines.check_zero(plugin.hf_ds_config)
+        if self.plugin.is_zero3_init_enabled():
+            zero.tell_transformers(self.plugin)
+        sizes = accelerator.parallelism_config
+        if sizes.sp_size > 1:
+            index = accelerator.process_index // sizes.tp_size % sizes.sp_size
+            self._ulysses = Ulysses(sizes.sp_size, index, sizes.sp_handler)
+        set_active(self)
+
+    def on_end(self, accelerator: Accelerator) -> None:
+        """Leave the environment and Transformers as they were."""
+        library.disconnect()
+        if self._ulysses is not None:
+            self._ulysses.close()
+
+    def feed_device(
+        self, accelerator: Accelerator, batches: Iterator[Any], non_blocking: bool
+    ) -> Iterator[Any]:
+        """Move batches to the device, cut along the sequence with `sp_size`."""
+        moved = super().feed_device(accelerator, batches, non_blocking)
+        return moved if self._ulysses is None else self._ulysses.shard(moved)
+
+    def init_model_context(self, accelerator: Accelerator) -> AbstractContextManager[Any]:
+        """Shard parameters while models are made, with stage 3 and `zero3_init_flag`."""
+        if self.plugin.is_zero3_init_enabled():
+            return zero.init_context(self._deepspeed, self.plugin)
+        return nullcontext()
+
+    def classify(self, accelerator: Accelerator, obj: Any) -> str | None:
+        """Recognise the stand-ins."""
+        if isinstance(obj, DummyOptim):
+            return "optimizer"
+        return "scheduler" if isinstance(obj, DummyScheduler) else None
+
+    # --- prepare ------------------------------------------------------------------------------
+
+    def prepare(self, accelerator: Accelerator, plan: Any) -> None:
+        """Build an engine for each model with something to train."""
+        plan.rebind()
+        models = list(plan.of_kind("model"))
+        jobs = engines.assign(
+            models, list(plan.of_kind("optimizer")), list(plan.of_kind("scheduler"))
+        )
+        run = self._run(accelerator, plan)
+        for job in jobs:
+            if not self._needs_engine(accelerator, job):
+                if job.model.place:
+                    job.model.value = job.model.value.to(accelerator.device)
+                continue
+            regional = accelerator.dynamo_plugin.use_regional_compilation
+            mpu = None
+            if self._ulysses is not None:
+                mpu = self._ulysses.register(job.model.value, self._micro_batch(run))
+            engine = engines.make_engine(accelerator, self._deepspeed, self.plugin, job, run, mpu)
+            if accelerator.dynamo_plugin.enabled:
+                _compile(engine, accelerator.dynamo_plugin, bool(regional))
+            if engine.optimizer is not None and hasattr(engine, "basic_optimizer"):
+                self.engines.add(engine, self.plugin)
+
+    def _needs_engine(self, accelerator: Accelerator, job: engines.Job) -> bool:
+        model = job.model.value
+        if isinstance(model, self._deepspeed.DeepSpeedEngine):
+            raise PrepareError(
+                "The model is a DeepSpeedEngine already; pass the module inside of it."
+            )
+        if job.optimizer is not None:
+            return True
+        trainable = any(parameter.requires_grad for parameter in model.parameters())
+        config = self.plugin.hf_ds_config
+        if trainable and not job.model.evaluation_mode and config.has("optimizer"):
+            return True
+        if config.is_zero3():
+            return True
+        if trainable and not job.model.evaluation_mode:
+            accelerator.note_once(
+                f"{type(model).__name__} was prepared without an optimizer, so it is not trained "
+                "by DeepSpeed; pass both in one call: prepare(model, optimizer)."
+            )
+        return False
+
+    def _run(self, accelerator: Accelerator, plan: Any) -> resolve.Run:
+        _, count = accelerator.hooks.data_shard(accelerator)
+        loaders = [*plan.loaders, *accelerator.loaders]
+        parts = count if accelerator.split_batches else 1
+        steps = accelerator.because["gradient_accumulation_steps"].origin
+        config = self.plugin.hf_ds_config
+        if steps == f"backend {self.name}":
+            steps = config.where("gradient_accumulation_steps")
+        return resolve.Run(
+            data_ranks=count,
+            # Ulysses tells DeepSpeed of its groups; of a tensor parallel one it counts each rank.
+            all_ranks=count if self._ulysses is not None else accelerator.num_processes,
+            accumulation=accelerator.gradient_accumulation_steps,
+            accumulation_origin=steps,
+            micro_batch=engines.micro_batch(loaders, self.plugin.is_train_batch_min, parts),
+        )
+
+    def _micro_batch(self, run: resolve.Run) -> int:
+        """Return the batch size that Ulysses has to know before."""
+        name = "train_micro_batch_size_per_gpu"
+        there = self.plugin.hf_ds_config.get_value(name)
+        size = there if isinstance(there, int) else run.micro_batch
+        if size is None:
+            raise ConfigurationError(
+                "sp_size with DeepSpeed needs the batch size beforehand: prepare the loader "
+                f"together with the model, or set {name} in the DeepSpeed config."
+            )
+        return size
+
+    def unwrap_model(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        """Return the module inside of the engine."""
+        if self._deepspeed is not None and isinstance(model, self._deepspeed.DeepSpeedEngine):
+            inner: nn.Module = model.module
+            return inner
+        return model
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def autocast(self, accelerator: Accelerator, settings: Any) -> AbstractContextManager[Any]:
+        """Leave precision to the engine where it does it."""
+        return (
+            nullcontext() if "precision" in self.owns else super().autocast(accelerator, settings)
+        )
+
+    def backward(
+        self, accelerator: Accelerator, loss: torch.Tensor, kwargs: dict[str, Any]
+    ) -> None:
+        """Run backward of the engines the loss comes from; the core has divided it."""
+        found = self.engines.for_backward()
+        if not found:
+            super().backward(accelerator, loss, kwargs)
+            return
+        unknown = [name for name in kwargs if name != "retain_graph"]
+        if unknown:
+            raise ConfigurationError(
+                f"backward({unknown[0]}=...) is not possible with DeepSpeed, which takes "
+                "retain_graph only."
+            )
+        if self._ulysses is not None and found[-1].boundary.stage < 3:
+            # Stages 0 to 2 add the parts of a sequence up, stage 3 takes their mean, as here.
+            loss = loss / self._ulysses.size
+        for one in found:
+            one.boundary.begun()
+        # The first engine scales the loss; the hooks of the others know that it is done.
+        found[-1].engine.backward(loss, scale_wrt_gas=False, **kwargs)
+
+    def scale_loss(self, accelerator: Accelerator, loss: torch.Tensor) -> torch.Tensor:
+        """Leave it to the engine."""
+        return loss
+
+    def unscale_gradients(self, accelerator: Accelerator, optimizer: Any) -> None:
+        """Leave it to the engine."""
+
+    def scale_gradients(
+        self, accelerator: Accelerator, models: Sequence[nn.Module], factor: torch.Tensor
+    ) -> None:
+        """Multiply each rank's part of the gradients."""
+        for model in models:
+            one = self.engines.of_model(model)
+            if one is not None:
+                one.boundary.scale(factor)
+
+    def clip_grad_norm(
+        self,
+        accelerator: Accelerator,
+        parameters: Sequence[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+    ) -> Any:
+        """Have the coming step clip, and return the norm at hand over all ranks."""
+        found = self._boundaries("clip_grad_norm_", parameters)
+        if not found:
+            return super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
+        if norm_type not in (2, float("inf")):
+            raise ConfigurationError(
+                f"clip_grad_norm_(norm_type={norm_type}) is not possible with DeepSpeed, which "
+                "measures gradients in the 2-norm and the largest element (inf)."
+            )
+        for one in found:
+            config = one.plugin.hf_ds_config
+            there = float(config.get_value("gradient_clipping", 0.0) or 0.0)
+            if there and there != float(max_norm):
+                raise ConfigurationError(
+                    f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping={there} "
+                    f'({config.where("gradient_clipping")}). Remove one of them, or write "auto" '
+                    "in the config."
+                )
+        boundaries = [one.boundary for one in found]
+        total, each = joint_norm(boundaries, float(norm_type))
+        if norm_type == 2:
+            for boundary, norm in zip(boundaries, each, strict=True):
+                # A part of the whole is clipped to its part of the limit.
+                share = 1.0 if len(each) == 1 else float(norm / total.clamp(min=1e-12))
+                boundary.clip(max_norm * max(share, 1e-12))
+        else:
+            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            for boundary in boundaries:
+                boundary.scale(factor)
+        return total
+
+    def clip_grad_value(
+        self, accelerator: Accelerator, parameters: Sequence[torch.Tensor], clip_value: float
+    ) -> None:
+        """Clip each rank's part of the reduced gradients."""
+        found = self._boundaries("clip_grad_value_", parameters)
+        if not found:
+            super().clip_grad_value(accelerator, parameters, clip_value)
+        for one in found:
+            one.boundary.clamp(clip_value)
+
+    def _boundaries(self, what: str, parameters: Iterable[torch.Tensor]) -> list[engines.Trained]:
+        given = {id(parameter) for parameter in parameters}
+        found = []
+        for one in self.engines.trained:
+            own = [p for p in one.engine.module.parameters() if p.requires_grad]
+            here = sum(id(parameter) in given for parameter in own)
+            if here == 0:
+                continue
+            if here < len(own):
+                raise ConfigurationError(
+                    f"{what} got {here} of {len(own)} parameters of "
+                    f"{type(one.engine.module).__name__}; DeepSpeed keeps the gradients of a model "
+                    "together, so pass model.parameters()."
+                )
+            if not one.boundary.dirty:
+                raise ConfigurationError(f"{what} without a backward since the last step.")
+            found.append(one)
+        return found
+
+    def optimizer_step(
+        self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Step the engine; False if gradients overflowed."""
+        one = self.engines.of_optimizer(optimizer)
+        if one is None:
+            return super().optimizer_step(accelerator, optimizer, closure)
+        if closure is not None:
+            raise ConfigurationError("A closure cannot be used with DeepSpeed.")
+        if not one.boundary.dirty:
+            accelerator.note_once("optimizer.step() without a backward before it does nothing.")
+            return True
+        return one.boundary.step()
+
+    def zero_grad(self, accelerator: Accelerator, optimizer: Any, set_to_none: bool) -> None:
+        """Drop gradients that no step has used; a step has cleared its own."""
+        one = self.engines.of_optimizer(optimizer)
+        if one is None:
+            super().zero_grad(accelerator, optimizer, set_to_none)
+        else:
+            one.boundary.drop()
+
+    # --- keep ---------------------------------------------------------------------------------
+
+    def save_state(
+        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any], later: bool
+    ) -> Callable[[], None] | None:
+        """Write each engine with DeepSpeed's own writer; models without an engine as tensors."""
+        if later:
+            accelerator.note_once(
+                "DeepSpeed writes its checkpoints while training waits: blocking=False has no "
+                "effect on them."
+            )
+        keeping.save(accelerator, directory, options)
+        return None
+
+    def load_state(
+        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+    ) -> None:
+        """Read what `save_state` wrote, on any number of ranks."""
+        for one in self.engines.trained:
+            one.boundary.drop()
+        keeping.load(accelerator, directory, options)
+
+    def consolidate(self, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+        """Return the whole state dict on rank 0, with stage 3 an empty one elsewhere."""
+        return keeping.whole_state(accelerator, model)
+
+    def model_state(self, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+        """Return the whole state dict."""
+        return keeping.whole_state(accelerator, model)
+
+
+def _as_it_is(loader: Any, model: Any = None) -> Any:
+    """Return a prepared loader: it cuts its batches along the sequence as they are read."""
+    return loader
+
+
+def _compile(engine: Any, dynamo: Any, regional: bool) -> None:
+    if regional:
+        from accelerate_core.utils import compile_regions
+
+        compile_regions(engine.module, **dynamo.to_kwargs())
+        return
+    options = {
+        name: value
+        for name in ("mode", "fullgraph", "dynamic", "options")
+        if (value := getattr(dynamo, name, None)) is not None
+    }
+    engine.compile(backend=dynamo.backend, compile_kwargs=options)

@@ -1,0 +1,179 @@
+"""`accelerate-core deepspeed`: show the config in force, and convert checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from accelerate_core.errors import AccelerateError, ConfigurationError
+
+__all__ = ["command"]
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group("deepspeed", context_settings=_HELP)
+def command() -> None:
+    """Show what DeepSpeed would be configured with; convert its checkpoints."""
+
+
+@command.command("show-config", context_settings=_HELP)
+@click.argument("config", required=False)
+@click.option("--zero_stage", type=int, help="as the field of DeepSpeedPlugin")
+@click.option("--mixed_precision", default=None, help="no, bf16 or fp16")
+@click.option("--gradient_accumulation_steps", type=click.IntRange(1), default=None)
+@click.option("--num_processes", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--micro_batch", type=click.IntRange(1), help="batch size of the loader, per process")
+@click.option("--hidden_size", type=click.IntRange(1), help="of the model's config")
+@click.option("--json", "as_json", is_flag=True, help="the config alone, as DeepSpeed gets it")
+def show_config(config: str | None, as_json: bool, **options: Any) -> None:
+    """Show each value of the config with where it comes from, every "auto" resolved.
+
+    CONFIG is a JSON file (or JSON, or base64 of it); without it the environment and the config
+    file of the launcher decide, as they would in a run.
+    """
+    try:
+        resolved = _resolve(config, options)
+    except AccelerateError as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(resolved.config, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("setting", "value", "because", title=f"DeepSpeed, from {resolved.origin}")
+    for name, value in _flat(resolved.config):
+        why = resolved.because.get(name, f"in {resolved.origin}")
+        table.add_row(name, json.dumps(value), why)
+    for name, why in resolved.because.items():
+        if not resolved.has(name):
+            table.add_row(name, "", why)
+    Console().print(table)
+
+
+def _resolve(config: str | None, options: dict[str, Any]) -> Any:
+    from accelerate_core.configuration import Sources, resolve_core, resolve_settings
+    from accelerate_deepspeed import resolve
+    from accelerate_deepspeed.settings import DeepSpeedPlugin
+
+    given: dict[str, Any] = {}
+    if config is not None:
+        given["hf_ds_config"] = config
+    if options["zero_stage"] is not None:
+        given["zero_stage"] = options["zero_stage"]
+    sources = Sources.of(dict(os.environ))
+    asked = DeepSpeedPlugin(**given) if given else None
+    plugin, _ = resolve_settings(DeepSpeedPlugin, asked, sources, owner="deepspeed")
+    resolve.settle_fields(plugin)
+    found = plugin.hf_ds_config
+    core = resolve_core(
+        {name: options[name] for name in ("mixed_precision", "gradient_accumulation_steps")},
+        sources,
+        {},
+    )
+    precision, steps = core["mixed_precision"], core["gradient_accumulation_steps"]
+    own = resolve.own_precision(found)
+    wanted = own[0] if own and precision.origin == "default" else str(precision.value)
+    resolve.settle_precision(found, wanted, precision.origin)
+    there = resolve.accumulation_of(found)
+    if there is not None and steps.origin != "default" and there != steps.value:
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={steps.value} (from {steps.origin}) contradicts {there} "
+            f"({found.where('gradient_accumulation_steps')})."
+        )
+    count = options["num_processes"]
+    resolve.settle_batches(
+        found,
+        resolve.Run(
+            data_ranks=count,
+            all_ranks=count,
+            accumulation=there or steps.value,
+            accumulation_origin=found.where("gradient_accumulation_steps")
+            if there
+            else steps.origin,
+            micro_batch=options["micro_batch"],
+        ),
+    )
+    sizes = SimpleNamespace(config=SimpleNamespace(hidden_size=options["hidden_size"]))
+    resolve.settle_sizes(found, sizes)
+    return found
+
+
+def _flat(node: Any, name: str = "") -> list[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        return [
+            pair
+            for key, value in node.items()
+            for pair in _flat(value, f"{name}.{key}" if name else str(key))
+        ]
+    return [(name, node)]
+
+
+def _engines(directory: Path) -> list[Path]:
+    """Return the engines' folders of a checkpoint, of its `backend_deepspeed`, or of one engine."""
+    for root in (directory / "backend_deepspeed", directory):
+        found = sorted(path for path in root.glob("engine_*") if path.is_dir())
+        if found:
+            return found
+    if list(directory.glob("*mp_rank_*_model_states.pt")):
+        return [directory]
+    raise click.ClickException(
+        f"{directory} has no engine's files: give the directory that save_state wrote, or one of "
+        "DeepSpeed's own checkpoints with *_model_states.pt in it."
+    )
+
+
+@command.command("consolidate", context_settings=_HELP)
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--engine", type=int, default=0, show_default=True, help="which model")
+@click.option("--max_shard_size", default="10GB", show_default=True)
+def consolidate(checkpoint: Path, output: Path, engine: int, max_shard_size: str) -> None:
+    """Write whole fp32 weights of CHECKPOINT as safetensors into OUTPUT.
+
+    Needs torch, not deepspeed. CHECKPOINT may be one that DeepSpeed alone has written.
+    """
+    from accelerate_core.checkpoint import save_weights
+    from accelerate_deepspeed.reading import merge
+
+    found = _engines(checkpoint)
+    if not 0 <= engine < len(found):
+        raise click.ClickException(f"There is no engine {engine}; there are {len(found)}.")
+    try:
+        from rich.console import Console
+
+        with Console(stderr=True).status(f"merging {found[engine]}"):
+            weights = merge(found[engine])
+            save_weights(weights, output, max_shard_size=max_shard_size, safe_serialization=True)
+    except (AccelerateError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    count = sum(value.numel() for value in weights.values())
+    click.echo(f"{len(weights)} tensors, {count:,} values, in {output}")
+
+
+@command.command("to-universal", context_settings=_HELP)
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True)
+def universal(checkpoint: Path, output: Path, workers: int) -> None:
+    """Convert CHECKPOINT to DeepSpeed's universal form, for programs that use DeepSpeed alone.
+
+    `load_state` does this by itself where the number of ranks is another one.
+    """
+    from accelerate_deepspeed.keeping import to_universal
+
+    try:
+        for folder in _engines(checkpoint):
+            target = output / folder.name
+            if target.exists():
+                raise click.ClickException(f"{target} exists already.")
+            to_universal(folder, target, workers)
+            click.echo(str(target))
+    except (AccelerateError, OSError) as error:
+        raise click.ClickException(str(error)) from error

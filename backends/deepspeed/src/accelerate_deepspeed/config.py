@@ -1,0 +1,290 @@
+"""DeepSpeed's own config: read from anywhere, looked up by dotted names, checked."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+
+__all__ = ["AUTO", "KNOWN_KEYS", "HfDeepSpeedConfig", "read_config"]
+
+#: The value that means "as the run needs it".
+AUTO = "auto"
+
+#: What DeepSpeed reads at the top of a config. It ignores other keys without a word.
+KNOWN_KEYS = frozenset(
+    [
+        "activation_checkpointing",
+        "aio",
+        "amp",
+        "autotuning",
+        "bf16",
+        "bfloat16",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "communication_data_type",
+        "compile",
+        "compression_training",
+        "csv_monitor",
+        "curriculum_learning",
+        "data_efficiency",
+        "data_types",
+        "dataloader_drop_last",
+        "datastates_ckpt",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "eigenvalue",
+        "elasticity",
+        "expert_parallel",
+        "flops_profiler",
+        "fp16",
+        "fp32_allreduce",
+        "gradient_accumulation_dtype",
+        "gradient_accumulation_steps",
+        "gradient_allreduce_op",
+        "gradient_clipping",
+        "gradient_predivide_factor",
+        "graph_harvesting",
+        "hybrid_engine",
+        "load_from_fp32_weights",
+        "log_level",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "nebula",
+        "optimizer",
+        "pipeline",
+        "prescale_gradients",
+        "progressive_layer_drop",
+        "quantize_training",
+        "scheduler",
+        "seq_parallel_communication_data_type",
+        "sparse_attention",
+        "sparse_gradients",
+        "steps_per_print",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+        "torch_autocast",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "use_data_before_expert_parallelism",
+        "use_node_local_storage",
+        "vocabulary_size",
+        "wall_clock_breakdown",
+        "wandb",
+        "weight_quantization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "zero_optimization",
+    ]
+)
+
+
+def read_config(given: Any) -> tuple[dict[str, Any], str]:
+    """Return a config as a dict, and a phrase that says where it is from.
+
+    Args:
+        given: path of a JSON file, a dict, JSON as a text, base64 of JSON, or an
+            `HfDeepSpeedConfig`.
+
+    Raises:
+        ConfigurationError: it is none of these, no JSON, has a key twice, or a key that DeepSpeed
+            does not have.
+    """
+    if isinstance(given, Mapping):
+        config, origin = copy.deepcopy(dict(given)), "the config dict"
+    elif hasattr(given, "config") and isinstance(given.config, Mapping):
+        config = copy.deepcopy(dict(given.config))
+        origin = str(getattr(given, "origin", f"the {type(given).__name__}"))
+    elif isinstance(given, str | os.PathLike):
+        config, origin = _read_text(os.fspath(given))
+    else:
+        raise ConfigurationError(
+            "hf_ds_config takes the path of a JSON file, a dict, JSON, base64 of JSON or an "
+            f"HfDeepSpeedConfig, not {type(given).__name__}."
+        )
+    for key in config:
+        if key not in KNOWN_KEYS:
+            raise ConfigurationError(
+                f"DeepSpeed has no setting {key!r} (in {origin}).{did_you_mean(str(key), KNOWN_KEYS)}"
+            )
+    return config, origin
+
+
+def _read_text(text: str) -> tuple[dict[str, Any], str]:
+    if text.lstrip().startswith("{"):
+        return _parse(text, "the JSON text"), "the JSON text"
+    path = Path(text).expanduser()
+    try:
+        if path.exists():
+            return _parse(path.read_text(encoding="utf-8"), str(path)), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"The DeepSpeed config {text} cannot be read: {error}.") from None
+    try:
+        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
+        if decoded.lstrip().startswith("{"):
+            return _parse(decoded, "the base64 text"), "the base64 text"
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        pass
+    folder = path.parent if path.parent.is_dir() else Path()
+    near = [other.name for other in folder.glob("*.json")]
+    raise ConfigurationError(
+        f"The DeepSpeed config {text!r} is no file, no JSON and no base64 of JSON."
+        f"{did_you_mean(path.name, near)}"
+    )
+
+
+def _parse(text: str, origin: str) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in made:
+                raise ConfigurationError(f"The DeepSpeed config {origin} has {key!r} twice.")
+            made[key] = value
+        return made
+
+    try:
+        config = json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(
+            f"The DeepSpeed config {origin} is no JSON: {error.msg} in line {error.lineno}, "
+            f"column {error.colno}."
+        ) from None
+    if not isinstance(config, dict):
+        raise ConfigurationError(
+            f"The DeepSpeed config {origin} is a {type(config).__name__}; a JSON object is needed."
+        )
+    return config
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed config that is asked by dotted names, as Transformers and its users do.
+
+    Args:
+        config_file_or_dict: what `read_config` takes.
+    """
+
+    def __init__(self, config_file_or_dict: Any) -> None:
+        self.config, self.origin = read_config(config_file_or_dict)
+        #: Where values that were filled in came from, by dotted name.
+        self.because: dict[str, str] = {}
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Return the section a dotted name lies in, None if there is none, and its last part."""
+        *path, key = ds_key_long.split(".")
+        section: Any = self.config
+        for part in path:
+            section = section.get(part) if isinstance(section, dict) else None
+            if section is None:
+                return None, key
+        if not isinstance(section, dict):
+            raise ConfigurationError(
+                f"{'.'.join(path)} of {self.origin} is {section!r}; it takes an object."
+            )
+        return section, key
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return a value by dotted name."""
+        section, key = self.find_config_node(ds_key_long)
+        return default if section is None else section.get(key, default)
+
+    def has(self, ds_key_long: str) -> bool:
+        """Tell whether a name is there."""
+        section, key = self.find_config_node(ds_key_long)
+        return section is not None and key in section
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Tell whether a value is left to us."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def set_value(self, ds_key_long: str, value: Any, because: str) -> None:
+        """Set a value, with its origin."""
+        *path, key = ds_key_long.split(".")
+        section = self.config
+        for part in path:
+            section = section.setdefault(part, {})
+        section[key] = value
+        self.because[ds_key_long] = because
+
+    def where(self, ds_key_long: str) -> str:
+        """Say where a value comes from."""
+        return self.because.get(ds_key_long, f"{ds_key_long} of {self.origin}")
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a value or a section.
+
+        Raises:
+            ValueError: with `must_exist`, if it is not there.
+        """
+        section, key = self.find_config_node(ds_key_long)
+        if section is None or key not in section:
+            if must_exist:
+                raise ValueError(f"There is no {ds_key_long} in {self.origin}.")
+            return
+        del section[key]
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Tell whether a value is there and true; a missing one is not."""
+        value = self.get_value(ds_key_long)
+        return False if value in (None, AUTO) else bool(value)
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Tell whether a value is there and false; a missing one is not."""
+        value = self.get_value(ds_key_long)
+        return False if value in (None, AUTO) else not bool(value)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage; 0 if there is none."""
+        stage = self.get_value("zero_optimization.stage", 0)
+        return 0 if stage == AUTO else int(stage)
+
+    def is_zero2(self) -> bool:
+        """Tell whether this is stage 2."""
+        return self.stage == 2
+
+    def is_zero3(self) -> bool:
+        """Tell whether this is stage 3."""
+        return self.stage == 3
+
+    def is_offload(self) -> bool:
+        """Tell whether parameters or optimizer state are kept off the device."""
+        kinds = ("offload_optimizer", "offload_param")
+        devices = {self.get_value(f"zero_optimization.{kind}.device") for kind in kinds}
+        return bool(devices & {"cpu", "nvme"})
+
+    def autos(self) -> list[str]:
+        """Return the dotted names that are still "auto"."""
+        found: list[str] = []
+
+        def walk(node: Any, name: str) -> None:
+            if isinstance(node, dict):
+                for key, value in node.items():
+                    walk(value, f"{name}.{key}" if name else str(key))
+            elif node == AUTO:
+                found.append(name)
+
+        walk(self.config, "")
+        return found
+
+    def choices(self, name: str, allowed: tuple[Any, ...]) -> None:
+        """Check a value against what is allowed.
+
+        Raises:
+            ConfigurationError: it is something else.
+        """
+        value = self.get_value(name)
+        if value not in (None, AUTO) and value not in allowed:
+            raise ConfigurationError(
+                f"{name}={value!r} ({self.where(name)}) is not known; allowed are "
+                f"{listing(allowed)}.{did_you_mean(str(value), map(str, allowed))}"
+            )

@@ -1,0 +1,223 @@
+"""DeepSpeed's checkpoint files, read without unpickling anything but tensors and what they need.
+
+Works where deepspeed is not installed: classes its files name are stood in for by empty ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate_core.errors import CheckpointError
+
+__all__ = ["check_file", "merge", "read_file"]
+
+
+class _Opaque:
+    """Stands for an object of DeepSpeed that nobody here looks into."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {})
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+class _Stage(int, Enum):
+    disabled, optimizer_states, gradients, weights = 0, 1, 2, 3
+
+
+#: Classes that DeepSpeed puts into its files. They hold numbers, and run nothing when made.
+_NAMES = (
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.utils.tensor_fragment.tensor_fragment",
+)
+
+
+def _allowed() -> list[Any]:
+    import collections
+
+    found: list[Any] = [OrderedDict, collections.defaultdict, dict, set]
+    for name in _NAMES:
+        module, _, attribute = name.rpartition(".")
+        real = getattr(sys.modules.get(module), attribute, None)
+        stand_in: Any = _Stage if attribute == "ZeroStageEnum" else _Opaque
+        found.append((real if real is not None else stand_in, name))
+    return found
+
+
+@contextmanager
+def _safe() -> Iterator[None]:
+    with torch.serialization.safe_globals(_allowed()):
+        yield
+
+
+def read_file(path: Path | str, map_location: Any = "cpu") -> Any:
+    """Return what a file holds.
+
+    Raises:
+        CheckpointError: it is damaged, or holds objects that none of DeepSpeed's files have.
+    """
+    try:
+        with _safe():
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{path} is damaged, or holds Python objects that are not unpickled: {first}"
+        ) from None
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that DeepSpeed's own readers, which unpickle anything, must not see.
+
+    Raises:
+        CheckpointError: it names other objects than tensors and what DeepSpeed writes.
+    """
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    usual = {*_NAMES, "collections.OrderedDict", "collections.defaultdict", "builtins.dict",
+             "builtins.set"}  # fmt: skip
+    strange = [name for name in named if name not in usual]
+    if strange:
+        raise CheckpointError(
+            f"{path} holds the Python object {strange[0]}, which is not unpickled."
+        )
+
+
+# --- weights in fp32 ------------------------------------------------------------------------------
+
+
+def merge(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the whole weights of an engine's checkpoint in fp32, by name.
+
+    The layouts of the flat groups are those of DeepSpeed's `zero_to_fp32`: with stages 1 and 2 the
+    ranks' partitions of a group lie one after the other; with stage 3 each parameter is cut into as
+    many pieces as there are ranks.
+
+    Args:
+        directory: with `*_model_states.pt` and, for stages 1 to 3, `*_optim_states.pt`.
+
+    Raises:
+        CheckpointError: files are missing, damaged, or of a kind that cannot be merged.
+    """
+    models = sorted(directory.glob("*mp_rank_*_model_states.pt"))
+    states = sorted(directory.glob("*_optim_states.pt"), key=_rank_of)
+    if not models:
+        raise CheckpointError(
+            f"{directory} has no *_model_states.pt: it is no engine's checkpoint."
+        )
+    if len({_tensor_rank(path) for path in models}) > 1:
+        raise CheckpointError(
+            f"{directory} is of several tensor parallel ranks; gather whole weights on the ranks "
+            "with save_model instead."
+        )
+    model = read_file(models[0])
+    if not states:
+        return {name: _fp32(value) for name, value in _tensors(model["module"]).items()}
+    optimizers = [read_file(path)["optimizer_state_dict"] for path in states]
+    stage = int(optimizers[0].get("zero_stage", 0))
+    counts = optimizers[0].get("partition_count", len(optimizers))
+    expected = max(counts) if isinstance(counts, list | tuple) else int(counts)
+    if len(optimizers) != expected:
+        raise CheckpointError(
+            f"{directory} has {len(optimizers)} *_optim_states.pt of {expected}: files are missing."
+        )
+    if stage == 3:
+        merged = _merge_3(model, optimizers)
+        merged |= _frozen_3(models)
+    else:
+        merged = _merge_12(model, optimizers)
+        merged |= {n: _fp32(v) for n, v in (model.get("frozen_param_fragments") or {}).items()}
+    module = _tensors(model.get("module") or {})
+    for name in model.get("buffer_names") or ():
+        if name in module:
+            merged[name] = _fp32(module[name])
+    if stage < 3:  # frozen parameters are in no group, and stage 1 keeps them with the model only
+        merged |= {n: _fp32(v) for n, v in module.items() if n not in merged}
+    for pair in model.get("shared_params") or ():
+        name, owner = (pair[0], pair[1]) if not isinstance(pair, str) else (pair, None)
+        if owner in merged:
+            merged[name] = merged[owner]
+    return merged
+
+
+def _merge_12(model: dict[str, Any], optimizers: list[Any]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for group, shapes in enumerate(model["param_shapes"]):
+        flat = torch.cat(
+            [one["single_partition_of_fp32_groups"][group].flatten() for one in optimizers]
+        )
+        offset = 0
+        for name, shape in shapes.items():
+            count = torch.Size(shape).numel()
+            if offset + count > flat.numel():
+                raise CheckpointError(
+                    f"The weights end before {name!r}: the files do not belong together."
+                )
+            found[name] = flat[offset : offset + count].reshape(torch.Size(shape)).float()
+            offset += count
+    return found
+
+
+def _merge_3(model: dict[str, Any], optimizers: list[Any]) -> dict[str, torch.Tensor]:
+    flats = [torch.cat([part.flatten() for part in one["fp32_flat_groups"]]) for one in optimizers]
+    shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
+    found: dict[str, torch.Tensor] = {}
+    offset = 0
+    for name, shape in shapes.items():
+        count = torch.Size(shape).numel()
+        each = -(-count // len(flats))
+        if any(offset + each > flat.numel() for flat in flats):
+            raise CheckpointError(
+                f"The weights end before {name!r}: the files do not belong together."
+            )
+        pieces = torch.cat([flat[offset : offset + each] for flat in flats])
+        found[name] = pieces[:count].reshape(torch.Size(shape)).float()
+        offset += each
+    return found
+
+
+def _frozen_3(models: list[Path]) -> dict[str, torch.Tensor]:
+    ranks = [read_file(path) for path in sorted(models, key=_rank_of)]
+    found = {}
+    for name, shape in (ranks[0].get("frozen_param_shapes") or {}).items():
+        pieces = torch.cat([one["frozen_param_fragments"][name].flatten() for one in ranks])
+        found[name] = _fp32(pieces[: torch.Size(shape).numel()].reshape(torch.Size(shape)))
+    return found
+
+
+def _fp32(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def _tensors(state: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _rank_of(path: Path) -> int:
+    import re
+
+    found = re.search(r"zero_pp_rank_(\d+)_", path.name)
+    return int(found.group(1)) if found else 0
+
+
+def _tensor_rank(path: Path) -> str:
+    return path.name[path.name.index("mp_rank_") :]

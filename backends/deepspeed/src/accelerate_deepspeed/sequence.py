@@ -1,0 +1,134 @@
+"""One sequence on several ranks: DeepSpeed's Ulysses (ALST) around Transformers' attention."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from accelerate_core.errors import ConfigurationError
+from accelerate_deepspeed.settings import DeepSpeedSequenceParallelConfig
+
+__all__ = ["Ulysses"]
+
+
+class Ulysses:
+    """The ranks of `sp`: attention exchanges heads for tokens, batches are cut along the sequence.
+
+    Ranks of one `sp` group read the same samples; each computes on its part of the tokens.
+    """
+
+    def __init__(self, size: int, index: int, handler: Any) -> None:
+        self.size, self.index = size, index
+        self.handler = handler if handler is not None else DeepSpeedSequenceParallelConfig()
+        self._attention: list[tuple[str, Any]] = []
+        self._state_at_first: dict[str, Any] = {}
+
+    def register(self, model: Any, micro_batch: int) -> Any:
+        """Lay Ulysses around the model's attention and return DeepSpeed's groups.
+
+        Raises:
+            ConfigurationError: no Transformers, or the model or its heads do not fit.
+        """
+        if importlib.util.find_spec("transformers") is None:
+            raise ConfigurationError(
+                "sp_size with DeepSpeed is laid around the attention of Transformers, which is not "
+                "installed: pip install transformers, or use the backend fsdp2, which shares the "
+                "sequence of any model."
+            )
+        config: Any = getattr(model, "config", None)
+        heads = getattr(config, "num_attention_heads", None)
+        if heads is None or not hasattr(config, "_attn_implementation"):
+            raise ConfigurationError(
+                f"sp_size with DeepSpeed is for models of Transformers; {type(model).__name__} has "
+                "no such config. The backend fsdp2 shares the sequence of any model."
+            )
+        if heads % self.size:
+            raise ConfigurationError(
+                f"sp_size={self.size} does not divide the model's {heads} attention heads."
+            )
+        asked = self.handler.sp_attn_implementation
+        if config._attn_implementation != asked:
+            raise ConfigurationError(
+                f"sp_attn_implementation={asked!r}, and the model computes attention with "
+                f"{config._attn_implementation!r}: load it with attn_implementation={asked!r}."
+            )
+        import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        if not self._attention:
+            self._attention.append((asked, ALL_ATTENTION_FUNCTIONS[asked]))
+            self._state_at_first = {
+                name: copy.copy(value)
+                for name, value in vars(state).items()
+                if name.startswith(("_SEQUENCE", "_DATA"))
+            }
+        else:  # a second model: around the attention as it was, not around the first one's
+            self.close()
+            return self.register(model, micro_batch)
+        return UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path=model,
+            core_attn_implementation=asked,
+            sequence_parallel_size=self.size,
+            micro_batch_size=micro_batch,
+            seq_length=self.handler.sp_seq_length,
+            seq_length_is_variable=self.handler.sp_seq_length_is_variable,
+        )
+
+    def close(self) -> None:
+        """Give Transformers its attention back."""
+        if not self._attention:
+            return
+        import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        for name, function in self._attention:
+            ALL_ATTENTION_FUNCTIONS[name] = function
+        for name, value in self._state_at_first.items():
+            setattr(state, name, value)
+        self._attention.clear()
+
+    def shard(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield this rank's part of each batch, with labels shifted before the cut.
+
+        A batch is a mapping with `input_ids` and `position_ids` of shape (batch, sequence); other
+        tensors with that second size are cut, too. `labels` become `shift_labels`, since the label
+        of a part's last token is in the next part.
+        """
+        for batch in batches:
+            yield self._part(batch)
+
+    def _part(self, batch: Any) -> Any:
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            raise ConfigurationError(
+                "With sp_size and DeepSpeed batches are mappings with input_ids; this one is a "
+                f"{type(batch).__name__}."
+            )
+        if "position_ids" not in batch:
+            raise ConfigurationError(
+                "With sp_size and DeepSpeed each batch needs position_ids, which say where a part "
+                "of a sequence lies: torch.arange(length) for each sample, starting anew at each "
+                "document of a packed one."
+            )
+        length = batch["input_ids"].shape[1]
+        if length % self.size:
+            raise ConfigurationError(
+                f"A sequence of {length} tokens cannot be shared by sp_size={self.size} ranks "
+                "evenly: pad it."
+            )
+        found = dict(batch)
+        if "labels" in found:
+            labels = torch.nn.functional.pad(found.pop("labels"), (0, 1), value=-100)
+            found["shift_labels"] = labels[..., 1:].contiguous()
+        each = length // self.size
+        here = slice(each * self.index, each * (self.index + 1))
+        return {
+            name: value[:, here].contiguous()
+            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
+            else value
+            for name, value in found.items()
+        }

@@ -1,0 +1,259 @@
+"""What users may say about DeepSpeed, by the names Hugging Face Accelerate has for it."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from accelerate_core import BackendSettings, option, settings
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_deepspeed.config import HfDeepSpeedConfig
+
+__all__ = ["DeepSpeedPlugin", "DeepSpeedSequenceParallelConfig", "get_active_deepspeed_plugin"]
+
+_DEVICES = ("none", "cpu", "nvme")
+_LAUNCHERS = ("standard", "pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm", "nossh")
+
+
+@settings(
+    env_prefix="ACCELERATE_DEEPSPEED_",
+    section="deepspeed_config",
+    argument=("deepspeed_plugin", "deepspeed_plugins"),
+    yaml_prefix="deepspeed_",
+)
+class DeepSpeedPlugin(BackendSettings):
+    """Options of DeepSpeed; with `hf_ds_config` any that DeepSpeed has.
+
+    A field that is set must not contradict the config. Without a config and without `zero_stage`
+    the stage is 2.
+
+    Args:
+        hf_ds_config: path of a JSON file, dict, JSON, base64 of JSON, or `HfDeepSpeedConfig`.
+        gradient_accumulation_steps: micro-batches per optimizer step, as of the Accelerator; the
+            core divides the loss, DeepSpeed does not.
+        gradient_clipping: largest norm of the gradients; without it, or if it is "auto", what
+            `clip_grad_norm_` is called with, and nothing if it is not called.
+        zero3_init_flag: with stage 3, shard parameters while the model is made, inside of
+            `accelerator.init_model_context()` and in Transformers' `from_pretrained`.
+
+    Raises:
+        ConfigurationError: something that does not exist, cannot be, or contradicts the config.
+    """
+
+    hf_ds_config: Any = option(
+        default=None,
+        help="DeepSpeed's own config: a JSON file, JSON, or base64 of JSON",
+        env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        yaml="deepspeed_config_file",
+    )
+    gradient_accumulation_steps: int | str | None = option(
+        default=None,
+        help="micro-batches per optimizer step",
+        env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    )
+    gradient_clipping: float | str | None = option(
+        default=None, help="largest norm of the gradients", env="ACCELERATE_GRADIENT_CLIPPING"
+    )
+    zero_stage: int | None = option(
+        default=None,
+        help="what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
+    )
+    is_train_batch_min: bool = option(
+        default=True, help="with several loaders, the smallest batch is the micro-batch"
+    )
+    offload_optimizer_device: str | None = option(
+        default=None, help="where the optimizer's state is kept: none, cpu, nvme"
+    )
+    offload_param_device: str | None = option(
+        default=None, help="where parameters are kept (stage 3): none, cpu, nvme"
+    )
+    offload_optimizer_nvme_path: str | None = option(
+        default=None, help="directory for offload_optimizer_device=nvme"
+    )
+    offload_param_nvme_path: str | None = option(
+        default=None, help="directory for offload_param_device=nvme"
+    )
+    zero3_init_flag: bool | None = option(
+        default=None,
+        help="shard parameters while the model is made (stage 3)",
+        env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    )
+    zero3_save_16bit_model: bool | None = option(
+        default=None, help="gather whole weights when a model is saved (stage 3)"
+    )
+    transformer_moe_cls_names: list[str] | str | None = option(
+        default=None,
+        help="classes of mixture-of-experts blocks, which stage 3 gathers whole",
+        env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+        yaml="deepspeed_moe_layer_cls_names",
+    )
+    enable_msamp: bool | None = option(default=None, help="not offered: MS-AMP is not maintained")
+    msamp_opt_level: str | None = option(default=None, help="not offered")
+    hostfile: str | None = option(default=None, help="hosts and their slots, for several machines")
+    exclusion_filter: str | None = option(default=None, help="hosts and slots to leave out")
+    inclusion_filter: str | None = option(default=None, help="hosts and slots to use, no others")
+    multinode_launcher: str | None = option(
+        default=None, help="how other machines are reached: " + ", ".join(_LAUNCHERS)
+    )
+
+    multinode_launcher_args: str | None = option(
+        default=None, help="further arguments of that launcher, in one text"
+    )
+
+    def __post_init__(self) -> None:
+        if self.enable_msamp or self.msamp_opt_level is not None:
+            raise ConfigurationError(
+                "enable_msamp is not offered: MS-AMP is not maintained any more. Use "
+                "mixed_precision='bf16', or fp8 by accelerate-fp8."
+            )
+        if self.zero_stage is not None and self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigurationError(f"zero_stage={self.zero_stage} is not one of 0, 1, 2, 3.")
+        for kind in ("optimizer", "param"):
+            self._check_offload(kind)
+        self.gradient_clipping = _number("gradient_clipping", self.gradient_clipping, float)
+        self.gradient_accumulation_steps = _number(
+            "gradient_accumulation_steps", self.gradient_accumulation_steps, int
+        )
+        if isinstance(self.transformer_moe_cls_names, str):
+            names = self.transformer_moe_cls_names.split(",")
+            self.transformer_moe_cls_names = [name.strip() for name in names if name.strip()]
+        launcher = self.multinode_launcher
+        if launcher is not None and launcher not in _LAUNCHERS:
+            raise ConfigurationError(
+                f"multinode_launcher={launcher!r} is not known; allowed are {listing(_LAUNCHERS)}."
+                f"{did_you_mean(launcher, _LAUNCHERS)}"
+            )
+        self.hf_ds_config = self._config()
+        self.selected = True
+
+    def _config(self) -> HfDeepSpeedConfig:
+        if self.hf_ds_config is not None:
+            return HfDeepSpeedConfig(self.hf_ds_config)
+        made = HfDeepSpeedConfig({})
+        made.origin = "the plugin's defaults"
+        return made
+
+    def _check_offload(self, kind: str) -> None:
+        device = getattr(self, f"offload_{kind}_device")
+        path = getattr(self, f"offload_{kind}_nvme_path")
+        if device is not None and device not in _DEVICES:
+            raise ConfigurationError(
+                f"offload_{kind}_device={device!r} is not known; allowed are {listing(_DEVICES)}."
+                f"{did_you_mean(str(device), _DEVICES)}"
+            )
+        if device == "nvme":
+            check_nvme(path, f"offload_{kind}_nvme_path")
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's config, as far as it is resolved."""
+        return dict(self.hf_ds_config.config)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage in force."""
+        if self.hf_ds_config.has("zero_optimization.stage"):
+            return int(self.hf_ds_config.stage)
+        if self.zero_stage is not None:
+            return self.zero_stage
+        return 2 if not self.hf_ds_config.config else 0
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return a value of the config by dotted name."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Tell whether models are sharded while they are made."""
+        return bool(self.zero3_init_flag) and self.stage == 3
+
+    def zero3_init_context_manager(self, enable: bool = False) -> AbstractContextManager[Any]:
+        """Return a context in which `zero3_init_flag` is on or off."""
+        from accelerate_deepspeed.zero import switched_init
+
+        return switched_init(self, enable) if self.stage == 3 else nullcontext()
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Refuse: plugins are chosen by name, so that the others are let go.
+
+        Raises:
+            NotImplementedError: always, as in the peer.
+        """
+        raise NotImplementedError(
+            "Choose a plugin by accelerator.state.select_deepspeed_plugin(name)."
+        )
+
+
+@settings(env_prefix="PARALLELISM_CONFIG_", section="parallelism_config")
+class DeepSpeedSequenceParallelConfig:
+    """How a sequence is shared by Ulysses (ALST) of DeepSpeed: `ParallelismConfig(sp_handler=…)`.
+
+    Args:
+        sp_seq_length: tokens of the whole sequence.
+        sp_seq_length_is_variable: False if every batch has exactly that length.
+        sp_attn_implementation: attention that Ulysses is laid around: sdpa, flash_attention_2,
+            flash_attention_3.
+    """
+
+    sp_seq_length: int | None = option(default=None, help="tokens of the whole sequence")
+    sp_seq_length_is_variable: bool = option(default=True, help="whether lengths differ")
+    sp_attn_implementation: str = option(default="sdpa", help="attention inside of Ulysses")
+
+    def __post_init__(self) -> None:
+        allowed = ("sdpa", "flash_attention_2", "flash_attention_3")
+        if self.sp_attn_implementation not in allowed:
+            raise ConfigurationError(
+                f"sp_attn_implementation={self.sp_attn_implementation!r} is not known; allowed are "
+                f"{listing(allowed)}.{did_you_mean(self.sp_attn_implementation, allowed)}"
+            )
+
+
+def check_nvme(path: Any, name: str) -> None:
+    """Refuse a directory for NVMe offload that is not there or not ours to write."""
+    import os
+
+    if path in (None, ""):
+        raise ConfigurationError(f"Offload to nvme needs {name}: a directory on a fast disk.")
+    if not Path(path).is_dir():
+        raise ConfigurationError(f"{name}={str(path)!r} is no directory; make it first.")
+    if not os.access(path, os.W_OK):
+        raise ConfigurationError(f"{name}={str(path)!r} cannot be written to.")
+
+
+def _number(name: str, value: Any, kind: type) -> Any:
+    if value is None or value == "auto":
+        return value
+    try:
+        made = kind(value)
+    except (TypeError, ValueError):
+        made = None
+    least = 1 if kind is int else 0
+    if made is None or made < least or (kind is int and float(value) != made):
+        raise ConfigurationError(f"{name}={value!r} takes a number of at least {least}, or 'auto'.")
+    return made
+
+
+#: The backend whose plugin library code asks for, without an Accelerator at hand.
+_active: list[weakref.ref[Any]] = []
+
+
+def set_active(backend: Any) -> None:
+    """Note the backend that `get_active_deepspeed_plugin` answers for."""
+    _active[:] = [weakref.ref(backend)]
+
+
+def get_active_deepspeed_plugin(state: Any = None) -> DeepSpeedPlugin:
+    """Return the plugin in use: that of an Accelerator's state, or of the newest Accelerator.
+
+    Raises:
+        ValueError: no Accelerator runs with DeepSpeed.
+    """
+    if state is not None:
+        found: DeepSpeedPlugin | None = getattr(state, "deepspeed_plugin", None)
+    else:
+        backend = _active[0]() if _active else None
+        found = backend.plugin if backend is not None else None
+    if found is None:
+        raise ValueError("No Accelerator with the backend deepspeed is there.")
+    return found

@@ -1,0 +1,22 @@
+"""The runs of `resume_worker` at several ZeRO stages, one after the other in the same processes.
+
+Arguments: folder, steps in all, stages; each stage has a folder and a process group of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "fsdp2"))
+
+from resume_worker import main
+
+if __name__ == "__main__":
+    for stage in sys.argv[3:]:
+        os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = stage
+        folder = Path(sys.argv[1], stage)
+        folder.mkdir(exist_ok=True)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        main({"dp_shard": ranks}, folder, int(sys.argv[2]), "deepspeed")

@@ -1,0 +1,905 @@
+"""What every rank does with DeepSpeed: loop, optimizers, models, checkpoints, errors."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from common import KEPT, Tower, close, data, mine, reference, speed, steps, whole
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from worker import PG_TIMEOUT, RANK, SIZE, case, run_cases, scratch
+
+from accelerate_core import Accelerator, ParallelismConfig
+from accelerate_core.errors import CheckpointError, ConfigurationError, PrepareError
+from accelerate_core.utils import GradientAccumulationPlugin, set_seed
+from accelerate_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accelerate_deepspeed.reading import merge
+from accelerate_deepspeed.zero import GatheredParameters
+
+ADAM = torch.optim.AdamW
+
+
+def trained(stage=2, make=ADAM, seed=0, lr=1e-2, **options):
+    accelerator = speed(zero_stage=stage, **options)
+    model = Tower(seed)
+    optimizer = make(model.parameters(), lr=lr)
+    return (accelerator, *accelerator.prepare(model, optimizer))
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+@case
+def equals_plain_pytorch_at_each_stage() -> None:
+    expected = reference(Tower(), ADAM, lr=1e-2)
+    for stage in (0, 1, 2, 3):
+        accelerator, model, optimizer = trained(stage)
+        assert str(accelerator.distributed_type) == "DEEPSPEED"
+        steps(model, optimizer, accelerator)
+        close(whole(accelerator, model), expected)
+
+
+@case
+def clips_to_what_the_loop_says_and_tells_the_norm() -> None:
+    x, y = data()
+    for norm_type in (2.0, float("inf")):
+        plain = Tower()
+        sgd = torch.optim.SGD(plain.parameters(), 0.5)
+        norms = []
+        for limit in (1e-2, 5e-3, 10.0):
+            mse_loss(plain(x), y).backward()
+            norms.append(nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type).item())
+            sgd.step()
+            sgd.zero_grad()
+        for stage in (0, 1, 2, 3):
+            accelerator, model, optimizer = trained(stage, torch.optim.SGD, lr=0.5)
+            for limit, norm in zip((1e-2, 5e-3, 10.0), norms, strict=True):
+                accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+                told = accelerator.clip_grad_norm_(model.parameters(), limit, norm_type)
+                assert told.dim() == 0
+                assert abs(told.item() - norm) < 1e-5 * max(norm, 1), (stage, told, norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            close(whole(accelerator, model), plain.state_dict(), 1e-6)
+
+
+@case
+def without_clipping_nothing_is_clipped() -> None:
+    zero = {"zero_optimization": {"stage": 2}}
+    for config in (zero, zero | {"gradient_clipping": "auto"}):
+        accelerator = speed(config)
+        model = Tower()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
+        assert model.gradient_clipping() == 0.0  # DeepSpeed's own default is 1.0
+        steps(model, optimizer, accelerator)
+        close(whole(accelerator, model), reference(Tower(), torch.optim.SGD, lr=0.5))
+
+
+@case
+def clipping_of_the_config_applies_by_itself_and_must_not_be_contradicted() -> None:
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1e-2}
+    accelerator = speed(config)
+    model = Tower()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
+    x, y = data()
+    plain = Tower()
+    sgd = torch.optim.SGD(plain.parameters(), 0.5)
+    for _ in range(2):
+        mse_loss(plain(x), y).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)
+        sgd.step()
+        sgd.zero_grad()
+        accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+        optimizer.step()
+    close(whole(accelerator, model), plain.state_dict())
+    accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+    with pytest.raises(ConfigurationError, match=r"max_norm=1\.0.*gradient_clipping=0\.01"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    accelerator.clip_grad_norm_(model.parameters(), 1e-2)
+    optimizer.zero_grad()
+
+
+@case
+def clips_values() -> None:
+    x, y = data()
+    plain = Tower()
+    sgd = torch.optim.SGD(plain.parameters(), 0.5)
+    mse_loss(plain(x), y).backward()
+    nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
+    sgd.step()
+    for stage in (0, 1, 2, 3):
+        accelerator, model, optimizer = trained(stage, torch.optim.SGD, lr=0.5)
+        accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+        accelerator.clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
+        close(whole(accelerator, model), plain.state_dict())
+
+
+@case
+def a_part_of_a_model_is_not_clipped() -> None:
+    x, y = data()
+    accelerator, model, optimizer = trained(2)
+    with pytest.raises(ConfigurationError, match="without a backward"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+    with pytest.raises(ConfigurationError, match=r"2 of 6 parameters of Tower"):
+        accelerator.clip_grad_norm_(model.module.layers[0].parameters(), 1.0)
+    with pytest.raises(ConfigurationError, match="norm_type=1"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, 1)
+    optimizer.zero_grad()
+
+
+@case
+def gradients_that_are_dropped_are_gone() -> None:
+    x, y = data()
+    for stage in (0, 1, 2, 3):
+        accelerator, model, optimizer = trained(stage, torch.optim.SGD, lr=0.5)
+        accelerator.backward(mse_loss(model(mine(x)), mine(y)) * 1000)
+        optimizer.zero_grad()
+        steps(model, optimizer, accelerator)
+        close(whole(accelerator, model), reference(Tower(), torch.optim.SGD, lr=0.5))
+
+
+@case
+def accumulates_over_uneven_last_batches_and_custom_boundaries() -> None:
+    rows = 10 * SIZE + 3  # the last batches are short, and end a cycle of three early
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(rows, 8, generator=generator), torch.randn(rows, 8, generator=generator)
+    for sync in (True, False):
+        told = {}
+        for backend in ("ddp", "deepspeed"):
+            set_seed(0)
+            options = {"backend": backend}
+            if backend == "deepspeed":
+                options = {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)}
+            accelerator = Accelerator(
+                cpu=True,
+                gradient_accumulation_plugin=GradientAccumulationPlugin(
+                    num_steps=3, sync_with_dataloader=sync
+                ),
+                process_group_timeout=PG_TIMEOUT,
+                **options,
+            )
+            model = Tower()
+            sgd = torch.optim.SGD(model.parameters(), 0.1)
+            loader = DataLoader(TensorDataset(x, y), 2)
+            model, sgd, loader = accelerator.prepare(model, sgd, loader)
+            count = 0
+            for _ in range(2):
+                for one, other in loader:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(mse_loss(model(one), other))
+                        sgd.step()
+                        sgd.zero_grad()
+                        count += accelerator.sync_gradients
+            told[backend] = (count, whole(accelerator, model))
+        assert told["ddp"][0] == told["deepspeed"][0]
+        close(told["ddp"][1], told["deepspeed"][1])
+
+
+@case
+def counts_items_as_one_big_batch() -> None:
+    generator = torch.Generator().manual_seed(7)
+    batches = [torch.randn(3, 5, 8, generator=generator) for _ in range(4)]
+    masks = [torch.rand(3, 5, generator=generator) > 0.4 for _ in range(4)]
+    plain = Tower()
+    sgd = torch.optim.SGD(plain.parameters(), 0.5)
+    for start in (0, 2):
+        total = sum(m.sum() for m in masks[start : start + 2])
+        for x, mask in zip(batches[start : start + 2], masks[start : start + 2], strict=True):
+            (plain(x)[mask].pow(2).sum() / total).backward()
+        sgd.step()
+        sgd.zero_grad()
+    if SIZE != 2:
+        return
+    for stage in (0, 1, 2, 3):
+        accelerator, model, optimizer = trained(stage, torch.optim.SGD, lr=0.5, steps=1)
+        for start in (0, 2):
+            x, mask = batches[start + RANK], masks[start + RANK]
+            with accelerator.accumulate(model, num_items=mask.sum() * 8):
+                accelerator.backward(model(x)[mask].pow(2).sum() * 8)
+                optimizer.step()
+                optimizer.zero_grad()
+        close(whole(accelerator, model), plain.state_dict())
+
+
+@case
+def no_sync_changes_nothing_and_does_not_fail() -> None:
+    x, y = data()
+    for stage in (0, 1, 2, 3):
+        accelerator, model, optimizer = trained(stage, torch.optim.SGD, lr=0.5)
+        plain = Tower()
+        sgd = torch.optim.SGD(plain.parameters(), 0.5)
+        with accelerator.no_sync(model):
+            accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+        accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+        optimizer.step()
+        for _ in range(2):
+            mse_loss(plain(x), y).backward()
+        sgd.step()
+        close(whole(accelerator, model), plain.state_dict())
+
+
+@case
+def schedulers_step_once_per_optimizer_step() -> None:
+    accelerator = speed(zero_stage=2, steps=2)
+    model = Tower()
+    optimizer = ADAM(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    x, y = data()
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert schedule.get_last_lr() == [0.25]
+    assert model.basic_optimizer.param_groups[0]["lr"] == 0.25
+
+
+@case
+def a_step_without_a_backward_changes_nothing() -> None:
+    accelerator, model, optimizer = trained(2)
+    before = whole(accelerator, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer.step()
+    close(whole(accelerator, model), before, 0)
+    accelerator.backward(model(torch.randn(2, 8)).sum())
+    with pytest.raises(ConfigurationError, match="closure"):
+        optimizer.step(lambda: None)
+    optimizer.zero_grad()
+
+
+# --- optimizers, schedulers, precision ------------------------------------------------------------
+
+CONFIGURED = {
+    "zero_optimization": {"stage": 2},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+            "warmup_type": "linear",
+        },
+    },
+}
+
+
+@case
+def optimizer_and_scheduler_of_the_config() -> None:
+    accelerator = speed(CONFIGURED)
+    model = Tower()
+    optimizer = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = DummyScheduler(optimizer, total_num_steps=10 * SIZE, warmup_num_steps=4 * SIZE)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    inner = scheduler.scheduler
+    assert (inner.total_num_steps, inner.warmup_num_steps) == (10, 4)
+    rates = []
+    x, y = data()
+    for _ in range(6):
+        accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates.append(round(scheduler.get_last_lr()[0], 6))
+    assert rates[4:] == [0.01, round(0.01 * 5 / 6, 6)], rates
+    assert model.basic_optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+@case
+def scheduler_of_the_config_steps_alone_if_nobody_holds_it() -> None:
+    accelerator = speed(CONFIGURED | {"scheduler": {
+        "type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 2,
+                                       "warmup_type": "linear"}}})  # fmt: skip
+    model = Tower()
+    model, optimizer = accelerator.prepare(model, DummyOptim(model.parameters(), lr=0.1))
+    steps(model, optimizer, accelerator, 3)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@case
+def callables_make_optimizer_and_scheduler() -> None:
+    accelerator = speed(zero_stage=1)
+    model = Tower()
+    optimizer = DummyOptim(model.parameters(), optimizer_callable=lambda p: ADAM(p, lr=1e-2))
+    scheduler = DummyScheduler(
+        optimizer,
+        lr_scheduler_callable=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 1.0),
+    )
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    steps(model, optimizer, accelerator)
+    scheduler.step()
+    close(whole(accelerator, model), reference(Tower(), ADAM, lr=1e-2))
+
+
+@case
+def offload_keeps_torchs_optimizer_only_if_told_to() -> None:
+    config = {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    accelerator = speed(config)
+    model = Tower()
+    model, optimizer = accelerator.prepare(model, torch.optim.RMSprop(model.parameters(), 1e-3))
+    assert type(model.basic_optimizer) is torch.optim.RMSprop
+    steps(model, optimizer, accelerator)
+    close(whole(accelerator, model), reference(Tower(), torch.optim.RMSprop, lr=1e-3), 1e-5)
+    accelerator = speed(zero_stage=2, offload_optimizer_device="cpu")
+    model = Tower()
+    with pytest.raises(ConfigurationError, match=r"no RMSprop.*zero_force_ds_cpu_optimizer"):
+        accelerator.prepare(model, torch.optim.RMSprop(model.parameters(), 1e-3))
+
+
+@case
+def groups_keep_their_hyperparameters() -> None:
+    def make(model):
+        return ADAM(
+            [
+                {"params": model.layers[0].parameters(), "lr": 1e-2, "weight_decay": 0.3},
+                {"params": model.layers[1:].parameters(), "betas": (0.5, 0.6)},
+            ],
+            lr=1e-3,
+        )
+
+    plain = Tower()
+    steps(plain, make(plain))
+    for stage in (1, 3):
+        accelerator, model = speed(zero_stage=stage), Tower()
+        model, optimizer = accelerator.prepare(model, make(model))
+        steps(model, optimizer, accelerator)
+        close(whole(accelerator, model), plain.state_dict())
+
+
+@case
+def bf16_is_autocast_of_the_core_and_own_on_request() -> None:
+    accelerator, model, optimizer = trained(2, mixed_precision="bf16")
+    assert next(model.parameters()).dtype is torch.float32
+    assert model(torch.randn(2, 8)).dtype is torch.float32
+    assert accelerator.scaler is None
+    assert "precision" not in accelerator.backend.owns
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    accelerator = speed(config)
+    assert accelerator.mixed_precision == "bf16"
+    model = Tower()
+    model, optimizer = accelerator.prepare(model, ADAM(model.parameters(), 1e-2))
+    assert next(model.parameters()).dtype is torch.bfloat16
+    x, y = (mine(one).bfloat16() for one in data())
+    before = whole(accelerator, model)
+    accelerator.backward(mse_loss(model(x), y))
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
+    optimizer.step()
+    assert any(not torch.equal(v, before[k]) for k, v in whole(accelerator, model).items())
+
+
+def fp16_runs_here() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_fp16_supported())
+
+
+@case
+def fp16_scales_and_skips_steps_that_overflow() -> None:
+    if not fp16_runs_here():
+        return
+    accelerator, model, optimizer = trained(2, torch.optim.SGD, lr=0.5, mixed_precision="fp16")
+    assert accelerator.scaler is None
+    assert accelerator.backend.owns >= {"precision"}
+    model.optimizer.loss_scaler.cur_scale = 2.0**8
+    x, y = (mine(one).half() for one in data())
+    before = whole(accelerator, model)
+    accelerator.backward(mse_loss(model(x), y) * float("inf"))
+    optimizer.step()
+    assert accelerator.optimizer_step_was_skipped
+    close(whole(accelerator, model), before, 0)
+    plain = Tower()
+    sgd = torch.optim.SGD(plain.parameters(), 0.5)
+    xs, ys = data()
+    for _ in range(3):
+        mse_loss(plain(xs), ys).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.02)
+        sgd.step()
+        sgd.zero_grad()
+        accelerator.backward(mse_loss(model(x), y))
+        told = accelerator.clip_grad_norm_(model.parameters(), 0.02)
+        assert abs(float(told) - float(norm)) < 2e-2 * float(norm), (told, norm)
+        optimizer.step()
+        assert not accelerator.optimizer_step_was_skipped
+    for name, value in whole(accelerator, model).items():
+        torch.testing.assert_close(value.float(), plain.state_dict()[name], rtol=0, atol=2e-3)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@case
+def parameters_are_sharded_while_the_model_is_made() -> None:
+    accelerator = speed(zero_stage=3, zero3_init_flag=True)
+    with accelerator.init_model_context():
+        model = Tower()
+    weight = model.layers[0].weight
+    assert weight.numel() == 0
+    assert tuple(weight.ds_shape) == (8, 8)
+    with GatheredParameters(model.parameters(), modifier_rank=0):
+        if RANK == 0:
+            model.load_state_dict(Tower().state_dict())
+    plugin = accelerator.deepspeed_plugin
+    with plugin.zero3_init_context_manager(enable=False), accelerator.init_model_context():
+        assert Tower().layers[0].weight.numel() == 64
+    model, optimizer = accelerator.prepare(model, ADAM(model.parameters(), lr=1e-2))
+    steps(model, optimizer, accelerator)
+    close(whole(accelerator, model), reference(Tower(), ADAM, lr=1e-2))
+
+
+class Expert(nn.Linear):
+    pass
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Which experts compute depends on the samples, so differs between ranks.
+        chosen = int(x.sum() > 0) + RANK % 2
+        return self.experts[chosen](x)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block = nn.Linear(8, 8), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.first(x))
+
+
+@case
+def experts_are_gathered_whole() -> None:
+    accelerator = speed(zero_stage=3, transformer_moe_cls_names="Experts")
+    model = Mixture()
+    model, optimizer = accelerator.prepare(model, ADAM(model.parameters(), lr=1e-2))
+    x, y = data()
+    before = whole(accelerator, model)
+    for _ in range(2):
+        accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+        optimizer.step()
+    assert any(not torch.equal(v, before[k]) for k, v in whole(accelerator, model).items())
+    accelerator = speed(zero_stage=3, transformer_moe_cls_names="Expertz")
+    model = Mixture()
+    with pytest.raises(ConfigurationError, match=r"'Expertz'.*Did you mean 'Expert"):
+        accelerator.prepare(model, ADAM(model.parameters()))
+
+
+@case
+def several_models_have_an_engine_each() -> None:
+    accelerator = speed(zero_stage=2)
+    one, other = Tower(0), Tower(1)
+    o1, o2 = ADAM(one.parameters(), lr=1e-2), torch.optim.SGD(other.parameters(), lr=0.5)
+    m1, m2, o1, o2 = accelerator.prepare(one, other, o1, o2)
+    x, y = data()
+    plain1, plain2 = Tower(0), Tower(1)
+    p1, p2 = ADAM(plain1.parameters(), lr=1e-2), torch.optim.SGD(plain2.parameters(), lr=0.5)
+    for _ in range(2):
+        # Each for itself, and then one loss through both.
+        accelerator.backward(mse_loss(m1(mine(x)), mine(y)))
+        o1.step()
+        accelerator.backward(mse_loss(m2(mine(x)), mine(y)))
+        o2.step()
+        mse_loss(plain1(x), y).backward()
+        p1.step()
+        mse_loss(plain2(x), y).backward()
+        p2.step()
+        p1.zero_grad()
+        p2.zero_grad()
+        accelerator.backward(mse_loss(m2(m1(mine(x))), mine(y)))
+        both = [*m1.parameters(), *m2.parameters()]
+        norm = accelerator.clip_grad_norm_(both, 0.02)
+        mse_loss(plain2(plain1(x)), y).backward()
+        expected = nn.utils.clip_grad_norm_([*plain1.parameters(), *plain2.parameters()], 0.02)
+        assert abs(float(norm) - float(expected)) < 1e-6
+        for optimizer in (o1, o2, p1, p2):
+            optimizer.step()
+            optimizer.zero_grad()
+    close(whole(accelerator, m1), plain1.state_dict(), 1e-5)
+    close(whole(accelerator, m2), plain2.state_dict(), 1e-5)
+
+
+@case
+def several_plugins_are_chosen_by_name() -> None:
+    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
+    accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins, process_group_timeout=PG_TIMEOUT)
+    student = Tower(0)
+    student, optimizer = accelerator.prepare(student, ADAM(student.parameters(), lr=1e-2))
+    assert student.zero_optimization_stage() == 2
+    accelerator.state.select_deepspeed_plugin("teacher")
+    assert accelerator.deepspeed_plugin.stage == 3
+    teacher = accelerator.prepare(Tower(1).requires_grad_(False))
+    assert teacher.zero_optimization_stage() == 3
+    assert accelerator.state.get_deepspeed_plugin("student").stage == 2
+    with pytest.raises(ConfigurationError, match=r"'techer'.*Did you mean 'teacher'"):
+        accelerator.state.select_deepspeed_plugin("techer")
+    x, _y = data()
+    with torch.no_grad():
+        wanted = teacher(mine(x))
+    torch.testing.assert_close(wanted, Tower(1)(mine(x)))
+    accelerator.backward(mse_loss(student(mine(x)), wanted))
+    optimizer.step()
+
+
+@case
+def a_model_alone_is_evaluated_where_it_is() -> None:
+    accelerator = speed(zero_stage=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = accelerator.prepare(Tower().requires_grad_(False))
+    assert type(model) is Tower
+    accelerator, model, _ = trained(2)
+    inner = accelerator.unwrap_model(model)
+    assert type(inner) is Tower
+    assert inner is model.module
+
+
+@case
+def frozen_parameters_and_buffers_survive() -> None:
+    class Frozen(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.arange(3.0))
+            self.layers[1].requires_grad_(False)
+
+    for stage in (1, 2, 3):
+        accelerator = speed(zero_stage=stage)
+        model = Frozen()
+        optimizer = ADAM([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        steps(model, optimizer, accelerator)
+        expected = whole(accelerator, model)
+        target = scratch(f"frozen{stage}") / "checkpoint"
+        accelerator.save_state(target)
+        merged = merge(target / "backend_deepspeed" / "engine_0")
+        assert merged.keys() == expected.keys(), (stage, merged.keys() ^ expected.keys())
+        close(merged, expected, 0)
+
+
+@case
+def compiles_in_the_engine() -> None:
+    for stage in (2, 3):
+        accelerator = speed(zero_stage=stage, dynamo_backend="eager")
+        model = Tower()
+        model, optimizer = accelerator.prepare(model, ADAM(model.parameters(), lr=1e-2))
+        assert model.is_compiled
+        steps(model, optimizer, accelerator)
+        close(whole(accelerator, model), reference(Tower(), ADAM, lr=1e-2))
+
+
+@case
+def layers_are_split_over_ranks_that_see_the_same_samples() -> None:
+    if SIZE != 2:
+        return
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.relu(self.up(x)))
+
+    tensor = {
+        "autotp_size": 2,
+        "partition_config": {
+            "use_default_specs": False,
+            "layer_specs": [
+                {"patterns": [".*up.weight$"], "partition_type": "column"},
+                {"patterns": [".*down.weight$"], "partition_type": "row"},
+            ],
+        },
+    }
+    x, y = data()
+    plain = Pair()
+    sgd = torch.optim.SGD(plain.parameters(), 0.1)
+    losses = []
+    for _ in range(3):
+        loss = mse_loss(plain(x), y)
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        losses.append(loss.item())
+    sizes = ParallelismConfig(tp_size=2)
+    for config, more in (
+        ({"zero_optimization": {"stage": 1}, "tensor_parallel": tensor}, {}),
+        (
+            {
+                "zero_optimization": {"stage": 1},
+                "tensor_parallel": {"partition_config": tensor["partition_config"]},
+            },
+            {"parallelism_config": sizes},
+        ),
+    ):
+        accelerator = speed(config, **more)
+        assert accelerator.parallelism_config.tp_size == 2
+        model = Pair()
+        loader = DataLoader(TensorDataset(x, y), 8)
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.1), loader
+        )
+        assert tuple(model.module.up.weight.shape) == (8, 8)
+        told = []
+        for _ in range(3):
+            for one, other in loader:
+                assert len(one) == 8  # both ranks compute on all of it
+                loss = mse_loss(model(one), other)
+                accelerator.backward(loss)
+                optimizer.step()
+                told.append(loss.item())
+        assert max(abs(a - b) for a, b in zip(told, losses, strict=True)) < 1e-6, (told, losses)
+
+
+@case
+def sequences_are_shared_by_ulysses() -> None:
+    if SIZE != 2:
+        return
+    from torch.nn.functional import cross_entropy
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def llama():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, attn_implementation="sdpa",
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 64, (6, 16), generator=generator)
+    rows = [{"input_ids": one, "position_ids": torch.arange(16), "labels": one} for one in tokens]
+    plain = llama()
+    sgd = torch.optim.SGD(plain.parameters(), 0.5)
+    expected = []
+    for batch in DataLoader(rows, 2):
+        logits = plain(batch["input_ids"], position_ids=batch["position_ids"]).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        expected.append(loss.item())
+    from accelerate_deepspeed import DeepSpeedSequenceParallelConfig
+
+    for stage in (2, 3):
+        sizes = ParallelismConfig(
+            sp_size=2, sp_backend="deepspeed", sp_handler=DeepSpeedSequenceParallelConfig()
+        )
+        accelerator = speed(zero_stage=stage, parallelism_config=sizes)
+        model = llama()
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.5), DataLoader(rows, 2)
+        )
+        told = []
+        for batch in loader:
+            assert batch["input_ids"].shape == (2, 8)
+            assert "labels" not in batch
+            labels = batch["shift_labels"].flatten()
+            count = (labels != -100).sum()
+            with accelerator.accumulate(model, num_items=count):
+                logits = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
+                loss = cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            both = accelerator.reduce(torch.stack([loss.detach(), count.float()]), "sum")
+            told.append(float(both[0] / both[1]))
+        assert max(abs(a - b) for a, b in zip(told, expected, strict=True)) < 1e-5, (told, expected)
+        accelerator.end_training()
+    config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}
+    accelerator = speed(config, parallelism_config=ParallelismConfig(sp_size=2))
+    model = Tower()
+    with pytest.raises(ConfigurationError, match="for models of Transformers; Tower"):
+        accelerator.prepare(model, ADAM(model.parameters()))
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@case
+def resumes_bit_for_bit_in_the_same_process() -> None:
+    for stage in (0, 1, 2, 3):
+        accelerator, model, optimizer = trained(stage)
+        steps(model, optimizer, accelerator, 2)
+        target = scratch(f"resume{stage}") / "checkpoint"
+        accelerator.save_state(target)
+        kept = whole(accelerator, model)
+        steps(model, optimizer, accelerator, 2)
+        expected = whole(accelerator, model)
+        accelerator.load_state(target)
+        close(whole(accelerator, model), kept, 0)
+        steps(model, optimizer, accelerator, 2)
+        close(whole(accelerator, model), expected, 0)
+        again, other, optimizer = trained(stage, seed=1)
+        again.load_state(target)
+        steps(other, optimizer, again, 2)
+        close(whole(again, other), expected, 0)
+
+
+@case
+def weights_are_merged_without_an_engine() -> None:
+    for stage in (0, 1, 2, 3):
+        accelerator, model, optimizer = trained(stage)
+        steps(model, optimizer, accelerator, 2)
+        target = scratch(f"merge{stage}") / "checkpoint"
+        accelerator.save_state(target)
+        close(merge(target / "backend_deepspeed" / "engine_0"), whole(accelerator, model), 0)
+
+
+@case
+def models_are_saved_whole() -> None:
+    for stage in (2, 3):
+        accelerator, model, optimizer = trained(stage)
+        steps(model, optimizer, accelerator, 1)
+        expected = whole(accelerator, model)
+        target = scratch(f"model{stage}")
+        accelerator.save_model(model, target)
+        accelerator.wait_for_everyone()
+        from safetensors.torch import load_file
+
+        close(load_file(target / "model.safetensors"), expected, 0)
+
+
+@case
+def what_is_no_such_checkpoint_is_refused_on_all_ranks() -> None:
+    accelerator, model, optimizer = trained(2)
+    steps(model, optimizer, accelerator, 1)
+    target = scratch("strange") / "checkpoint"
+    accelerator.save_state(target)
+    with pytest.raises(ConfigurationError, match=r"load_module_onli.*load_module_only"):
+        accelerator.load_state(target, load_module_onli=True)
+    other, _model3, _ = trained(3)
+    with pytest.raises(CheckpointError, match=r"stage 2 on 2 ranks.*stage 3|stage 2 on \d"):
+        other.load_state(target)
+    accelerator.wait_for_everyone()
+    file = target / "backend_deepspeed" / "engine_0" / "mp_rank_00_model_states.pt"
+    if RANK == 0:
+        torch.save({"module": {}, "evil": Evil()}, file)
+    accelerator.wait_for_everyone()
+    with pytest.raises(CheckpointError):
+        accelerator.load_state(target)  # the manifest knows
+    from accelerate_deepspeed import keeping
+
+    with pytest.raises(CheckpointError, match="Evil"):
+        keeping.load(accelerator, target / "backend_deepspeed", {})
+    assert not Evil.made
+
+
+class Evil:
+    made = False
+
+    def __setstate__(self, state: object) -> None:
+        type(self).made = True
+
+    def __getstate__(self) -> object:
+        return {"some": "state"}
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def refused(text: str, config=None, **options) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        speed(config, **options)
+
+
+@case
+def contradictions_name_both_places() -> None:
+    zero = {"zero_optimization": {"stage": 3}}
+    refused(r"zero_stage=2.*deepspeed_plugin.*zero_optimization\.stage=3", zero, zero_stage=2)
+    speed(zero, zero_stage=3)
+    refused(r"offload_optimizer_device='cpu'.*'none'", {"zero_optimization": {
+        "stage": 2, "offload_optimizer": {"device": "none"}}}, offload_optimizer_device="cpu")  # fmt: skip
+    steps_ = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}
+    refused(r"gradient_accumulation_steps=2.*contradicts 4", steps_, steps=2)
+    assert speed(steps_).gradient_accumulation_steps == 4
+    assert speed(zero_stage=1, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+    bf16 = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    refused(r"mixed_precision='fp16'.*bf16\.enabled", bf16, mixed_precision="fp16")
+    refused(r"mixed_precision='no'.*bf16", bf16, mixed_precision="no")
+
+
+@case
+def unknown_keys_and_bad_values_are_refused() -> None:
+    refused(r"'zero_optimisation'.*Did you mean 'zero_optimization'", {"zero_optimisation": {}})
+    refused(
+        r"reduce_bucket_siz.*no such setting.*reduce_bucket_size",
+        {"zero_optimization": {"stage": 2, "reduce_bucket_siz": 5}},
+    )
+    refused(r"stage=4.*allowed are '0', '1', '2', '3'", {"zero_optimization": {"stage": 4}})
+    refused(r"offload_param\.device='cpu'.*needs ZeRO stage 3", {"zero_optimization": {
+        "stage": 2, "offload_param": {"device": "cpu"}}})  # fmt: skip
+    refused(r"offload_param_nvme_path", zero_stage=3, offload_param_device="nvme")
+    refused(r"stage 0.*Use stage 1", zero_stage=0, mixed_precision="fp16")
+    refused(r"is no file, no JSON", "no_such_config.json")
+
+
+@case
+def batch_sizes_that_contradict_each_other_are_refused() -> None:
+    def prepare(config, batch=None):
+        accelerator = speed({"zero_optimization": {"stage": 1}, **config}, steps=2)
+        model = Tower()
+        objects = [model, ADAM(model.parameters())]
+        if batch:
+            objects.append(DataLoader(TensorDataset(*data()), batch))
+        return accelerator, accelerator.prepare(*objects)[0]
+
+    total = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}
+    with pytest.raises(ConfigurationError, match=r"train_batch_size=7.*is not.*=2.*2 accum"):
+        prepare(total)
+    with pytest.raises(ConfigurationError, match=r"train_batch_size=7.*no multiple"):
+        prepare({"train_batch_size": 7})
+    autos = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+             "gradient_accumulation_steps": "auto"}  # fmt: skip
+    accelerator, engine = prepare(autos, batch=3)
+    assert engine.train_micro_batch_size_per_gpu() == 3
+    assert engine.train_batch_size() == 3 * 2 * SIZE
+    assert engine.gradient_accumulation_steps() == 2
+    assert accelerator.deepspeed_plugin.deepspeed_config["train_batch_size"] == 6 * SIZE
+    _, engine = prepare({"train_batch_size": 8 * SIZE})
+    assert engine.train_micro_batch_size_per_gpu() == 4
+    prepare(autos)  # a loop without a loader
+
+
+@case
+def what_belongs_together_is_prepared_together() -> None:
+    accelerator = speed(zero_stage=2)
+    model = Tower()
+    with pytest.raises(PrepareError, match=r"AdamW without the model"):
+        accelerator.prepare(ADAM(model.parameters()))
+    one, other = Tower(), Tower()
+    with pytest.raises(PrepareError, match="several models"):
+        accelerator.prepare(one, other, ADAM([*one.parameters(), *other.parameters()]))
+    with pytest.raises(PrepareError, match="two optimizers"):
+        accelerator.prepare(
+            one, ADAM(one.layers[0].parameters()), ADAM(one.layers[1:].parameters())
+        )
+    with pytest.raises(ConfigurationError, match=r"DummyOptim stands for"):
+        accelerator.prepare(one, DummyOptim(one.parameters()))
+    accelerator = speed(CONFIGURED)
+    with pytest.raises(ConfigurationError, match=r"has an optimizer, and prepare got a AdamW"):
+        accelerator.prepare(one, ADAM(one.parameters()))
+    with pytest.raises(ConfigurationError, match=r'scheduler\.params\.\w+ is "auto"'):
+        accelerator.prepare(one, DummyOptim(one.parameters()))
+
+
+@case
+def configs_come_from_anywhere() -> None:
+    import base64
+
+    config = {"zero_optimization": {"stage": 1}}
+    text = json.dumps(config)
+    file = scratch("config") / "ds.json"
+    if RANK == 0:
+        file.write_text(text)
+    KEPT.wait_for_everyone()
+    from accelerate_deepspeed import HfDeepSpeedConfig
+
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    for given in (config, text, str(file), file, encoded, HfDeepSpeedConfig(config)):
+        assert speed(given).deepspeed_plugin.stage == 1
+    assert config == {"zero_optimization": {"stage": 1}}
+
+
+if __name__ == "__main__":
+    run_cases()
+    KEPT.end_training()

@@ -1,0 +1,64 @@
+"""Going on with DeepSpeed: bit for bit, on other numbers of ranks, after damage."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support import run_workers
+
+HERE = Path(__file__).parent
+STAGES = ("1", "2", "3")
+
+pytestmark = pytest.mark.dist
+
+
+def run(
+    folder: Path, *starts: tuple[int, int], stages: tuple[str, ...] = STAGES
+) -> dict[str, dict[int, float]]:
+    """Return for each stage the loss of every micro-batch; `starts` are ranks, and until when."""
+    folder.mkdir(exist_ok=True)
+    for ranks, until in starts:
+        worker = HERE / "deepspeed_resume_worker.py"
+        environment = {"OMP_NUM_THREADS": "1"}
+        arguments = [folder, until, *stages]
+        run_workers(worker, ranks, arguments, timeout=200, env=environment).checked()
+    told = {}
+    for stage in stages:
+        lines = (folder / stage / "losses.txt").read_text().splitlines()
+        told[stage] = {int(step): float(loss) for step, loss in (line.split() for line in lines)}
+    return told
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("straight"), (2, 16))
+
+
+def test_on_as_many_ranks_bit_for_bit(tmp_path, straight):
+    # Stopped in the middle of a cycle, and at a boundary in an epoch that has begun.
+    assert run(tmp_path, (2, 5), (2, 14), (2, 16)) == straight
+
+
+def test_on_other_numbers_of_ranks_nearly(tmp_path, straight):
+    found = run(tmp_path, (1, 5), (2, 10), (1, 16))
+    for stage, losses in straight.items():
+        assert found[stage].keys() == losses.keys()
+        for step, loss in losses.items():
+            assert abs(found[stage][step] - loss) <= 1e-5, (stage, step, loss, found[stage][step])
+
+
+def test_damage_to_every_file_is_refused_and_passed_over(tmp_path):
+    run(tmp_path, (2, 4), (2, 8), stages=("2",))
+    environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    worker = HERE.parent / "fsdp2" / "damage_worker.py"
+    arguments = [tmp_path / "2", "deepspeed"]
+    told = run_workers(worker, 2, arguments, timeout=250, env=environment).checked()
+    tried = told.results[0]
+    names = {name for name, _ in tried}
+    engine = "backend_deepspeed/engine_0"
+    assert f"{engine}/mp_rank_00_model_states.pt" in names
+    assert f"{engine}/zero_pp_rank_1_mp_rank_00_optim_states.pt" in names
+    assert len(tried) == 4 * len(names)
+    assert os.path.isdir(tmp_path / "2" / "checkpoints" / "checkpoint_1")

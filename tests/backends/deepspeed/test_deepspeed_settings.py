@@ -1,0 +1,386 @@
+"""Configs: where they come from, what "auto" becomes, and what is refused, in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+from support import clean_environment
+
+from accelerate_core.configuration import Sources, resolve_settings
+from accelerate_core.configuration.files import read_config
+from accelerate_core.errors import CheckpointError, ConfigurationError
+from accelerate_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
+from accelerate_deepspeed import resolve as steps
+from accelerate_deepspeed.cli import command
+from accelerate_deepspeed.optimizers import check_compiler, needs_build
+from accelerate_deepspeed.reading import merge
+
+RUN = steps.Run(data_ranks=2, all_ranks=2, accumulation=4, micro_batch=8)
+
+
+def settled(config=None, **fields) -> HfDeepSpeedConfig:
+    plugin = DeepSpeedPlugin(hf_ds_config=config, **fields)
+    steps.settle_fields(plugin)
+    return plugin.hf_ds_config
+
+
+def test_without_anything_the_stage_is_2_and_nothing_is_clipped():
+    config = settled()
+    assert config.config == {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.0}
+    assert settled({"steps_per_print": 5}).stage == 0  # DeepSpeed's own meaning of a config
+
+
+def test_every_auto_is_resolved_with_its_reason():
+    config = settled(
+        {
+            "zero_optimization": {
+                "stage": "auto",
+                "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
+                "reduce_bucket_size": "auto",
+                "stage3_prefetch_bucket_size": "auto",
+                "stage3_param_persistence_threshold": "auto",
+                "stage3_gather_16bit_weights_on_model_save": "auto",
+            },
+            "bf16": {"enabled": "auto"},
+            "fp16": {"enabled": "auto"},
+            "gradient_clipping": "auto",
+            "gradient_accumulation_steps": "auto",
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {
+                    "warmup_max_lr": "auto", "total_num_steps": "auto", "warmup_num_steps": "auto"
+                },
+            },
+        },
+        zero_stage=3,
+    )  # fmt: skip
+    assert not steps.settle_precision(config, "bf16", "the test")
+    steps.settle_batches(config, RUN)
+    steps.settle_sizes(config, SimpleNamespace(config=SimpleNamespace(hidden_sizes=[8, 16])))
+    optimizer = DummyOptim([], lr=0.5, weight_decay=0.25)
+    steps.settle_optimizer(config, optimizer, DummyScheduler(optimizer, 11, 3), 2, split=False)
+    steps.settle_rest(config)
+    assert config.autos() == []
+    zero = config.config["zero_optimization"]
+    assert (zero["stage"], zero["offload_optimizer"]) == (3, {"device": "none"})
+    assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (256, 230)
+    assert zero["stage3_param_persistence_threshold"] == 160
+    assert config.get_value("train_batch_size") == 64
+    assert config.get_value("optimizer.params") == {"lr": 0.5, "weight_decay": 0.25}
+    # Both counts are divided, so that the warm-up is the same part of the whole.
+    assert config.get_value("scheduler.params.total_num_steps") == 6
+    assert config.get_value("scheduler.params.warmup_num_steps") == 2
+    assert "zero_stage" in config.where("zero_optimization.stage")
+
+
+def test_what_nothing_says_is_named():
+    config = settled({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}})
+    with pytest.raises(ConfigurationError, match=r"zero_optimization\.sub_group_size"):
+        steps.settle_rest(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"zero_optimisation": {}}, "Did you mean 'zero_optimization'"),
+        ('{"fp16": {}, "fp16": {}}', "'fp16' twice"),
+        ('{"fp16": ', "line 1, column"),
+        ("[1]", "is no file, no JSON"),
+        (3, "not int"),
+        ({"zero_optimization": 3}, "takes an object"),
+    ],
+)
+def test_bad_configs_are_refused(given, text):
+    with pytest.raises(ConfigurationError, match=text):
+        settled(given)
+
+
+def test_a_file_with_a_list_is_refused(tmp_path):
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ConfigurationError, match="is a list"):
+        settled(tmp_path / "list.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        settled(str(tmp_path / "bytes.json"))
+    with pytest.raises(ConfigurationError, match=r"Did you mean 'list\.json'"):
+        settled(str(tmp_path / "lits.json"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"zero_stage": 4}, "one of 0, 1, 2, 3"),
+        ({"offload_optimizer_device": "gpu"}, "allowed are"),
+        ({"gradient_clipping": "much"}, "takes a number"),
+        ({"gradient_accumulation_steps": 0}, "at least 1"),
+        ({"enable_msamp": True}, "not maintained"),
+        ({"multinode_launcher": "pdhs"}, "Did you mean 'pdsh'"),
+        ({"offload_param_device": "nvme", "zero_stage": 3}, "needs offload_param_nvme_path"),
+        (
+            {
+                "offload_param_device": "nvme",
+                "offload_param_nvme_path": "/no/such",
+                "zero_stage": 3,
+            },
+            "is no directory",
+        ),
+        ({"offload_optimizer_device": "cpu", "zero_stage": 0}, "stage 1, 2 or 3"),
+    ],
+)
+def test_bad_fields_are_refused(fields, text):
+    with pytest.raises(ConfigurationError, match=text):
+        settled(**fields)
+
+
+def test_environment_and_file_fill_what_the_constructor_leaves_out(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n"
+        "  gradient_accumulation_steps: 5\n  deepspeed_moe_layer_cls_names: A, B\n"
+    )
+    sources = Sources({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, read_config(str(file)))
+    plugin, because = resolve_settings(DeepSpeedPlugin, None, sources, owner="deepspeed")
+    assert plugin.zero_stage == 1
+    assert plugin.gradient_accumulation_steps == 5
+    assert plugin.transformer_moe_cls_names == ["A", "B"]
+    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE" in because["zero_stage"].origin
+    asked = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}})
+    plugin, _ = resolve_settings(DeepSpeedPlugin, asked, sources, owner="deepspeed")
+    with pytest.raises(ConfigurationError, match=r"ACCELERATE_DEEPSPEED_ZERO_STAGE.*stage=2"):
+        steps.settle_fields(plugin)
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "text"),
+    [
+        ({"bf16": {"enabled": True}}, "fp16", "contradicts bf16"),
+        ({"bf16": {"enabled": True}}, "bf16", "stage 0"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16", "both on"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"},
+          "zero_optimization": {"stage": 1}}, "fp16", "still scaled"),
+        ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "bf16", "none of"),
+        ({"fp16": {"enabled": False}}, "fp16", "contradicts fp16"),
+    ],
+)  # fmt: skip
+def test_precisions_that_go_wrong_are_refused(config, wanted, text):
+    with pytest.raises(ConfigurationError, match=text):
+        steps.settle_precision(settled(config), wanted, "the test")
+
+
+def test_an_op_that_cannot_be_compiled_says_what_to_install_or_set(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigurationError, match=r"g\+\+.*zero_force_ds_cpu_optimizer"):
+        check_compiler("cpu_adam")
+    adam = {"optimizer": {"type": "AdamW", "params": {}}}
+    assert needs_build(settled(adam)) == "fused_adam"
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert needs_build(settled(adam | offload)) == "cpu_adam"
+    adam["optimizer"]["params"]["torch_adam"] = True
+    assert needs_build(settled(adam)) is None
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_show_config_tells_every_value_and_why(tmp_path):
+    file = tmp_path / "ds.json"
+    config = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
+    file.write_text(json.dumps(config))
+    arguments = ["show-config", str(file), "--num_processes", "2", "--micro_batch", "4"]
+    told = CliRunner().invoke(command, arguments, terminal_width=200, env={"COLUMNS": "200"})
+    assert told.exit_code == 0, told.output
+    assert "train_batch_size" in told.output
+    assert "micro-batch x steps x ranks" in told.output
+    plain = CliRunner().invoke(command, [*arguments, "--json"])
+    assert json.loads(plain.output)["train_batch_size"] == 8
+    wrong = CliRunner().invoke(command, ["show-config", str(file), "--zero_stage", "3"])
+    assert wrong.exit_code == 1
+    assert "contradicts" in wrong.output
+    assert "Traceback" not in wrong.output
+
+
+def test_consolidating_what_is_no_checkpoint_is_refused(tmp_path):
+    told = CliRunner().invoke(command, ["consolidate", str(tmp_path), str(tmp_path / "out")])
+    assert told.exit_code == 1
+    assert "no engine's files" in told.output
+    with pytest.raises(CheckpointError, match="no engine's checkpoint"):
+        merge(tmp_path)
+
+
+def test_importing_the_package_imports_neither_deepspeed_nor_transformers():
+    code = (
+        "import sys, accelerate_deepspeed, accelerate_deepspeed.cli, accelerate_deepspeed.launching;"
+        "print([m for m in ('deepspeed', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean_environment(),
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_consolidates_where_deepspeed_is_not_installed(tmp_path):
+    """The reader needs torch; DeepSpeed's classes in the files are stood in for."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from accelerate_core import Accelerator, DeepSpeedPlugin\n"
+        "a = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))\n"
+        "torch.manual_seed(0)\n"
+        "m = torch.nn.Linear(3, 2)\n"
+        "m, o = a.prepare(m, torch.optim.AdamW(m.parameters()))\n"
+        "a.backward(m(torch.ones(1, 3)).sum())\n"
+        "o.step()\n"
+        "a.save_state('state')\n"
+        "torch.save(a.get_state_dict(m), 'weights.pt')\n"
+        "a.end_training()\n"
+    )
+    reader = tmp_path / "reader.py"
+    reader.write_text(
+        "import sys\n"
+        "sys.modules['deepspeed'] = None\n"
+        "from accelerate_deepspeed.cli import command\n"
+        "command(['consolidate', 'state', 'out'])\n"
+    )
+    for program in (script, reader):
+        done = subprocess.run(
+            [sys.executable, program],
+            cwd=tmp_path,
+            env=clean_environment(OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    import torch
+    from safetensors.torch import load_file
+
+    expected = torch.load(tmp_path / "weights.pt")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+# --- launching ------------------------------------------------------------------------------------
+
+TRAIN = """
+import os, torch
+from accelerate_core import Accelerator, DeepSpeedPlugin
+a = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), process_group_timeout=60)
+m = torch.nn.Linear(4, 1)
+m, o = a.prepare(m, torch.optim.AdamW(m.parameters()))
+a.backward(m(torch.ones(2, 4)).sum())
+o.step()
+open(f"{a.process_index}.txt", "w").write(f"{a.num_processes} {os.environ.get('OF_THE_USER')}")
+a.end_training()
+"""
+
+
+def launched(tmp_path: Path, hosts: str, port: int, **variables: str) -> list[str]:
+    from accelerate_core.launch import LaunchPlan, Target
+    from accelerate_deepspeed.launching import DeepSpeedLauncher
+
+    (tmp_path / "hosts").write_text(hosts)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / ".deepspeed_env").write_text("OF_THE_USER=yes\n")
+    plan = LaunchPlan(
+        target=Target(str(tmp_path / "train.py")),
+        num_processes=2,
+        main_process_ip="127.0.0.1",
+        main_process_port=port,
+        environment={"ACCELERATE_DEEPSPEED_HOSTFILE": str(tmp_path / "hosts"), **variables},
+    )
+    launcher = DeepSpeedLauncher()
+    assert launcher.accepts(plan)
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        environment = launcher.launch_environment(plan)
+        done = subprocess.run(
+            _without_ssh(launcher.launch_command(plan)),
+            cwd=tmp_path,
+            env=clean_environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", **environment),
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+    finally:
+        os.chdir(before)
+    assert done.returncode == 0, done.stderr[-3000:]
+    sent = Path(environment["DS_ENV_FILE"]).read_text()
+    assert "OF_THE_USER=yes" in sent
+    assert "ACCELERATE_DEEPSPEED_HOSTFILE" in sent
+    return [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)]
+
+
+def _without_ssh(arguments: list[str]) -> list[str]:
+    """No ssh server is asked whether it is there: all hosts are this one."""
+    at = arguments.index("deepspeed.launcher.runner") + 1
+    return [*arguments[:at], "--no_ssh_check", *arguments[at:]]
+
+
+@pytest.mark.dist
+def test_a_host_file_starts_its_slots(tmp_path):
+    assert launched(tmp_path, "localhost slots=2\n", 29713) == ["2 None", "2 None"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"ACCELERATE_DEEPSPEED_HOSTFILE": "/no/such"}, "is not there"),
+        ({"ACCELERATE_DEEPSPEED_MULTINODE_LAUNCHER": "pdsh"}, "needs a host file"),
+    ],
+)
+def test_what_cannot_be_launched_is_said(variables, text):
+    from accelerate_core.launch import LaunchPlan, Target
+    from accelerate_deepspeed.launching import DeepSpeedLauncher
+
+    plan = LaunchPlan(target=Target("x.py"), environment=variables)
+    with pytest.raises(ConfigurationError, match=text):
+        DeepSpeedLauncher().launch_command(plan)
+
+
+@pytest.mark.parametrize("kind", ["pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm", "nossh"])
+def test_the_command_of_each_launcher(tmp_path, kind):
+    """Each is DeepSpeed's own; most need programs and machines that are not here."""
+    from accelerate_core.launch import LaunchPlan, Target
+    from accelerate_deepspeed.launching import DeepSpeedLauncher
+
+    hosts = tmp_path / "hosts"
+    hosts.write_text("one slots=2\ntwo slots=2\n")
+    plan = LaunchPlan(
+        target=Target("x.py", ("--a", "1")),
+        machine_rank=1,
+        environment={
+            "ACCELERATE_DEEPSPEED_HOSTFILE": str(hosts),
+            "ACCELERATE_DEEPSPEED_MULTINODE_LAUNCHER": kind,
+            "ACCELERATE_DEEPSPEED_INCLUSION_FILTER": "one:0@two:1",
+        },
+    )
+    made = DeepSpeedLauncher().launch_command(plan)
+    assert made[-3:] == ["x.py", "--a", "1"]
+    at = made.index("deepspeed.launcher.runner")
+    from deepspeed.launcher.runner import parse_args
+
+    read = parse_args(made[at + 1 :])  # DeepSpeed takes it as meant
+    assert (read.hostfile, read.include) == (str(hosts), "one:0@two:1")
+    if kind == "nossh":
+        assert read.no_ssh
+        assert read.node_rank == 1
+    else:
+        assert read.launcher == kind
