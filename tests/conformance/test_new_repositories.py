@@ -122,7 +122,7 @@ def test_what_is_written_is_complete_and_tidy(tmp_path: Path, kind: str) -> None
         ("class", "backend", "no name for a plugin"),
         ("ring", "bakend", "Did you mean 'backend'?"),
         ("ddp", "backend", "already: ddp (accelerate-ddp"),
-        ("deepspeed", "backend", "accelerate-core[deepspeed]"),
+        ("megatron_lm", "backend", "accelerate-core[megatron]"),
     ],
 )
 def test_a_name_that_cannot_be_is_refused(tmp_path: Path, name: str, kind: str, said: str) -> None:
