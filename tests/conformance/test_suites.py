@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ class TestFSDP2(BackendSuite):
 class TestFSDP2Sharded(BackendSuite):
     plugin = "fsdp2"
     environ = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+
+
+@pytest.mark.dist
+@pytest.mark.soak
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
+class TestDeepSpeed(BackendSuite):
+    plugin = "deepspeed"
+    timeout = 40.0
 
 
 @pytest.mark.dist

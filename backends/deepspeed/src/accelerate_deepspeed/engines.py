@@ -213,6 +213,11 @@ def make_engine(
         arguments["mpu"] = mpu
     with rank_environment(accelerator), build_note(op):
         engine, _, _, own_scheduler = deepspeed.initialize(dist_init_required=False, **arguments)
+    if accelerator.num_processes > 1 and accelerator.parallelism_config.tp_size == 1:
+        # It makes the ranks' parameters alike, and leaves buffers as each rank has them.
+        for buffer in model.buffers():
+            if not buffer.is_meta:
+                torch.distributed.broadcast(buffer.detach(), src=0)
     job.model.value = engine
     if job.optimizer is not None:
         job.optimizer.value = accelerator.wrap_optimizer(engine.optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -212,9 +213,9 @@ class _Session:
             command += ["--monitor_interval", "0.1", "--module", module, str(file)]
         limit = 60 + (self.timeout + 10) * 2 + 10 * len(names)
         watched = names if collect else ()
-        return run_command(
-            command, self.environ, limit, meanwhile=lambda: self._collect(watched, ranks)
-        )
+        # A backend may start a group for one process, too: not at the port everybody uses.
+        environ = {**self.environ, "MASTER_PORT": str(_free_port())} if ranks == 1 else self.environ
+        return run_command(command, environ, limit, meanwhile=lambda: self._collect(watched, ranks))
 
     def _collect(self, names: Sequence[str], ranks: int) -> None:
         now = self.folder / "now"
@@ -259,6 +260,12 @@ class _Session:
                 result.error = f"{result.error}\n{self._blamed(result.name)}"
             self.results[result.name] = result
             self.on_result(result)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _joined(name: str, lines: Sequence[Mapping[str, Any]]) -> Result:
