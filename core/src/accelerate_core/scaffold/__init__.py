@@ -100,6 +100,8 @@ def _copy(source: Traversable, target: Path, values: dict[str, str]) -> list[Pat
             continue
         name = entry.name.removesuffix(".in").replace("__package__", values["package"])
         name = name.replace("dot_", ".", 1) if name.startswith("dot_") else name
+        # Tests of ours are not part of a wheel; these are spelt so that nobody takes them for some.
+        name = name.replace("TEST_", "test_", 1) if name.startswith("TEST_") else name
         path = target / name.replace("__name__", values["name"])
         if entry.is_dir():
             made += _copy(entry, path, values)
