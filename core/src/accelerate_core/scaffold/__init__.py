@@ -69,7 +69,7 @@ def write_repository(name: str, kind: str, directory: Path | None = None) -> lis
     made = []
     for part in ("common", kind):
         made += _copy(root / part, target, names.values)
-    return sorted(made)
+    return sorted(set(made))  # a kind may have its own of what is common
 
 
 def _check(name: str, kind: str) -> None:
