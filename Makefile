@@ -10,7 +10,7 @@ MEMBERS := core $(BACKENDS) $(TRACKERS)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS ?=
 
-.PHONY: help quickstart test soak lint format docs dist bench clean
+.PHONY: help quickstart test soak lint format docs dist bench downstream clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
@@ -20,6 +20,7 @@ help:
 	@echo "make docs         regenerate the generated pages"
 	@echo "make dist         build every wheel, install them into an empty environment and train"
 	@echo "make bench        compare with the peers"
+	@echo "make downstream   the released plugins under the working core"
 	@echo "make soak         the long forms of the tests"
 
 # torch first and from the constraints: a plain "torch" pulls gigabytes of CUDA.
@@ -88,6 +89,10 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/tracking.py
 	$(BIN)/python benchmarks/tracking_fidelity.py
 	$(BIN)/python benchmarks/plot.py
+
+# The plugins of the last release (or ARGS="--ref REF") under the core of this tree.
+downstream: $(VENV)/dev.stamp
+	$(BIN)/python tests/packaging/downstream.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) dist build *_output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -13,18 +13,13 @@ from pathlib import Path
 from accelerate_core.configuration import handlers, parallelism
 from accelerate_core.configuration.core import CORE_SETTINGS
 from accelerate_core.configuration.schema import settings_fields
-from accelerate_core.hookspecs import API_VERSION, HookSpecs, hooks_of_kind
+from accelerate_core.hookspecs import HookSpecs
+from accelerate_core.plugins.contract import KINDS, contract
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 from accelerate_deepspeed.settings import DeepSpeedPlugin
 from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
 
 HERE = Path(__file__).parent
-KINDS = {
-    "owner": "Exactly one answer: the active backend's. `None` is an answer.",
-    "stage": "Model in, model out: every active plugin, by stage and then by name.",
-    "broadcast": "Everyone is told; answers are ignored.",
-    "registration": "Everyone may contribute something.",
-}
 
 
 def cell(text: object) -> str:
@@ -37,21 +32,25 @@ def table(header: list[str], rows: list[list[object]]) -> list[str]:
 
 
 def hooks() -> str:
+    made = contract()
     lines = ["# Hooks", "", "Generated from `accelerate_core.hookspecs`; do not edit.", ""]
     lines += [
-        f"Version {API_VERSION[0]}.{API_VERSION[1]}.",
+        f"Version {'.'.join(map(str, made['version']))}. [What a version promises](contract.md).",
         "",
         inspect.getdoc(sys.modules[HookSpecs.__module__]) or "",
         "",
     ]
     for kind, meaning in KINDS.items():
         lines += [f"## {kind.capitalize()} hooks", "", meaning, ""]
-        rows = []
-        for name in hooks_of_kind(kind):  # type: ignore[arg-type]
-            function = getattr(HookSpecs, name)
-            arguments = ", ".join(list(inspect.signature(function).parameters)[1:])
-            rows.append([f"`{name}({arguments})`", inspect.getdoc(function)])
-        lines += table(["hook", "when it is called, what it returns"], rows)
+        rows: list[list[object]] = []
+        for name, hook in made["hooks"].items():
+            if hook["kind"] == kind:
+                doc = " ".join(
+                    [hook["doc"], *(f"{key} is deprecated." for key in hook["deprecated"])]
+                )
+                since = ".".join(map(str, hook["since"]))
+                rows.append([f"`{name}({', '.join(hook['arguments'])})`", since, doc])
+        lines += table(["hook", "since", "when it is called, what it returns"], rows)
     return "\n".join(lines)
 
 

@@ -326,8 +326,8 @@ class Accelerator(
             f"{name} = {value.value!r}  ({value.origin})" for name, value in self.because.items()
         ]
         lines += [
-            f"{self.backend.name}.{name} = {value.value!r}  ({value.origin})"
-            for name, value in self._built.backend_because.items()
+            f"{name} = {value.value!r}  ({value.origin})"
+            for name, value in self._built.plugin_settings().items()
         ]
         lines += [
             f"plugin {record.kind} {record.label}: {why}" for record, _, why in self.plugins.plugins

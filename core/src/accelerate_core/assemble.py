@@ -103,6 +103,8 @@ class Assembly:
     accumulation: GradientAccumulationPlugin
     project: ProjectConfiguration
     dynamo: TorchDynamoPlugin
+    #: The settings of precision and extensions: plugin name -> field -> where it came from.
+    plugin_because: dict[str, dict[str, Because]] = field(default_factory=dict)
     parallelism: ParallelismConfig | None = None
     handlers: dict[type, Any] = field(default_factory=dict)
     timeout: timedelta | None = None
@@ -110,6 +112,15 @@ class Assembly:
     def handler(self, cls: type) -> Any | None:
         """Return the handler of that class, None if none was given."""
         return self.handlers.get(cls)
+
+    def plugin_settings(self) -> dict[str, Because]:
+        """Return the settings of all active plugins as `plugin.field`, with their origins."""
+        own = {self.selection.record.name: self.backend_because}
+        return {
+            f"{plugin}.{name}": value
+            for plugin, settings in {**self.plugin_because, **own}.items()
+            for name, value in settings.items()
+        }
 
     def facts(self) -> dict[str, Any]:
         """Return what must be alike on every rank."""
@@ -124,9 +135,9 @@ class Assembly:
             facts["parallelism_config"] = self.parallelism.arithmetic()
         for one in dataclasses.fields(self.dataloader):
             facts[f"dataloader_config.{one.name}"] = getattr(self.dataloader, one.name)
-        for name, value in self.backend_because.items():
+        for name, value in self.plugin_settings().items():
             if isinstance(value.value, str | int | float | bool | None):
-                facts[f"{self.selection.record.name}.{name}"] = value.value
+                facts[name] = value.value
         return facts
 
 
@@ -170,10 +181,15 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
     }
     values = resolve_core({**passed, "backend": None}, sources, detected)
     values["backend"] = Because(selection.record.name, selection.because)
-    precision, precision_record = _make_precision(values["mixed_precision"])
-    extensions = [
-        (r, p() if isinstance(p, type) else p, why) for r, p, why in select_extensions(request)
-    ]
+    precision, precision_record, more = _make_precision(
+        values["mixed_precision"], given, sources, handlers
+    )
+    plugin_because = {precision_record.name: more}
+    extensions = []
+    for record, plugin, why in select_extensions(request):
+        extension, more = _with_settings(record, plugin, given, sources, handlers)
+        extensions.append((record, extension, why))
+        plugin_because[record.name] = more
     active = {selection.record.name, *(record.name for record, _, _ in extensions)}
     theirs = {name: value for name, value in arguments.items() if name not in CORE_ARGUMENTS}
     check_owners(theirs, selection, {*active, precision_record.name})
@@ -187,6 +203,7 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
         precision_record=precision_record,
         extensions=extensions,
         backend_because=backend_because,
+        plugin_because=plugin_because,
         dataloader=_dataloader(given),
         accumulation=accumulation,
         project=_project(given),
@@ -245,6 +262,8 @@ def _refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> No
     classes: tuple[type, ...] = _CORE_HANDLERS
     for plugin in active:
         classes += tuple(getattr(plugin, "handlers", ()))
+        if isinstance(getattr(plugin, "Settings", None), type):
+            classes += (plugin.Settings,)
     scanned = installed()
     packages = {record.target.split(":")[0].split(".")[0] for record in scanned.plugins}
     packages |= {target.split(":")[0].split(".")[0] for target, _ in scanned.exports.values()}
@@ -288,13 +307,7 @@ def _make_backend(
     mine = [h for h in handlers.values() if isinstance(h, tuple(plugin.handlers))]
     if plugin.Settings is None:
         return _made(selection, None, mine), {}
-    arguments = getattr(plugin.Settings, "__settings_arguments__", ()) or (f"{name}_plugin",)
-    spelled = [one for one in arguments if given.get(one) is not None]
-    if len(spelled) > 1:
-        raise ConfigurationError(f"{listing(spelled)} are names of one argument; pass one of them.")
-    argument = spelled[0] if spelled else arguments[0]
-    passed = given.get(argument)
-    passed = passed if passed is not None else handlers.get(plugin.Settings)
+    argument, passed = _passed(plugin, name, given, handlers)
     if isinstance(passed, Mapping) and passed and plugin.several_settings:
         several = {
             str(key): _resolved(plugin.Settings, value, f"{argument}[{key!r}]", sources, name)
@@ -304,6 +317,43 @@ def _make_backend(
         return _made(selection, {key: made for key, (made, _) in several.items()}, mine), first[1]
     settings, because = _resolved(plugin.Settings, passed, argument, sources, name)
     return _made(selection, settings, mine), because
+
+
+def _passed(
+    plugin: Any, name: str, given: Mapping[str, Any], handlers: Mapping[type, Any]
+) -> tuple[str, Any]:
+    """Return what was passed for the `Settings` of a plugin, and by which argument."""
+    arguments = getattr(plugin.Settings, "__settings_arguments__", ()) or (f"{name}_plugin",)
+    spelled = [one for one in arguments if given.get(one) is not None]
+    if len(spelled) > 1:
+        raise ConfigurationError(f"{listing(spelled)} are names of one argument; pass one of them.")
+    argument = spelled[0] if spelled else arguments[0]
+    passed = given.get(argument)
+    return argument, passed if passed is not None else handlers.get(plugin.Settings)
+
+
+def _with_settings(
+    record: PluginRecord,
+    plugin: Any,
+    given: Mapping[str, Any],
+    sources: Sources,
+    handlers: Mapping[type, Any],
+) -> tuple[Any, dict[str, Because]]:
+    """Make a precision or an extension; one that has `Settings` gets them."""
+    if not isinstance(plugin, type):
+        return plugin, {}
+    made: Any = plugin
+    because: dict[str, Because] = {}
+    arguments = []
+    if getattr(plugin, "Settings", None) is not None:
+        argument, passed = _passed(plugin, record.name, given, handlers)
+        settings, because = _resolved(made.Settings, passed, argument, sources, record.name)
+        arguments = [settings]
+    try:
+        return made(*arguments), because
+    except Exception as error:
+        blame(error, "__init__", record)
+        raise
 
 
 def _resolved(
@@ -324,14 +374,19 @@ def _made(selection: Selection, settings: Any, handlers: list[Any]) -> Any:
         raise
 
 
-def _make_precision(wanted: Because) -> tuple[Any, PluginRecord]:
+def _make_precision(
+    wanted: Because,
+    given: Mapping[str, Any],
+    sources: Sources,
+    handlers: Mapping[type, Any],
+) -> tuple[Any, PluginRecord, dict[str, Because]]:
     record = _find_precision(wanted)
     plugin = record.load()
     check_api_version(record, plugin)
-    made = plugin() if isinstance(plugin, type) else plugin
+    made, because = _with_settings(record, plugin, given, sources, handlers)
     if not isinstance(made, Precision):
         raise PluginError(f"The precision plugin {record.label} is no accelerate_core.Precision.")
-    return made, record
+    return made, record, because
 
 
 def _find_precision(wanted: Because) -> PluginRecord:

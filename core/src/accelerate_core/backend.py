@@ -42,7 +42,9 @@ class Backend:
       `devices` (device types, or None for all), `no_sync`, `join`, `compile`, `num_items` (of
       one that owns accumulation: whether it can divide by a number of items), `gradients`
       (True unless False: gradients of a begun cycle are in `parameter.grad`, or saved by a
-      backend that owns checkpoints; without them the last step boundary is what is saved).
+      backend that owns checkpoints; without them the last step boundary is what is saved),
+      `several_models`, `exact` (True unless False: a step is that of one process on the samples
+      of all ranks). The conformance suite checks what is declared and skips the rest by name.
     * `owns`: what the core leaves to this backend: `precision` (autocast of forward, scaling),
       `device_placement`, `accumulation` (dividing the loss), `optimizer` (which holds other
       tensors than the model's parameters), `checkpoint` (model and optimizer files, written in

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -26,7 +27,18 @@ if TYPE_CHECKING:
 
     from accelerate_core.accelerator import Accelerator
 
-__all__ = ["API_VERSION", "PROJECT", "HookSpecs", "hook_kind", "hookimpl", "hooks_of_kind"]
+__all__ = [
+    "API_VERSION",
+    "DEPRECATED",
+    "PROJECT",
+    "Deprecation",
+    "HookSpecs",
+    "all_hooks",
+    "hook_kind",
+    "hook_since",
+    "hookimpl",
+    "hooks_of_kind",
+]
 
 PROJECT = "accelerate_core"
 
@@ -41,11 +53,26 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 _KINDS: dict[str, Kind] = {}
+_SINCE: dict[str, tuple[int, int]] = {}
 
 
-def _kind(kind: Kind) -> Callable[[F], F]:
+@dataclass(frozen=True)
+class Deprecation:
+    """Since which version something is to be left, what to write instead, and when it goes."""
+
+    since: tuple[int, int]
+    instead: str
+    gone_in: int
+
+
+#: `hook` or `hook(argument)` -> why not to use it any more. Whoever does is told once, by name.
+DEPRECATED: dict[str, Deprecation] = {}
+
+
+def _kind(kind: Kind, since: tuple[int, int] = (1, 0)) -> Callable[[F], F]:
     def mark(function: F) -> F:
         _KINDS[function.__name__] = kind
+        _SINCE[function.__name__] = since
         return hookspec(function)
 
     return mark
@@ -64,9 +91,19 @@ def hook_kind(name: str) -> Kind | None:
     return _KINDS.get(name)
 
 
+def hook_since(name: str) -> tuple[int, int]:
+    """Return the version of the contract that brought a hook."""
+    return _SINCE[name]
+
+
 def hooks_of_kind(kind: Kind) -> tuple[str, ...]:
     """Return the names of the hooks of one kind, in the order they are declared."""
     return tuple(name for name, its in _KINDS.items() if its == kind)
+
+
+def all_hooks() -> tuple[str, ...]:
+    """Return the names of all hooks, in the order they are declared."""
+    return tuple(_KINDS)
 
 
 class HookSpecs:

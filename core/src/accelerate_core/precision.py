@@ -24,8 +24,13 @@ class Precision:
     api_version: ClassVar[tuple[int, int]] = API_VERSION
     #: dtype of `torch.autocast`; None enters no autocast.
     dtype: ClassVar[torch.dtype | None] = None
-    #: Classes of `kwargs_handlers` this precision takes.
+    #: Settings class, made with `settings`: environment, config file, `kwargs_handlers`.
+    Settings: ClassVar[type[Any] | None] = None
+    #: Classes of `kwargs_handlers` this precision takes, besides `Settings`.
     handlers: ClassVar[tuple[type, ...]] = ()
+
+    def __init__(self, settings: Any = None) -> None:
+        self.settings = settings
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

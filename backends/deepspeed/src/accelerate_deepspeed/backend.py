@@ -206,6 +206,12 @@ class DeepSpeedBackend(Backend):
     def on_start(self, accelerator: Accelerator) -> None:
         """Import deepspeed, let it use the process group, and check configs with its own models."""
         self._deepspeed = library.connect(accelerator)
+        device = self._deepspeed.accelerator.get_accelerator()
+        if accelerator.mixed_precision == "fp16" and not device.is_fp16_supported():
+            raise ConfigurationError(
+                f"DeepSpeed has no fp16 on {accelerator.device.type}; use mixed_precision='bf16' or "
+                f"'no' (it is from {accelerator.because['mixed_precision'].origin})."
+            )
         for plugin in self.plugins.values():
             engines.check_sections(plugin.hf_ds_config)
         zero.tell_transformers(self.plugin)

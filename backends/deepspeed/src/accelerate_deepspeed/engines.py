@@ -282,6 +282,11 @@ def make_engine(
         raise ConfigurationError(
             f"DeepSpeed refuses the config ({config.origin}): {str(error) or 'no reason is given'}"
         ) from error
+    if accelerator.num_processes > 1 and accelerator.parallelism_config.tp_size == 1:
+        # It makes the ranks' parameters alike, and leaves buffers as each rank has them.
+        for buffer in model.buffers():
+            if not buffer.is_meta:
+                torch.distributed.broadcast(buffer.detach(), src=0)
     job.model.value = engine
     if job.optimizer is not None:
         job.optimizer.value = accelerator.wrap_optimizer(engine.optimizer)

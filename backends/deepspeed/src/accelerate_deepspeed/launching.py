@@ -29,6 +29,7 @@ class DeepSpeedLauncher:
     """Starts the processes of a host file with `deepspeed.launcher.runner`."""
 
     name = "deepspeed"
+    api_version = (1, 0)
 
     def accepts(self, plan: Any) -> bool:
         """Whether a host file or a launcher of DeepSpeed's is asked for."""

@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
+from accelerate_core.errors import ConfigurationError
 from accelerate_core.launch.mpi import MpirunLauncher
 from accelerate_core.launch.plan import LaunchPlan
 from accelerate_core.launch.simple import SimpleLauncher
@@ -20,7 +21,9 @@ __all__ = ["LAUNCHERS", "Launcher", "child_environment", "choose_launcher", "sta
 class Launcher(Protocol):
     """Turns plans into commands; a plugin of kind `launcher` is a class of this form.
 
-    It may also have `launch_environment(plan)`, a mapping of variables for the children.
+    It may also have `launch_environment(plan)`, a mapping of variables for the children, and
+    states `api_version`, the version of the contract it was written for. One with `Settings`, a
+    class made with `settings`, is made with an instance of them.
     """
 
     name: str
@@ -52,15 +55,41 @@ def choose_launcher(plan: LaunchPlan) -> Launcher:
     if plan.launcher is None:
         for record in installed().of_kind("launcher"):
             if record.triggers & plan.contributed.keys():
-                theirs: Launcher = record.load()()
+                theirs = _made(record, plan)
                 if theirs.accepts(plan):
                     return theirs
         return next(launcher for launcher in LAUNCHERS.values() if launcher.accepts(plan))
     if plan.launcher in LAUNCHERS:
         return LAUNCHERS[plan.launcher]
     origin = plan.because["launcher"].origin if "launcher" in plan.because else "the launch plan"
-    launcher: Launcher = find("launcher", plan.launcher, because=origin).load()()
+    record = find("launcher", plan.launcher, because=origin)
+    launcher = _made(record, plan)
+    if not launcher.accepts(plan):
+        raise ConfigurationError(
+            f"The launcher {record.label} (asked for by {origin}) does not take this launch: "
+            f"{plan.num_processes} processes on {plan.num_machines} machine(s)."
+        )
     return launcher
+
+
+def _made(record: Any, plan: LaunchPlan) -> Launcher:
+    from accelerate_core.plugins.discovery import check_api_version
+
+    cls = record.load()
+    if getattr(cls, "api_version", None) is not None:
+        check_api_version(record, cls)
+    launcher: Launcher = cls(*_settings_of(cls, record.name, plan))
+    return launcher
+
+
+def _settings_of(launcher: Any, name: str, plan: LaunchPlan) -> list[Any]:
+    """Resolve the `Settings` of a launcher that has some, from environment and config file."""
+    if getattr(launcher, "Settings", None) is None:
+        return []
+    from accelerate_core.configuration.resolve import Sources, resolve_settings
+
+    sources = Sources.of({**os.environ, **plan.environment})
+    return [resolve_settings(launcher.Settings, None, sources, owner=name)[0]]
 
 
 def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:

@@ -23,12 +23,14 @@ from accelerate_core.plugins import catalog
 
 __all__ = [
     "KINDS",
+    "OWN_DISTRIBUTION",
     "Installed",
     "PluginRecord",
     "check_api_version",
     "disabled_names",
     "find",
     "installed",
+    "without_entry_point",
 ]
 
 KINDS = {
@@ -41,7 +43,8 @@ KINDS = {
 }
 _EXPORTS = "accelerate_core.exports"
 _TRIGGERS = "accelerate_core.triggers"
-_OWN = "accelerate-core"
+#: The distribution of the core and of what is built in.
+OWN_DISTRIBUTION = "accelerate-core"
 
 
 @dataclass(eq=False)
@@ -137,7 +140,8 @@ def installed() -> Installed:
     from accelerate_core import __version__
 
     records = [
-        PluginRecord(kind, name, target, _OWN, __version__) for kind, name, target in _BUILT_IN
+        PluginRecord(kind, name, target, OWN_DISTRIBUTION, __version__)
+        for kind, name, target in _BUILT_IN
     ]
     exports: dict[str, tuple[str, str]] = {}
     triggers: dict[str, list[str]] = {}
@@ -188,9 +192,10 @@ def find(
             f"The {kind} {name!r} was asked for by {because}, but ACCELERATE_DISABLED_PLUGINS keeps it out."
         )
     if len(records) > 1:
-        owners = " and ".join(record.distribution for record in records)
+        owners = " and ".join(f"{r.distribution} {r.version}" for r in records)
         raise PluginError(
-            f"Two distributions bring a {kind} named {name!r}: {owners}. Uninstall one."
+            f"{len(records)} distributions bring a {kind} named {name!r}: {owners}. Uninstall one, "
+            f"such as with: pip uninstall {records[-1].distribution}"
         )
     if records:
         return records[0]
@@ -203,11 +208,34 @@ def find(
         )
     here = [record.name for record in installed().of_kind(kind)]
     options: Iterable[str] = [*here, *catalog.known_names(kind)]
+    hint = did_you_mean(name, options) or without_entry_point(name, kind)
     raise MissingPluginError(
         f"There is no {kind} named {name!r} (asked for by {because}). Installed: {listing(here)}."
-        f"{did_you_mean(name, options)}",
+        f"{hint}",
         name=name,
     )
+
+
+def without_entry_point(name: str, kind: str = "backend") -> str:
+    """Name the distribution that seems to be the plugin and declares no entry point, if any."""
+    wanted = name.lower().replace("_", "-")
+    for dist in importlib.metadata.distributions():
+        own = (dist.metadata["Name"] or "").lower().replace("_", "-")
+        if wanted not in own.split("-") and wanted not in (own, own.removeprefix("accelerate-")):
+            continue
+        if any(point.group in (*KINDS, _EXPORTS) for point in dist.entry_points):
+            continue
+        if own == wanted or any(
+            (line.replace("_", "-").lower()).startswith(OWN_DISTRIBUTION)
+            for line in dist.requires or ()
+        ):
+            group = next(group for group, its in KINDS.items() if its == kind)
+            return (
+                f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin: it "
+                f'needs an entry point [project.entry-points."{group}"] {name} = '
+                '"package.module:Class" in its pyproject.toml.'
+            )
+    return ""
 
 
 def check_api_version(record: PluginRecord, plugin: Any) -> None:

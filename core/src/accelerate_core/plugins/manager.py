@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import inspect
 import operator
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pluggy
 
 from accelerate_core.errors import PluginError, did_you_mean
-from accelerate_core.hookspecs import PROJECT, HookSpecs, hook_kind, hooks_of_kind
+from accelerate_core.hookspecs import (
+    API_VERSION,
+    DEPRECATED,
+    PROJECT,
+    HookSpecs,
+    all_hooks,
+    hook_kind,
+    hooks_of_kind,
+)
 from accelerate_core.plugins.discovery import PluginRecord
 
 __all__ = ["ActivePlugins", "Hooks"]
@@ -47,9 +56,10 @@ class ActivePlugins:
         key = f"{record.kind}:{record.name}"
         try:
             self._manager.register(plugin, name=key)
-            self._manager.check_pending()
         except pluggy.PluginValidationError as error:
-            raise PluginError(f"{record.label} does not keep the contract: {error}") from None
+            raise PluginError(
+                f"{record.label} does not keep the contract: {error}{_written_for(plugin)}"
+            ) from None
         for caller in self._manager.get_hookcallers(plugin) or []:
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin:
@@ -59,6 +69,23 @@ class ActivePlugins:
 
     @staticmethod
     def _check(implementation: Any, hook: str, record: PluginRecord) -> None:
+        if hook_kind(hook) is None:
+            if _is_newer(implementation.plugin) or implementation.optionalhook:
+                return  # a hook of its own version: what both know is what is used
+            raise PluginError(
+                f"{record.label} does not keep the contract: unknown hook {hook!r}."
+                f"{did_you_mean(hook, all_hooks())}"
+            )
+        for name in (hook, *(f"{hook}({argument})" for argument in implementation.argnames)):
+            if name in DEPRECATED:
+                gone = DEPRECATED[name]
+                since = ".".join(map(str, gone.since))
+                warnings.warn(
+                    f"{record.label} uses {name!r}, deprecated since version {since} of the contract "
+                    f"and gone in {gone.gone_in}.0: {gone.instead}.",
+                    FutureWarning,
+                    stacklevel=4,
+                )
         if implementation.hookwrapper or implementation.wrapper:
             raise PluginError(
                 f"{record.label} wraps hook {hook!r}; hooks of this contract are not wrapped."
@@ -136,6 +163,23 @@ class ActivePlugins:
         )
 
 
+def _is_newer(plugin: Any) -> bool:
+    """Whether a plugin was written for a newer minor version of this contract."""
+    version = getattr(plugin, "api_version", API_VERSION)
+    return tuple(version) > API_VERSION
+
+
+def _written_for(plugin: Any) -> str:
+    if not _is_newer(plugin):
+        return ""
+    major, minor = plugin.api_version
+    ours = ".".join(map(str, API_VERSION))
+    return (
+        f" It was written for version {major}.{minor} of the contract, and this accelerate-core "
+        f"speaks {ours}: upgrade accelerate-core."
+    )
+
+
 def blame(error: BaseException, hook: str, record: PluginRecord) -> None:
     """Note on an exception which hook of which plugin let it out."""
     error.add_note(f"accelerate-core: hook {hook!r} of plugin {record.label}")
@@ -151,7 +195,7 @@ def _bind(backend: Any, record: PluginRecord, name: str, base: type) -> Callable
     if unknown:
         raise PluginError(
             f"{record.label}: hook {name!r} names the argument {unknown[0]!r}, which it does not have."
-            f"{did_you_mean(unknown[0], wanted)}"
+            f"{did_you_mean(unknown[0], wanted)}{_written_for(backend)}"
         )
     if taken == wanted:
 

@@ -8,11 +8,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from accelerate_core.errors import AccelerateError, PluginError
-from accelerate_core.plugins.discovery import PluginRecord, disabled_names, installed
+from accelerate_core.hookspecs import API_VERSION
+from accelerate_core.plugins.discovery import (
+    OWN_DISTRIBUTION,
+    PluginRecord,
+    disabled_names,
+    installed,
+)
 from accelerate_core.plugins.selection import Request, select_backend, select_extensions
+from accelerate_core.plugins.static import stated
 from accelerate_core.runtime import read_topology
 
-__all__ = ["PluginRow", "report"]
+__all__ = ["PluginRow", "api_of", "report", "tracker_state"]
 
 
 @dataclass(frozen=True)
@@ -69,22 +76,47 @@ def report(
     for record in installed().plugins:
         state, because = states.get((record.kind, record.name), ("available", "not asked for"))
         if ask_trackers and record.kind == "tracker" and record.name not in disabled:
-            state, because = _tracker(record, environ)
+            state, because = tracker_state(record, environ)
         if record.name in disabled:
             state, because = "disabled", "ACCELERATE_DISABLED_PLUGINS"
         elif record.failure is not None:
             state, because = "broken", f"{type(record.failure).__name__}: {record.failure}"
-        version = getattr(record.load(), "api_version", None) if record.is_loaded else None
-        api = ".".join(str(part) for part in version) if version else ""
+        elif state == "available":
+            state, because = _from_source(record, because)
         rows.append(
             PluginRow(
-                record.kind, record.name, record.distribution, record.version, api, state, because
+                record.kind,
+                record.name,
+                record.distribution,
+                record.version,
+                api_of(record),
+                state,
+                because,
             )
         )
     return rows
 
 
-def _tracker(record: PluginRecord, environ: Mapping[str, str]) -> tuple[str, str]:
+def api_of(record: PluginRecord) -> str:
+    """Return the version of the contract a plugin states, "" if that cannot be told."""
+    version = getattr(record.load(), "api_version", None) if record.is_loaded else None
+    if version is None:
+        own = record.distribution == OWN_DISTRIBUTION
+        version = API_VERSION if own else stated(record.target).api_version
+    return ".".join(str(part) for part in version) if version else ""
+
+
+def _from_source(record: PluginRecord, because: str) -> tuple[str, str]:
+    """Tell without an import what would not work if it were asked for."""
+    if not record.is_loaded and (missing := stated(record.target).missing):
+        return "broken", f"its entry point names {record.target}, but {missing}"
+    api = api_of(record)
+    if api and int(api.split(".")[0]) != API_VERSION[0]:
+        return "refused", _other_version(api)
+    return "available", because
+
+
+def tracker_state(record: PluginRecord, environ: Mapping[str, str]) -> tuple[str, str]:
     """Tell what `log_with="all"` would do with a tracker."""
     try:
         tracker = record.load()
@@ -94,6 +126,14 @@ def _tracker(record: PluginRecord, environ: Mapping[str, str]) -> tuple[str, str
     why = asks(environ) if asks is not None else "it is no GeneralTracker class"
     if why:
         return "passed over", why
+    api = api_of(record)
+    if api and int(api.split(".")[0]) != API_VERSION[0]:
+        return "refused", _other_version(api)
     if getattr(tracker, "requires_logging_directory", False) is True:
         return "available", "log_with='all' uses it where a project_dir is given"
     return "available", "log_with='all' uses it"
+
+
+def _other_version(theirs: str) -> str:
+    ours = ".".join(map(str, API_VERSION))
+    return f"written for version {theirs} of the contract; this core speaks {ours}"

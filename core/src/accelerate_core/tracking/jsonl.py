@@ -31,6 +31,7 @@ class JsonlTracker(GeneralTracker):
     """
 
     name = "jsonl"
+    api_version = (1, 0)
     requires_logging_directory = True
     failed_word = "failed"
     resumes = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from accelerate_core.configuration.enums import LoggerType
 from accelerate_core.errors import ConfigurationError, TrackerError
 from accelerate_core.plugins import find, installed
+from accelerate_core.plugins.discovery import check_api_version
 from accelerate_core.tracking.tracker import GeneralTracker
 
 __all__ = ["available_names", "get_available_trackers", "register_tracker_class", "tracker_class"]
@@ -48,12 +49,16 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     """Return the class for a name in `log_with`.
 
     Raises:
+        PluginVersionError: it was written for another major version of the contract.
         MissingPluginError: there is none; the text has the pip command or the nearest name.
     """
     own = _registered.get(name)
     if own is not None:
         return own
-    found: type[GeneralTracker] = find("tracker", name, because="log_with").load()
+    record = find("tracker", name, because="log_with")
+    found: type[GeneralTracker] = record.load()
+    if getattr(found, "api_version", None) is not None:
+        check_api_version(record, found)
     return found
 
 

@@ -111,6 +111,7 @@ class GeneralTracker:
     Example:
         class MemoryTracker(GeneralTracker):
             name = "memory"
+            api_version = (1, 0)
             requires_logging_directory = False
 
             def __init__(self, project_name: str = "", **kwargs):
@@ -130,6 +131,8 @@ class GeneralTracker:
 
     main_process_only: bool = True
 
+    #: The version of the contract it was written for; another major one is refused by name.
+    api_version: tuple[int, int] | None = None
     #: The library as pip names it, with the oldest version that will do: `name>=1.2`.
     library: str = ""
     #: The library's word for the run of a script that raised, "" if it has none.

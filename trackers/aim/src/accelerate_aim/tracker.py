@@ -21,6 +21,7 @@ class AimTracker(GeneralTracker):
     """
 
     name = "aim"
+    api_version = (1, 0)
     requires_logging_directory = True
     library = "aim>=3.20"
     resumes = True

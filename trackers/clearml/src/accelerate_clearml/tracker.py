@@ -25,6 +25,7 @@ class ClearMLTracker(GeneralTracker):
     """
 
     name = "clearml"
+    api_version = (1, 0)
     requires_logging_directory = False
     library = "clearml>=1.16"
     failed_word = "failed"

@@ -21,6 +21,7 @@ class CometMLTracker(GeneralTracker):
     """
 
     name = "comet_ml"
+    api_version = (1, 0)
     requires_logging_directory = False
     library = "comet_ml>=3.47"
     resumes = True

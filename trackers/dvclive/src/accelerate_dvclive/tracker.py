@@ -20,6 +20,7 @@ class DVCLiveTracker(GeneralTracker):
     """
 
     name = "dvclive"
+    api_version = (1, 0)
     requires_logging_directory = False
     library = "dvclive>=3.40"
     resumes = True

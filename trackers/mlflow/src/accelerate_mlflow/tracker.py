@@ -33,6 +33,7 @@ class MLflowTracker(GeneralTracker):
     """
 
     name = "mlflow"
+    api_version = (1, 0)
     requires_logging_directory = False
     library = "mlflow>=2.10"
     failed_word = "FAILED"

@@ -23,6 +23,7 @@ class SwanLabTracker(GeneralTracker):
     """
 
     name = "swanlab"
+    api_version = (1, 0)
     requires_logging_directory = False
     library = "swanlab>=0.10"
     failed_word = "crashed"

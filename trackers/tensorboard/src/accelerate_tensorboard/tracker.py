@@ -23,6 +23,7 @@ class TensorBoardTracker(GeneralTracker):
     """
 
     name = "tensorboard"
+    api_version = (1, 0)
     requires_logging_directory = True
     library = "tensorboard>=2.14"
     failed_word = "STATUS_FAILURE"

@@ -18,6 +18,7 @@ class TrackioTracker(GeneralTracker):
     """
 
     name = "trackio"
+    api_version = (1, 0)
     requires_logging_directory = False
     library = "trackio>=0.30"
     resumes = True

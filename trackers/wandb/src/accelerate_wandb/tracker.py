@@ -26,6 +26,7 @@ class WandBTracker(GeneralTracker):
     """
 
     name = "wandb"
+    api_version = (1, 0)
     requires_logging_directory = False
     library = "wandb>=0.19"
     failed_word = "failed"

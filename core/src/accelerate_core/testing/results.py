@@ -1,0 +1,77 @@
+"""What became of each check: for the terminal, for machines, and as JUnit XML."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from xml.etree import ElementTree
+
+__all__ = ["Result", "write_junit"]
+
+State = Literal["passed", "failed", "skipped"]
+
+
+@dataclass
+class Result:
+    """What became of one check.
+
+    Attributes:
+        detail: what was seen, or why it was skipped.
+        error: the failure in a few lines: which rank, what was expected, whose hook.
+        trace: the traceback of the first rank that failed.
+    """
+
+    name: str
+    state: State
+    detail: str = ""
+    error: str = ""
+    trace: str = ""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as JSON knows it."""
+        return dataclasses.asdict(self)
+
+
+def write_junit(path: str | Path, label: str, results: Sequence[Result]) -> None:
+    """Write the results as one test suite of JUnit XML.
+
+    Args:
+        label: the plugin, as `name (distribution version)`.
+    """
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"accelerate-core plugins check {label}",
+        tests=str(len(results)),
+        failures=str(_count(results, "failed")),
+        errors="0",
+        skipped=str(_count(results, "skipped")),
+        time=f"{sum(result.seconds for result in results):.3f}",
+    )
+    for result in results:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=label, name=result.name, time=f"{result.seconds:.3f}"
+        )
+        if result.state == "failed":
+            failure = ElementTree.SubElement(case, "failure", message=_plain(result.error))
+            failure.text = _plain(result.trace or result.error)
+        elif result.state == "skipped":
+            ElementTree.SubElement(case, "skipped", message=_plain(result.detail))
+        elif result.detail:
+            ElementTree.SubElement(case, "system-out").text = _plain(result.detail)
+    whole = ElementTree.Element("testsuites")
+    whole.append(suite)
+    ElementTree.indent(whole)
+    ElementTree.ElementTree(whole).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _count(results: Iterable[Result], state: str) -> int:
+    return sum(result.state == state for result in results)
+
+
+def _plain(text: str) -> str:
+    """Leave out characters XML has no way to write."""
+    return "".join(c for c in text if c in "\n\t" or ord(c) >= 32)

@@ -1,0 +1,123 @@
+"""The suite for pytest: subclass one class, name the plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from accelerate_core.testing.checks import Check, checks_of
+from accelerate_core.testing.results import Result
+from accelerate_core.testing.runner import choose_plugin, run_suite
+
+__all__ = [
+    "BackendSuite",
+    "ExtensionSuite",
+    "LauncherSuite",
+    "PrecisionSuite",
+    "TrackerSuite",
+]
+
+
+_PREFIX = "test_"
+
+
+class _Suite:
+    """One test per check of a kind. The checks that pytest selected run in few processes.
+
+    Attributes:
+        plugin: the plugin's name, as its entry point has it.
+        environ: variables for all processes of the checks, such as the plugin's settings.
+        options: what some checks can be told.
+        timeout: seconds a collective may wait.
+    """
+
+    kind: ClassVar[str]
+    plugin: ClassVar[str] = ""
+    environ: ClassVar[Mapping[str, str]] = {}
+    options: ClassVar[Mapping[str, Any]] = {}
+    timeout: ClassVar[float] = 20.0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.plugin:  # the kinds' own classes have no tests: pytest would collect an import
+            for made in checks_of(cls.kind).values():
+                if not hasattr(cls, _PREFIX + made.name):
+                    setattr(cls, _PREFIX + made.name, _test_of(made))
+
+    @pytest.fixture
+    def results(self, request: pytest.FixtureRequest) -> Mapping[str, Result]:
+        """Run the checks that were selected, all together, for the first test that asks."""
+        cls: Any = request.cls
+        if "_found" not in vars(cls):
+            known = checks_of(cls.kind)
+            names = [
+                str(getattr(item, "originalname", "")).removeprefix(_PREFIX)
+                for item in request.session.items
+                if getattr(item, "cls", None) is cls
+            ]
+            choose_plugin(cls.plugin, cls.kind)
+            found = run_suite(
+                cls.kind,
+                cls.plugin,
+                only=[name for name in names if name in known],
+                environ=cls.environ,
+                options=cls.options,
+                timeout=cls.timeout,
+            )
+            cls._found = {result.name: result for result in found}
+        made: Mapping[str, Result] = cls._found
+        return made
+
+
+def _test_of(made: Check) -> Any:
+    def test(self: _Suite, results: Mapping[str, Result]) -> None:
+        result = results[made.name]
+        if result.state == "skipped":
+            pytest.skip(result.detail)
+        if result.state == "failed":
+            pytest.fail(f"{result.error}\n\n{result.trace}".strip(), pytrace=False)
+
+    test.__name__ = f"test_{made.name}"
+    test.__doc__ = made.doc
+    return pytest.mark.timeout(600)(test)
+
+
+class BackendSuite(_Suite):
+    """The suite of a backend; two processes on this machine."""
+
+    kind = "backend"
+
+
+class PrecisionSuite(_Suite):
+    """The suite of a precision, in one process and over the installed backend for several.
+
+    `options`: `tolerance`, by how much of it a loss may differ from that of full precision.
+    """
+
+    kind = "precision"
+
+
+class TrackerSuite(_Suite):
+    """The suite of a tracker.
+
+    `options`: `init`, arguments of its constructor; `online` True for one that needs an account.
+    """
+
+    kind = "tracker"
+
+
+class LauncherSuite(_Suite):
+    """The suite of a launcher, which starts two processes of this machine."""
+
+    kind = "launcher"
+
+
+class ExtensionSuite(_Suite):
+    """The suite of an extension.
+
+    `options`: `changes_training`, True if losses are not those of a run without it.
+    """
+
+    kind = "extension"

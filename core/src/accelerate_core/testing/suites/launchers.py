@@ -1,0 +1,148 @@
+"""What a launcher keeps: it starts each rank once, hands everything on, and tells the outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from typing import Any
+
+from accelerate_core.testing.checks import check
+from accelerate_core.testing.lab import Lab
+from accelerate_core.testing.processes import Run, clean_environment, run_command
+
+_SCRIPT = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+said = {name: os.environ.get(name) for name in names}
+said["arguments"] = sys.argv[2:]
+said["precision"] = os.environ.get("ACCELERATE_MIXED_PRECISION")
+open(os.path.join(sys.argv[1], os.environ.get("RANK", "0") + ".rank"), "w").write(json.dumps(said))
+"""
+_FAILING = """
+import os, sys, time
+if os.environ.get("RANK") == "1":
+    sys.exit("this rank gives up")
+time.sleep(60)
+"""
+_TRAINING = """
+import torch
+from accelerate_core import Accelerator
+accelerator = Accelerator(cpu=True, process_group_timeout=30)
+total = accelerator.reduce(torch.ones(1), "sum").item()
+accelerator.print("TOTAL", accelerator.num_processes, total)
+accelerator.end_training()
+"""
+
+
+def _plan(lab: Lab, script: str, *arguments: str, processes: int = 2) -> Any:
+    from accelerate_core.configuration.provenance import Because
+    from accelerate_core.launch.plan import LaunchPlan, Target
+
+    path = lab.scratch(f"script_{abs(hash(script)) % 10**8}.py")
+    path.write_text(textwrap.dedent(script), encoding="utf-8")
+    return LaunchPlan(
+        target=Target(str(path), arguments),
+        num_processes=processes,
+        launcher=lab.name,
+        environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
+        because={"launcher": Because(lab.name, "plugins check")},
+    )
+
+
+def _run(lab: Lab, plan: Any, timeout: float = 90) -> Run:
+    from accelerate_core.launch.start import child_environment, choose_launcher
+
+    command = choose_launcher(plan).launch_command(plan)
+    lab.equal(
+        isinstance(command, list) and all(isinstance(word, str) for word in command),
+        True,
+        f"launch_command gives a list of words, not {command!r}",
+    )
+    environ = child_environment(plan, clean_environment())
+    words = [name for name, value in environ.items() if not isinstance(value, str)]
+    lab.equal(words, [], "variables that are no text")
+    return run_command(command, environ, timeout)
+
+
+@check("launcher", place="alone")
+def plans(lab: Lab) -> str | None:
+    """It answers whether it takes a plan, and makes a command without starting anything."""
+    launcher = lab.found()
+    taken = []
+    for processes in (1, 2):
+        plan = _plan(lab, _SCRIPT, processes=processes)
+        answer = launcher.accepts(plan)
+        lab.equal(isinstance(answer, bool), True, f"accepts answers with a bool, not {answer!r}")
+        if answer:
+            taken.append(str(processes))
+            before = dict(os.environ)
+            launcher.launch_command(plan)
+            lab.equal(dict(os.environ), before, "os.environ after launch_command")
+    if not taken:
+        lab.skip("it takes neither one process nor two of one machine, without more being said")
+    return f"takes {' and '.join(taken)} process(es)"
+
+
+@check("launcher", place="alone")
+def ranks(lab: Lab) -> str | None:
+    """Each rank is started once, with its variables, the arguments and the environment untouched."""
+    arguments = ("--flag", "two words", "ä", "")
+    plan = _plan(lab, _SCRIPT, str(lab.folder), *arguments)
+    if not lab.found().accepts(plan):
+        lab.skip("it does not take two processes")
+    run = _run(lab, plan)
+    if not run.ok:
+        raise AssertionError(f"the launch failed: {run.story}")
+    said = [json.loads(path.read_text()) for path in sorted(lab.folder.glob("*.rank"))]
+    lab.equal([one["RANK"] for one in said], ["0", "1"], "ranks")
+    for rank, one in enumerate(said):
+        for name, value in {
+            "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+            "precision": "bf16", "arguments": list(arguments),
+        }.items():  # fmt: skip
+            lab.equal(one[name], value, f"{name} of rank {rank}")
+        lab.equal(bool(one["MASTER_ADDR"] and one["MASTER_PORT"]), True, "MASTER_ADDR, MASTER_PORT")
+    return None
+
+
+@check("launcher", place="alone")
+def training(lab: Lab) -> str | None:
+    """The ranks find each other and run a collective."""
+    from accelerate_core.testing.suites.precisions import _some_backend
+
+    plan = _plan(lab, _TRAINING)
+    if not lab.found().accepts(plan):
+        lab.skip("it does not take two processes")
+    _some_backend()
+    run = _run(lab, plan)
+    if "TOTAL 2 2.0" not in run.stdout:
+        raise AssertionError(f"two ranks did not add up: {run.story}")
+    return None
+
+
+@check("launcher", place="alone")
+def failure(lab: Lab) -> str | None:
+    """Where a rank fails, the others are ended, and the exit status and the reason are seen."""
+    plan = _plan(lab, _FAILING)
+    if not lab.found().accepts(plan):
+        lab.skip("it does not take two processes")
+    run = _run(lab, plan, timeout=45)
+    if run.timed_out:
+        raise AssertionError("the launch waits for ever for ranks that are not needed any more")
+    lab.equal(run.returncode != 0, True, "exit status of a launch whose rank failed")
+    lab.equal("this rank gives up" in run.stderr + run.stdout, True, "the reason is seen")
+    return f"status {run.returncode} after {run.seconds:.1f} s"
+
+
+@check("launcher", place="alone")
+def one_process(lab: Lab) -> str | None:
+    """A launch of one process runs the script, and its exit status is the script's."""
+    plan = _plan(lab, "import sys; sys.exit(7)", processes=1)
+    if not lab.found().accepts(plan):
+        lab.skip("it does not take one process")
+    run = _run(lab, plan, timeout=45)
+    lab.equal(run.returncode != 0, True, "exit status of a script that failed")
+    good = _run(lab, _plan(lab, "print('fine', __name__)", processes=1), timeout=45)
+    lab.equal(good.stdout.strip().splitlines()[-1:], ["fine __main__"], "what the script printed")
+    return None

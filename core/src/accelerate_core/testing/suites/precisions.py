@@ -1,0 +1,95 @@
+"""What a precision keeps, in one process and around whatever backend takes several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate_core.errors import AccelerateError
+from accelerate_core.testing.checks import Skip, check
+from accelerate_core.testing.lab import Lab, Net, plain_training
+
+
+def _some_backend() -> None:
+    """Skip where nothing that is installed takes several processes."""
+    from accelerate_core.plugins.selection import Request, select_backend
+    from accelerate_core.runtime import Topology
+
+    try:
+        select_backend(None, "", Request({}, {}, Topology(0, 2, 0, 2, "as checked")))
+    except AccelerateError as error:
+        raise Skip(f"no backend for several processes is installed: {error}") from None
+
+
+def _train(lab: Lab, steps: int = 12) -> tuple[Any, Any, Any, list[float]]:
+    accelerator = lab.accelerator()
+    lab.equal(accelerator.mixed_precision, lab.name, "the active precision")
+    model, optimizer = lab.ready(accelerator)
+    mine, whole = lab.batches(accelerator, 3)
+    losses = lab.train(accelerator, model, optimizer, (mine * steps)[:steps])
+    lab.alike(accelerator, losses, "losses")
+    expected, _, _ = plain_training((whole * steps)[:steps])
+    tolerance = float(lab.options.get("tolerance", 0.2))
+    for index, (one, other) in enumerate(zip(losses, expected, strict=True)):
+        if not abs(one - other) <= tolerance * max(abs(other), expected[0] / 10):
+            raise AssertionError(
+                f"loss {index} is {one:.4g}, in full precision {other:.4g}: off by more than "
+                f"{tolerance:.0%} (options: tolerance)"
+            )
+    return accelerator, model, optimizer, losses
+
+
+@check("precision", place="alone")
+def one_process(lab: Lab) -> str | None:
+    """One process trains nearly as in full precision."""
+    losses = _train(lab)[-1]
+    return f"loss {losses[0]:.3g} to {losses[-1]:.3g}"
+
+
+@check("precision", place="alone")
+def names_stay(lab: Lab) -> str | None:
+    """Parameters keep their names and shapes, so that optimizers and checkpoints find them."""
+    accelerator = lab.accelerator()
+    model, _ = lab.ready(accelerator)
+    inner = accelerator.unwrap_model(model)
+    lab.equal(
+        {name: tuple(p.shape) for name, p in inner.named_parameters()},
+        {name: tuple(p.shape) for name, p in Net(0).named_parameters()},
+        "parameters",
+    )
+    return None
+
+
+@check("precision", place="alone")
+def save_and_load(lab: Lab) -> str | None:
+    """A checkpoint brings back what it takes to go on alike."""
+    accelerator, model, optimizer, _ = _train(lab, 4)
+    path = accelerator.save_state(str(lab.scratch("precision")))
+    mine, _ = lab.batches(accelerator, 3)
+    losses = lab.train(accelerator, model, optimizer, mine)
+    accelerator.load_state(path)
+    again = lab.train(accelerator, model, optimizer, mine)
+    lab.close(again, losses, "losses after load_state", 1e-6)
+    return None
+
+
+@check("precision", place="alone")
+def evaluation(lab: Lab) -> str | None:
+    """A model for evaluation gives finite outputs in float32."""
+    import torch
+
+    accelerator = lab.accelerator()
+    model = accelerator.prepare_model(Net(0), evaluation_mode=True)
+    with torch.no_grad():
+        out = model(torch.ones(2, 6, device=accelerator.device))
+    lab.equal(out.dtype, torch.float32, "dtype of the output")
+    lab.equal(bool(out.isfinite().all()), True, "the output is finite")
+    return None
+
+
+@check("precision")
+def two_processes(lab: Lab) -> str | None:
+    """Two processes train nearly as in full precision, and know the same losses."""
+    _some_backend()
+    accelerator, model, _, losses = _train(lab)
+    lab.weights(accelerator, model)
+    return f"{accelerator.backend.name}, loss {losses[0]:.3g} to {losses[-1]:.3g}"

@@ -1,0 +1,158 @@
+"""What `prepare` of a backend returns, object by object."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate_core.testing.checks import check
+from accelerate_core.testing.lab import (
+    BATCH,
+    MOMENTUM,
+    RATE,
+    Lab,
+    Net,
+    loss_of,
+    plain_training,
+)
+
+
+@check("backend")
+def prepare(lab: Lab) -> str | None:
+    """Models, optimizers, schedulers and loaders come back in order and belong together."""
+    accelerator = lab.accelerator()
+    model = Net(accelerator.process_index)
+    optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    data = DataLoader(TensorDataset(torch.randn(4 * BATCH, 6)), batch_size=BATCH)
+    other = {"any": "object"}
+    made = accelerator.prepare(data, scheduler, model, other, optimizer)
+    lab.equal(len(made), 5, "objects that come back")
+    loader, scheduler, model, same, optimizer = made
+    lab.equal(same is other, True, "another object comes back as it is")
+    lab.equal(isinstance(model, nn.Module), True, "the model is a module")
+    for what, thing, words in (
+        ("optimizer", optimizer, ("step", "zero_grad", "param_groups")),
+        ("scheduler", scheduler, ("step", "get_last_lr")),
+        ("loader", loader, ("__iter__", "__len__")),
+    ):
+        for word in words:
+            if not hasattr(thing, word):
+                raise AssertionError(f"the prepared {what} has no {word!r}")
+    if "optimizer" not in accelerator.backend.owns:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        wanted = {id(p) for p in accelerator.unwrap_model(model).parameters()}
+        lab.equal(held == wanted, True, "the optimizer holds the parameters of the prepared model")
+    out = model(next(iter(loader))[0])
+    lab.equal(tuple(out.shape), (BATCH, 1), "shape of the model's output")
+    again = accelerator.prepare(model, optimizer)
+    lab.equal([a is b for a, b in zip(again, (model, optimizer), strict=True)], [True, True],
+              "what is prepared is returned as it is")  # fmt: skip
+    if accelerator.device.type != "meta":
+        places = {p.device.type for p in accelerator.unwrap_model(model).parameters()}
+        lab.equal(places <= {accelerator.device.type, "cpu"}, True, f"parameters are on {places}")
+    return None
+
+
+@check("backend")
+def same_start(lab: Lab) -> str | None:
+    """Ranks whose weights and buffers differ start from those of the main process."""
+    accelerator = lab.accelerator()
+    model, _ = lab.ready(accelerator)
+    x = torch.ones(2, 6, device=accelerator.device)
+    model.eval()
+    with torch.no_grad():
+        seen = model(x).float().cpu()
+    expected = Net(accelerator.main_index)(x.cpu()).detach()
+    lab.close(seen, expected, "output of the prepared model")
+    return None
+
+
+@check("backend")
+def kinds_of_models(lab: Lab) -> str | None:
+    """Models for evaluation, frozen ones and ones without parameters pass through `prepare`."""
+    accelerator = lab.accelerator()
+    x = torch.ones(2, 6, device=accelerator.device)
+    frozen = Net(0).requires_grad_(False)
+    for what, model, evaluation in (
+        ("for evaluation", Net(0), True),
+        ("frozen", frozen, False),
+        ("without parameters", nn.Tanh(), False),
+    ):
+        prepared = accelerator.prepare_model(model, evaluation_mode=evaluation)
+        with torch.no_grad():
+            out = prepared(x)
+        expected = torch.tanh(x) if isinstance(model, nn.Tanh) else Net(0)(x.cpu()).detach()
+        lab.close(out, expected, f"output of a model {what}")
+    return None
+
+
+@check("backend", needs="several_models")
+def several_models(lab: Lab) -> str | None:
+    """Two models with an optimizer each train side by side."""
+    accelerator = lab.accelerator()
+    first, second = Net(accelerator.process_index), Net(accelerator.process_index)
+    optimizers = [torch.optim.SGD(m.parameters(), RATE) for m in (first, second)]
+    first, second, one, two = accelerator.prepare(first, second, *optimizers)
+    mine, whole = lab.batches(accelerator, 4)
+    expected = [Net(0), Net(0)]
+    plain = [torch.optim.SGD(m.parameters(), RATE) for m in expected]
+    for index, (batch, all_of_it) in enumerate(zip(mine, whole, strict=True)):
+        which = index % 2
+        model, optimizer = ((first, one), (second, two))[which]
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_of(expected[which], all_of_it))
+        plain[which].step()
+        plain[which].zero_grad()
+    if accelerator.backend.supports.get("exact", True):
+        for name, model, its in zip(("first", "second"), (first, second), expected, strict=True):
+            lab.close(lab.weights(accelerator, model), dict(its.state_dict()), f"{name} model")
+    return None
+
+
+@check("backend")
+def unwrap(lab: Lab) -> str | None:
+    """`unwrap_model` gives the user's own model: its class, attributes and names."""
+    accelerator = lab.accelerator()
+    model, optimizer = lab.ready(accelerator)
+    mine, _ = lab.batches(accelerator, 1)
+    lab.train(accelerator, model, optimizer, mine)
+    inner = accelerator.unwrap_model(model)
+    lab.equal(isinstance(inner, Net), True, f"{type(inner).__name__} is the user's class")
+    lab.equal(
+        [name for name, _ in inner.named_parameters()],
+        [name for name, _ in Net(0).named_parameters()],
+        "names of the parameters",
+    )
+    lab.equal(accelerator.unwrap_model(inner) is inner, True, "unwrapping twice is unwrapping once")
+    return None
+
+
+@check("backend", needs="exact")
+def state_dict(lab: Lab) -> str | None:
+    """`get_state_dict` gives whole tensors under the user's own names."""
+    accelerator = lab.accelerator()
+    model, optimizer = lab.ready(accelerator)
+    mine, whole = lab.batches(accelerator, 2)
+    lab.train(accelerator, model, optimizer, mine)
+
+    _, expected, _ = plain_training(whole)
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        lab.close(state, expected, "state dict")
+    return f"{len(expected)} tensors"
+
+
+@check("backend", needs="compile")
+def compiled(lab: Lab) -> str | None:
+    """A compiled model trains as the plain one does."""
+    accelerator = lab.accelerator(dynamo_backend="eager")
+    model, optimizer = lab.ready(accelerator)
+    mine, whole = lab.batches(accelerator, 2)
+    losses = lab.train(accelerator, model, optimizer, mine)
+    if accelerator.backend.supports.get("exact", True):
+        lab.close(losses, plain_training(whole)[0], "losses")
+    return None

@@ -1,0 +1,249 @@
+"""The training step of a backend, held against plain PyTorch on the batches of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate_core.configuration import GradScalerKwargs
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.testing.checks import Skip, check
+from accelerate_core.testing.counting import count_communication
+from accelerate_core.testing.lab import (
+    BATCH,
+    MOMENTUM,
+    RATE,
+    Lab,
+    Net,
+    loss_of,
+    plain_training,
+)
+
+
+@check("backend", needs="exact")
+def training(lab: Lab) -> str | None:
+    """Losses and weights of six steps are those of one process on the whole batches."""
+    accelerator = lab.accelerator()
+    model, optimizer = lab.ready(accelerator)
+    mine, whole = lab.batches(accelerator, 6)
+    losses = lab.train(accelerator, model, optimizer, mine)
+    expected, weights, _ = plain_training(whole)
+    lab.alike(accelerator, losses, "losses")
+    lab.close(losses, expected, "losses")
+    lab.close(lab.weights(accelerator, model), weights, "weights")
+    return f"6 steps, last loss {losses[-1]:.4f}"
+
+
+@check("backend")
+def learning(lab: Lab) -> str | None:
+    """Thirty steps bring the loss down, and the ranks know the same weights in the end."""
+    accelerator = lab.accelerator()
+    model, optimizer = lab.ready(accelerator)
+    mine, _ = lab.batches(accelerator, 3)
+    losses = lab.train(accelerator, model, optimizer, mine * 10)
+    lab.alike(accelerator, losses, "losses")
+    first, last = sum(losses[:3]), sum(losses[-3:])
+    if not last < first / 2:
+        raise AssertionError(f"the loss went from {first / 3:.3g} to {last / 3:.3g}")
+    return f"loss {first / 3:.3g} to {last / 3:.3g}"
+
+
+@check("backend", needs="exact")
+def accumulation(lab: Lab) -> str | None:
+    """Two micro-batches per step give what one big batch gives."""
+    accelerator = lab.accelerator(gradient_accumulation_steps=2)
+    model, optimizer = lab.ready(accelerator)
+    mine, whole = lab.batches(accelerator, 6)
+    losses = lab.train(accelerator, model, optimizer, mine)
+    expected, weights, _ = plain_training(whole, per_step=2)
+    lab.close(losses, expected, "losses")
+    lab.close(lab.weights(accelerator, model), weights, "weights")
+    return "3 steps of 2 micro-batches"
+
+
+@check("backend", needs="num_items")
+def counted_items(lab: Lab) -> str | None:
+    """`accumulate(num_items=...)` over ragged micro-batches gives the mean over all items."""
+    accelerator = lab.accelerator(gradient_accumulation_steps=2)
+    if not accelerator.backend.supports.get("exact", True):
+        lab.skip("it does not declare 'exact'")
+    model, optimizer = lab.ready(accelerator)
+    mine, whole = lab.batches(accelerator, 2)
+    index, count = accelerator.hooks.data_shard(accelerator)
+
+    def lengths(rank: int) -> list[int]:
+        return [BATCH - rank % 2, 1 + rank % 2]
+
+    for batch, length in zip(mine, lengths(index), strict=True):
+        with accelerator.accumulate(model, num_items=length):
+            x, y = batch[0][:length], batch[1][:length]
+            loss = nn.functional.mse_loss(model(x), y, reduction="sum")
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = Net(0)
+    plain = torch.optim.SGD(expected.parameters(), RATE, MOMENTUM)
+    parts = [
+        (x[r * BATCH : r * BATCH + lengths(r)[step]], y[r * BATCH : r * BATCH + lengths(r)[step]])
+        for step, (x, y) in enumerate(whole)
+        for r in range(count)
+    ]
+    joined = (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+    torch.autograd.backward(loss_of(expected, joined))
+    plain.step()
+    lab.close(lab.weights(accelerator, model), dict(expected.state_dict()), "weights")
+    return f"{len(joined[0])} items"
+
+
+@check("backend", needs="no_sync")
+def no_sync(lab: Lab) -> str | None:
+    """A backward under `no_sync` reduces nothing; the next one outside brings in all gradients."""
+    accelerator = lab.accelerator()
+    model, optimizer = lab.ready(accelerator)
+    mine, whole = lab.batches(accelerator, 2)
+    with accelerator.no_sync(model), count_communication() as said:
+        accelerator.backward(loss_of(model, mine[0]) / 2)
+    lab.equal(said.reductions, 0, f"reductions under no_sync ({dict(said.calls)})")
+    accelerator.backward(loss_of(model, mine[1]) / 2)
+    optimizer.step()
+    optimizer.zero_grad()
+    if accelerator.backend.supports.get("exact", True):
+        _, weights, _ = plain_training(whole, per_step=2)
+        lab.close(lab.weights(accelerator, model), weights, "weights")
+    return None
+
+
+@check("backend", needs="exact")
+def clip_norm(lab: Lab) -> str | None:
+    """Clipping uses the norm of the gradients of all ranks together, and returns it as it was."""
+    accelerator = lab.accelerator()
+    model, optimizer = lab.ready(accelerator)
+    mine, whole = lab.batches(accelerator, 3)
+    norms = []
+    for batch in mine:
+        accelerator.backward(loss_of(model, batch))
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    _, weights, expected = plain_training(whole, max_norm=0.5)
+    lab.close(norms, expected, "norms before clipping", 1e-4)
+    lab.close(lab.weights(accelerator, model), weights, "weights")
+    return f"norms {', '.join(f'{norm:.2f}' for norm in norms)}"
+
+
+@check("backend", needs="exact")
+def clip_value(lab: Lab) -> str | None:
+    """Clipping by value cuts each element of the ranks' common gradients."""
+    accelerator = lab.accelerator()
+    model, optimizer = lab.ready(accelerator)
+    mine, whole = lab.batches(accelerator, 3)
+    for batch in mine:
+        accelerator.backward(loss_of(model, batch))
+        accelerator.clip_grad_value_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    _, weights, _ = plain_training(whole, clip_value=0.1)
+    lab.close(lab.weights(accelerator, model), weights, "weights")
+    return None
+
+
+@check("backend")
+def schedule(lab: Lab) -> str | None:
+    """A scheduler moves with the steps that were taken, alike on all ranks."""
+    accelerator = lab.accelerator(gradient_accumulation_steps=2)
+    model = Net(accelerator.process_index)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    _, count = accelerator.hooks.data_shard(accelerator)
+    mine, _ = lab.batches(accelerator, 4)
+    for batch in mine:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    lab.equal(accelerator.optimizer_step_was_skipped, False, "optimizer_step_was_skipped")
+    lab.alike(accelerator, scheduler.get_last_lr(), "learning rates")
+    # It counts the steps one process would have taken; an engine steps schedulers itself.
+    moves = 2 if "optimizer" in accelerator.backend.owns else 2 * count
+    lab.close(scheduler.get_last_lr(), [1e-3 * 0.5**moves], "learning rate", 1e-12)
+    return None
+
+
+@check("backend")
+def precisions(lab: Lab) -> str | None:
+    """Under each precision it declares, layers compute in it, and the loss comes down."""
+    declared = lab.supports.get("precisions", None)
+    tried = [n for n in ("bf16", "fp16") if declared is None or n in declared]
+    if not tried:
+        lab.skip("it declares no mixed precision")
+    done, refused = [], []
+    for name in tried:
+        try:
+            accelerator = lab.accelerator(mixed_precision=name)
+        except ConfigurationError as error:  # on this device, in so many words
+            refused.append(f"{name} refused: {error}")
+            continue
+        model = Net(accelerator.process_index)
+        seen: list[Any] = []
+        model.out.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.dtype))
+        optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        mine, _ = lab.batches(accelerator, 2)
+        losses = lab.train(accelerator, model, optimizer, mine * 6)
+        expected = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+        lab.equal(seen[0], expected, f"dtype in which a layer computes under {name}")
+        lab.alike(accelerator, losses, f"losses under {name}")
+        if not sum(losses[-2:]) < sum(losses[:2]):
+            raise AssertionError(
+                f"under {name} the loss went from {losses[0]:.3g} to {losses[-1]:.3g}"
+            )
+        accelerator.end_training()
+        done.append(name)
+    if not done:
+        lab.skip("; ".join(refused))
+    return ", ".join([*done, *refused])
+
+
+@check("backend", needs="exact")
+def overflow(lab: Lab) -> str | None:
+    """Where one rank's gradients overflow, every rank skips the step and says so."""
+    declared = lab.supports.get("precisions", None)
+    if declared is not None and "fp16" not in declared:
+        lab.skip("it does not declare the precision 'fp16'")
+    # A small scale, so that nothing overflows by itself.
+    scaling = GradScalerKwargs(init_scale=8.0)
+    try:
+        accelerator = lab.accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
+    except ConfigurationError as error:
+        raise Skip(f"fp16 is refused here: {error}") from None
+    if accelerator.scaler is None:
+        lab.skip("its fp16 has no gradient scaler of the core's")
+    model, optimizer = lab.ready(accelerator)
+    before = lab.weights(accelerator, model)
+    mine, _ = lab.batches(accelerator, 1)
+    factor = float("inf") if accelerator.process_index == lab.size - 1 else 1.0
+    accelerator.backward(loss_of(model, mine[0]) * factor)
+    optimizer.step()
+    lab.equal(accelerator.optimizer_step_was_skipped, True, "optimizer_step_was_skipped")
+    optimizer.zero_grad()
+    lab.close(lab.weights(accelerator, model), before, "weights after a skipped step", 0.0)
+    return None
+
+
+@check("backend", needs="join")
+def join(lab: Lab) -> str | None:
+    """Ranks may run out of batches at different steps."""
+    accelerator = lab.accelerator()
+    model, optimizer = lab.ready(accelerator)
+    mine, _ = lab.batches(accelerator, 2 + accelerator.process_index)
+    with accelerator.join_uneven_inputs([model]):
+        for batch in mine:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.wait_for_everyone()
+    return f"{len(mine)} batches on rank {lab.rank}"

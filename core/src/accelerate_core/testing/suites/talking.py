@@ -1,0 +1,148 @@
+"""Ranks and collectives of a backend."""
+
+from __future__ import annotations
+
+import time
+from collections import namedtuple
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate_core.collectives import broadcast
+from accelerate_core.testing.checks import check
+from accelerate_core.testing.lab import Lab
+
+Pair = namedtuple("Pair", "left right")
+SAMPLES = 37  # no multiple of a batch: the last one is short on some rank
+
+
+@check("backend")
+def ranks(lab: Lab) -> str | None:
+    """Every rank is there once, all name the same main process, and shards of the data add up."""
+    accelerator = lab.accelerator()
+    comm = accelerator.communicator
+    lab.equal(
+        comm.gather_object(accelerator.process_index), list(range(lab.size)), "ranks in order"
+    )
+    lab.alike(accelerator, accelerator.main_index, "main process")
+    lab.equal(sum(comm.gather_object(accelerator.is_main_process)), 1, "number of main processes")
+    for what in ("data_shard", "loss_shard"):
+        index, count = getattr(accelerator.hooks, what)(accelerator)
+        lab.alike(accelerator, count, f"parts of {what}")
+        lab.equal(0 <= index < count, True, f"{what} ({index}, {count}) is inside")
+        seen = set(comm.gather_object(index))
+        lab.equal(seen, set(range(count)), f"indices of {what}")
+    mesh = accelerator.backend.supports.get("mesh") or ()
+    if not {"tp", "cp", "sp", "pp"} & set(mesh):
+        _, count = accelerator.hooks.data_shard(accelerator)
+        lab.equal(count, lab.size, "parts of the data, where no mesh dimension shares samples")
+    return f"{lab.size} on {accelerator.device.type}, {accelerator.distributed_type}"
+
+
+@check("backend")
+def collectives(lab: Lab) -> str | None:
+    """Gather, reduce, broadcast and padding are right on nested structures of any dtype and shape."""
+    accelerator = lab.accelerator()
+    rank, size, device = accelerator.process_index, lab.size, accelerator.device
+    index, count = accelerator.hooks.data_shard(accelerator)
+    tree = {
+        "whole": torch.full((2, 3), float(index), device=device),
+        "list": [torch.tensor([index], device=device), (torch.tensor([index % 2 == 0], device=device),)],
+        "pair": Pair(torch.tensor(index, dtype=torch.int16, device=device), torch.empty(0, 2, device=device)),
+        "half": torch.full((1,), index + 0.5, dtype=torch.bfloat16, device=device),
+    }  # fmt: skip
+    got = accelerator.gather(tree)
+    every = range(count)
+    lab.close(got["whole"][:, 0].tolist(), [float(r) for r in every for _ in (0, 1)], "gather")
+    lab.equal(got["list"][0].tolist(), list(every), "gather of int64")
+    lab.equal(got["list"][1][0].tolist(), [r % 2 == 0 for r in every], "gather of bool")
+    lab.equal(got["pair"].left.tolist(), list(every), "gather of numbers without dimensions")
+    lab.equal(tuple(got["pair"].right.shape), (0, 2), "shape of what is empty")
+    lab.equal(got["half"].tolist(), [r + 0.5 for r in every], "gather of bfloat16")
+    total = accelerator.reduce({"x": torch.tensor([index + 1.0], device=device)}, "sum")
+    lab.close(total["x"].tolist(), [count * (count + 1) / 2], "reduce by sum")
+    mean = accelerator.reduce(torch.tensor([index + 1.0], device=device), "mean")
+    lab.close(mean.tolist(), [(count + 1) / 2], "reduce by mean")
+    comm = accelerator.communicator
+    top = comm.reduce(torch.tensor([float(rank)], device=device), "max")
+    low = comm.reduce(torch.tensor([float(rank)], device=device), "min")
+    lab.equal((top.item(), low.item()), (size - 1.0, 0.0), "reduce by max and min")
+    for src in range(size):
+        sent = broadcast({"x": torch.tensor([float(rank)], device=device)}, src, comm=comm)
+        lab.equal(sent["x"].item(), float(src), f"broadcast from rank {src}")
+    padded = accelerator.pad_across_processes(torch.ones(index + 1, device=device))
+    lab.equal(padded.shape[0], count, "length after padding")
+    lab.equal(float(padded.sum()), index + 1.0, "sum after padding with zeros")
+    return "gather, reduce, broadcast, pad"
+
+
+@check("backend")
+def objects(lab: Lab) -> str | None:
+    """Objects are gathered, broadcast and scattered in rank order, on every rank."""
+    accelerator = lab.accelerator()
+    comm, rank = accelerator.communicator, accelerator.process_index
+    mine = {"rank": rank, "text": "ä" * (rank + 1)}
+    expected = [{"rank": r, "text": "ä" * (r + 1)} for r in range(lab.size)]
+    lab.equal(comm.gather_object(mine), expected, "gather_object")
+    for src in range(lab.size):
+        lab.equal(comm.broadcast_object(mine, src), expected[src], f"broadcast_object from {src}")
+    parts = [["part", r] for r in range(lab.size)] if rank == 0 else None
+    scattered = accelerator.hooks.scatter_object(accelerator, parts, 0, "world")
+    lab.equal(scattered, ["part", rank], "scatter_object")
+    return None
+
+
+@check("backend")
+def pieces(lab: Lab) -> str | None:
+    """Scatter and all_to_all give each rank the piece that is its own."""
+    accelerator = lab.accelerator()
+    rank, size, hooks = accelerator.process_index, lab.size, accelerator.hooks
+    like = torch.zeros(2, device=accelerator.device)
+    parts = [like + r for r in range(size)] if rank == 0 else None
+    part = hooks.scatter(accelerator, parts, like, 0, "world")
+    lab.equal(part.tolist(), [float(rank)] * 2, "scatter")
+    sent = torch.tensor([10.0 * rank + r for r in range(size)], device=accelerator.device)
+    got = hooks.all_to_all(accelerator, sent, "world")
+    lab.equal(got.tolist(), [10.0 * r + rank for r in range(size)], "all_to_all")
+    return None
+
+
+@check("backend")
+def barrier(lab: Lab) -> str | None:
+    """Nobody passes `wait_for_everyone` before all have come."""
+    accelerator = lab.accelerator()
+    marks = [lab.scratch(f"came_{rank}") for rank in range(lab.size)]
+    for late in range(lab.size):
+        for mark in marks:
+            mark.unlink(missing_ok=True)
+        accelerator.communicator.gather_object(late)  # from here on all know they are gone
+        if accelerator.process_index == late:
+            time.sleep(0.3)
+        marks[accelerator.process_index].touch()
+        accelerator.wait_for_everyone()
+        lab.equal([mark.exists() for mark in marks], [True] * lab.size, "who had come")
+        accelerator.communicator.gather_object(late)
+    return None
+
+
+@check("backend")
+def loader(lab: Lab) -> str | None:
+    """Every sample is seen once in an epoch, in order where it is not shuffled."""
+    accelerator = lab.accelerator()
+    dataset = TensorDataset(torch.arange(SAMPLES))
+    for shuffle in (False, True):
+        prepared = accelerator.prepare(DataLoader(dataset, batch_size=4, shuffle=shuffle))
+        for _ in range(2):
+            steps = [accelerator.gather_for_metrics(batch[0]) for batch in prepared]
+            seen = torch.cat(steps).tolist()
+            lab.alike(accelerator, len(steps), "steps of an epoch")
+            lab.equal(sorted(seen), list(range(SAMPLES)), "samples of an epoch")
+            if not shuffle:
+                lab.equal(seen, list(range(SAMPLES)), "order of the samples")
+    # Where batches are born on their device the core does not ask for this hook.
+    given = [{"x": torch.full((2,), float(step))} for step in range(4)]
+    fed = list(accelerator.hooks.feed_device(accelerator, iter(given), False))
+    lab.equal([float(one["x"][0]) for one in fed], [0.0, 1.0, 2.0, 3.0], "batches of feed_device")
+    places = {one["x"].device.type for one in fed}
+    lab.equal(places, {accelerator.device.type}, "where feed_device puts them")
+    return f"{SAMPLES} samples, 4 epochs"

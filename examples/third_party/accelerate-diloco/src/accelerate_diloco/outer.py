@@ -1,0 +1,68 @@
+"""The outer optimizer of one inner one: where all ranks stood last, and what they do next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from accelerate_diloco.settings import DiLoCoSettings
+
+#: Replaces a flat tensor by its mean over the ranks.
+Mean = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Outer:
+    """Holds `theta`, the parameters after the last outer step, and a momentum of the same shapes.
+
+    Every `sync_every` steps: theta - mean of the ranks' parameters is taken for a gradient, and
+    SGD with momentum steps theta; all ranks go on from there.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], settings: DiLoCoSettings) -> None:
+        self.parameters, self.settings = list(parameters), settings
+        self.theta = [parameter.detach().clone() for parameter in self.parameters]
+        self.momentum = [torch.zeros_like(parameter) for parameter in self.theta]
+        self.steps = 0
+
+    @torch.no_grad()
+    def after_inner_step(self, mean: Mean) -> bool:
+        """Count an inner step; take the outer one if it is due, and tell so."""
+        self.steps += 1
+        if self.steps % self.settings.sync_every:
+            return False
+        self.average(mean)
+        return True
+
+    @torch.no_grad()
+    def average(self, mean: Mean) -> None:
+        """Take the outer step now: one reduction per dtype."""
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, parameter in enumerate(self.parameters):
+            by_dtype.setdefault(parameter.dtype, []).append(index)
+        for indices in by_dtype.values():
+            changes = [(self.theta[i] - self.parameters[i]).reshape(-1) for i in indices]
+            flat = mean(torch.cat(changes))
+            parts = flat.split([change.numel() for change in changes])
+            for index, part in zip(indices, parts, strict=True):
+                self._step(index, part.view_as(self.theta[index]))
+
+    def _step(self, index: int, gradient: torch.Tensor) -> None:
+        settings, theta = self.settings, self.theta[index]
+        momentum = self.momentum[index].mul_(settings.outer_momentum).add_(gradient)
+        change = gradient.add(momentum, alpha=settings.outer_momentum)
+        theta.sub_((change if settings.nesterov else momentum) * settings.outer_lr)
+        self.parameters[index].copy_(theta)
+
+    def state(self) -> dict[str, Any]:
+        """Return what is alike on all ranks."""
+        return {"steps": self.steps, "theta": self.theta, "momentum": self.momentum}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """Take what `state` gave."""
+        self.steps = int(state["steps"])
+        for own, given in ((self.theta, state["theta"]), (self.momentum, state["momentum"])):
+            for tensor, value in zip(own, given, strict=True):
+                tensor.copy_(value)

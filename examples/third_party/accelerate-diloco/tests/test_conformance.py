@@ -1,0 +1,5 @@
+from accelerate_core.testing import BackendSuite
+
+
+class TestDiLoCo(BackendSuite):
+    plugin = "diloco"

@@ -1,0 +1,49 @@
+"""What DiLoCo promises beyond the suite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate_core import DiLoCoSettings
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.testing import run_workers
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def train(steps: int, **settings: Any) -> list[dict[str, Any]]:
+    run = run_workers(WORKER, 2, [steps, json.dumps(settings)], timeout=120)
+    assert run.ok, run.story
+    return run.results
+
+
+def test_with_h_1_and_plain_sgd_of_rate_1_it_is_averaging_after_every_step() -> None:
+    ranks = train(20, sync_every=1, outer_lr=1.0, outer_momentum=0.0)
+    for rank in ranks:
+        losses, weights = rank["plain"]
+        assert rank["backend"] == "diloco"
+        assert rank["outer_steps"] == 20
+        assert rank["losses"] == pytest.approx(losses, abs=1e-5)
+        assert rank["weights"] == pytest.approx(weights, abs=1e-5)
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+
+
+def test_ranks_talk_in_one_step_of_eight() -> None:
+    ranks = train(24, sync_every=8)
+    for rank in ranks:
+        assert [step for step, calls in enumerate(rank["calls"], 1) if calls] == [8, 16, 24]
+        assert max(rank["calls"]) == 1
+        assert rank["bytes"] == 3 * rank["model_bytes"]
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert ranks[0]["losses"][-8:] != pytest.approx(ranks[0]["plain"][0][-8:], abs=1e-5)
+
+
+def test_a_setting_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="sync_every"):
+        DiLoCoSettings(sync_every=0)
+    with pytest.raises(ConfigurationError, match="outer_momentum"):
+        DiLoCoSettings(outer_momentum=1.0)

@@ -1,0 +1,256 @@
+"""Deliberately broken plugins: each is caught, with its name, hook and version in the message."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import clean_environment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+import dummies
+
+from accelerate_core.hookspecs import all_hooks, hook_kind
+
+HEAD = """
+import torch, torch.distributed as dist
+from accelerate_core import Backend, Claim
+class Plugin(Backend):
+    name = "{name}"
+    api_version = {api}
+    @classmethod
+    def detect(cls, request):
+        return Claim({priority}, "asked for")
+    def prepare_model(self, accelerator, model):
+        if accelerator.num_processes > 1:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), src=0)
+        return model
+    def backward(self, accelerator, loss, kwargs):
+        loss.backward(**kwargs)
+        for parameter in accelerator.models[-1].parameters():
+            if accelerator.num_processes > 1{condition}:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= 2
+{extra}
+"""
+MOMENTUM = """
+    mean = None
+    def optimizer_step(self, accelerator, optimizer, closure):
+        for index, p in enumerate(optimizer.param_groups[0]["params"]):
+            self.mean = self.mean or {}
+            p.grad = self.mean[index] = 0.5 * (self.mean.get(index, 0.0) + p.grad)
+        return super().optimizer_step(accelerator, optimizer, closure)
+"""
+
+
+def write(
+    root: Path,
+    name: str,
+    *,
+    api: str = "(1, 0)",
+    priority: int = 50,
+    condition: str = "",
+    extra: str = "",
+    above: str = "",
+    points: dict[str, str] | None = None,
+    version: str = "4.2",
+) -> None:
+    code = above + HEAD.format(
+        name=name, api=api, priority=priority, condition=condition, extra=extra
+    )
+    groups = {"backends": {name: "Plugin"}, "triggers": {f"USE_{name.upper()}": "Plugin"}}
+    dummies.distribution(root, name, code, points if points is not None else groups, version)
+    metadata = root / f"dummy_{name}-{version}.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text() + "Requires-Dist: accelerate-core\n")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("broken")
+    wrong = "    def clip_grad_norm(self, accelerator, parameters, maximum): ...\n"
+    write(root, "wrongarg", extra=wrong)
+    write(root, "misspelt", extra="    def backwards(self, accelerator, loss): ...\n")
+    write(root, "forgetful", points={})
+    write(root, "heavy", above="import yaml, xxhash, rich.table, matplotlib\n")
+    write(root, "lopsided", condition=" and accelerator.process_index == 0")
+    write(root, "amnesiac", extra=MOMENTUM)
+    write(root, "future", api="(2, 0)")
+    write(root, "unsaid", extra="del Plugin.api_version\n")
+    for name in ("left", "right"):
+        groups = {"backends": {name: "Plugin"}, "triggers": {"USE_BOTH": "Plugin"}}
+        write(root, name, points=groups)
+    for number in (1, 2):
+        write(root, f"twin{number}", points={"backends": {"twin": "Plugin"}}, version=f"{number}.5")
+    return root
+
+
+GENERAL = ("imports", "metadata", "api_version", "hooks", "selection")
+ON_RANKS = {"lopsided": ("hooks", "training"), "amnesiac": ("hooks", "resume")}
+BROKEN = ("wrongarg", "misspelt", "heavy", "future", "unsaid", "left")
+
+
+@pytest.fixture(scope="module")
+def said(root: Path) -> dict[str, Any]:
+    """What `plugins check` says of each, a few at a time."""
+    wanted = {**ON_RANKS, **dict.fromkeys(BROKEN, GENERAL)}
+    with ThreadPoolExecutor(3) as pool:
+        made = pool.map(lambda item: check(root, item[0], *item[1]), wanted.items())
+        return dict(zip(wanted, made, strict=True))
+
+
+def check(root: Path, name: str, *only: str) -> tuple[int, dict[str, Any], str]:
+    env = clean_environment(OMP_NUM_THREADS="1")
+    env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
+    names = [word for one in only for word in ("--only", one)]
+    command = [sys.executable, "-m", "accelerate_core", "plugins", "check", name, "--json"]
+    done = subprocess.run(
+        [*command, "--timeout", "4", *names], env=env, capture_output=True, text=True, timeout=150
+    )
+    found = json.loads(done.stdout)["checks"] if done.stdout else []
+    return done.returncode, {one["name"]: one for one in found}, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "caught_by", "words"),
+    [
+        ("wrongarg", "hooks", ["clip_grad_norm", "maximum"]),
+        ("misspelt", "hooks", ["'backwards' is no hook", "Did you mean 'backward'?"]),
+        ("heavy", "imports", ["matplotlib", "inside of the functions"]),
+        ("future", "api_version", ["2.0", "speaks 1.0", "upgrade accelerate-core"]),
+        ("unsaid", "api_version", ["states no api_version of its own"]),
+        ("left", "selection", ["right (dummy-right 4.2)", "equal priority 50", "USE_BOTH"]),
+    ],
+)
+def test_it_is_caught_by_the_check_meant_for_it(
+    said: dict[str, Any], name: str, caught_by: str, words: list[str]
+) -> None:
+    status, found, _ = said[name]
+    assert status == 1
+    assert found[caught_by]["state"] == "failed"
+    others = {one for one, made in found.items() if made["state"] == "failed"} - {caught_by}
+    allowed = {"future": {"selection"}}.get(name, set())
+    assert others <= allowed, found
+    for word in [f"{name} (dummy-{name} 4.2)", *words]:
+        assert word in found[caught_by]["error"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "caught_by", "hook"),
+    [("lopsided", "training", "backward"), ("amnesiac", "resume", "save_state")],
+)
+def test_on_ranks_it_is_caught_by_the_check_meant_for_it(
+    said: dict[str, Any], name: str, caught_by: str, hook: str
+) -> None:
+    status, found, _ = said[name]
+    assert status == 1
+    assert found["hooks"]["state"] == "passed"
+    assert found[caught_by]["state"] == "failed"
+    assert f"backend {name} (dummy-{name} 4.2)" in found[caught_by]["error"]
+    assert hook in found[caught_by]["error"]
+
+
+def test_one_without_an_entry_point_is_told_what_it_lacks(root: Path) -> None:
+    status, _, said = check(root, "forgetful")
+    assert status == 2
+    assert "dummy-forgetful 4.2 is installed, but declares no plugin" in said
+    assert 'project.entry-points."accelerate_core.backends"' in said
+
+
+def test_two_of_one_name_are_told_apart_by_their_distributions(root: Path) -> None:
+    status, _, said = check(root, "twin")
+    assert status == 2
+    assert "'twin': dummy-twin1 1.5 and dummy-twin2 2.5" in said
+
+
+RAISING = """
+import inspect
+import torch
+from accelerate_core import Accelerator, Backend, hookimpl
+from accelerate_core.hookspecs import HookSpecs, all_hooks, hook_kind
+from accelerate_core.plugins.discovery import PluginRecord
+from accelerate_core.plugins import discovery
+import dummy_raiser
+
+result = {}
+for name in all_hooks():
+    dummy_raiser.BROKEN = name
+    try:
+        plugins = {"backend": "raiser"} if hook_kind(name) == "owner" else {}
+        accelerator = Accelerator(cpu=True, **plugins)
+        if hook_kind(name) == "owner":
+            count = len(inspect.signature(getattr(HookSpecs, name)).parameters) - 1
+            getattr(accelerator.hooks, name)(*[None] * count)
+        else:
+            with accelerator:
+                model = torch.nn.Linear(1, 1)
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                model, optimizer = accelerator.prepare(model, optimizer)
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                accelerator.seen_by_nobody_but_plugins if name == "state_attributes" else None
+                path = accelerator.save_state("here")
+                accelerator.load_state(path)
+                if name == "on_error":
+                    raise KeyError
+        result[name] = ["nothing was raised", "", []]
+    except Exception as error:
+        result[name] = [type(error).__name__, str(error), list(getattr(error, "__notes__", []))]
+out(result)
+"""
+RAISER = """
+from accelerate_core import Backend, Claim, hookimpl
+BROKEN = ""
+class Trouble(ArithmeticError): ...
+class Raiser(Backend):
+    name = "raiser"
+    api_version = (1, 0)
+class Extension:
+    name = "meddler"
+    api_version = (1, 0)
+def make(hook, arguments, owner):
+    names = ", ".join(arguments)
+    scope = {}
+    body = (f"def {hook}(self, {names}):\\n    if BROKEN == {hook!r}: raise Trouble('no')\\n    return "
+        + (f"super(Raiser, self).{hook}({names})" if owner else
+           "model" if "model" in arguments else "None"))
+    exec(body, globals(), scope)
+    return hookimpl(scope[hook])
+import inspect
+from accelerate_core.hookspecs import HookSpecs, all_hooks, hook_kind
+for name in all_hooks():
+    arguments = list(inspect.signature(getattr(HookSpecs, name)).parameters)[1:]
+    owner = hook_kind(name) == "owner"
+    setattr(Raiser if owner else Extension, name, make(name, arguments, owner))
+Extension.state_attributes = hookimpl(lambda self: {} if BROKEN != "state_attributes" else 1 / 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("raising")
+    groups = {"backends": {"raiser": "Raiser"}, "extensions": {"meddler": "Extension"}}
+    dummies.distribution(root, "raiser", RAISER, groups, "7.1")
+    code = f"import os; os.chdir({str(root)!r})\n" + RAISING
+    return dummies.run(root, code, {"ACCELERATE_PLUGINS": "meddler"})
+
+
+@pytest.mark.parametrize("hook", all_hooks())
+def test_one_that_raises_in_a_hook_is_named_with_hook_and_version(
+    raised: dict[str, Any], hook: str
+) -> None:
+    kind, text, notes = raised[hook]
+    plugin = "raiser" if hook_kind(hook) == "owner" else "meddler"
+    label = f"{plugin} (dummy-raiser 7.1)"
+    if kind == "CheckpointError":  # all ranks are told by one error, which names who failed
+        assert hook in text or plugin in text
+        assert "Trouble: no" in text
+    else:
+        assert kind in ("Trouble", "ZeroDivisionError")
+        assert f"accelerate-core: hook {hook!r} of plugin {label}" in notes

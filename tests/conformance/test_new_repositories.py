@@ -1,0 +1,139 @@
+"""From an empty directory: `plugins new`, `pip install .`, `plugins check`, and its own tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import site
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import clean_environment
+
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.scaffold import KINDS, write_repository
+
+
+def empty_environment(folder: Path) -> Path:
+    """Make an environment of its own that sees what is installed here; return its python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    here = site.getsitepackages()
+    lines = [f"import site; site.addsitedir({path!r})" for path in here]
+    (packages / "here.pth").write_text("\n".join(lines) + "\n")
+    return folder / "bin" / "python"
+
+
+def run(*command: object, cwd: Path, timeout: float = 200) -> str:
+    # What these processes start is started by `sys.executable`, too.
+    env = clean_environment(OMP_NUM_THREADS="1")
+    env.pop("PYTHONPATH")
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def install(python: Path, cwd: Path) -> None:
+    quiet = ["-q", "--disable-pip-version-check", "--no-build-isolation", "--no-deps"]
+    run(python, "-m", "pip", "install", *quiet, ".", cwd=cwd)
+
+
+@pytest.mark.dist
+def test_a_new_backend_is_green_within_two_minutes(tmp_path: Path) -> None:
+    python = empty_environment(tmp_path / "venv")
+    began = time.monotonic()
+    core = (python, "-m", "accelerate_core", "plugins")
+    said = run(*core, "new", "two_level", "--kind", "backend", cwd=tmp_path)
+    assert "accelerate-core plugins check two_level" in said
+    repository = tmp_path / "accelerate-two-level"
+    install(python, repository)
+    report = tmp_path / "report.xml"
+    made = json.loads(run(*core, "check", "two_level", "--json", "--junit", report, cwd=repository))
+    seconds = time.monotonic() - began
+    assert made["passed"]
+    states = {one["name"]: one["state"] for one in made["checks"]}
+    assert {name for name, state in states.items() if state == "skipped"} == {"join"}
+    assert len(states) > 35
+    assert 'tests="' + str(len(states)) in report.read_text()
+    assert seconds < 120
+    lines = sum(len(p.read_text().splitlines()) for p in (repository / "src").rglob("*.py"))
+    assert lines <= 120
+    assert len((repository / "tests/test_conformance.py").read_text().strip().splitlines()) == 5
+
+
+@pytest.mark.dist
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_repository_passes_its_own_tests(tmp_path: Path, kind: str) -> None:
+    python = empty_environment(tmp_path / "venv")
+    write_repository("fresh", kind, tmp_path / "fresh")
+    install(python, tmp_path / "fresh")
+    out = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path / "fresh")
+    assert " passed" in out
+    assert "failed" not in out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_complete_and_tidy(tmp_path: Path, kind: str) -> None:
+    made = write_repository("fresh", kind, tmp_path / "fresh")
+    names = {path.relative_to(tmp_path / "fresh").as_posix() for path in made}
+    assert {
+        "pyproject.toml",
+        "README.md",
+        ".gitignore",
+        ".github/workflows/test.yml",
+        "src/accelerate_fresh/py.typed",
+        "tests/test_conformance.py",
+    } <= names
+    for path in made:
+        text = path.read_text()
+        assert not any(f"@{word}@" in text for word in ("name", "class", "package", "env"))
+    config = ["--isolated", "--line-length", "100", "--select", "E,F,W,B,UP"]
+    ruff = [sys.executable, "-m", "ruff"]
+    run(*ruff, "check", *config, ".", cwd=tmp_path / "fresh")
+    run(
+        *ruff,
+        "format",
+        "--check",
+        "--isolated",
+        "--line-length",
+        "100",
+        ".",
+        cwd=tmp_path / "fresh",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("Ring", "backend", "lower case"),
+        ("two__level", "backend", "lower case"),
+        ("class", "backend", "no name for a plugin"),
+        ("ring", "bakend", "Did you mean 'backend'?"),
+        ("ddp", "backend", "already: ddp (accelerate-ddp"),
+        ("megatron_lm", "backend", "accelerate-core[megatron]"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused(tmp_path: Path, name: str, kind: str, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        write_repository(name, kind, tmp_path / "made")
+    assert said in str(caught.value)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigurationError, match="not empty"):
+        write_repository("ring", "backend", tmp_path)
+    assert os.listdir(tmp_path) == ["mine.txt"]

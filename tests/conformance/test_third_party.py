@@ -1,0 +1,138 @@
+"""Plugins of other people, from wheels of their own: a backend, a precision, a launcher, together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import clean_environment
+
+from accelerate_core.scaffold import write_repository
+from accelerate_core.testing import run_workers
+
+ROOT = Path(__file__).parents[2]
+DILOCO = ROOT / "examples" / "third_party" / "accelerate-diloco"
+HERE = Path(__file__).parent
+SCRIPT = HERE / "third_party.py"
+
+#: 160 steps are 20 meetings: too few for the momentum of 0.9 that long runs like.
+STEPS = 160
+OUTER = {"ACCELERATE_DILOCO_OUTER_LR": "0.5", "ACCELERATE_DILOCO_OUTER_MOMENTUM": "0.7"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheels built from their own repositories, installed beside ours."""
+    folder = tmp_path_factory.mktemp("third_party")
+    sources = [folder / "accelerate-diloco"]
+    shutil.copytree(DILOCO, sources[0])
+    for name, kind in (("grid", "precision"), ("plain", "launcher")):
+        write_repository(name, kind, folder / f"accelerate-{name}")
+        sources.append(folder / f"accelerate-{name}")
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    how = ["--no-deps", "--no-build-isolation"]
+    for source in sources:
+        wheel = [*pip, "wheel", *how, "--wheel-dir", str(folder / "wheels"), str(source)]
+        subprocess.run(wheel, check=True, timeout=120, capture_output=True)
+    wheels = sorted(str(path) for path in (folder / "wheels").glob("*.whl"))
+    assert len(wheels) == 3
+    install = [*pip, "install", *how, "--target", str(folder / "site"), *wheels]
+    subprocess.run(install, check=True, timeout=120, capture_output=True)
+    return folder / "site"
+
+
+def launch(site: Path, folder: Path, *options: str, **environ: str) -> list[dict[str, Any]]:
+    """Launch the script on two ranks with our own command; return what each of them said."""
+    env = clean_environment(
+        PYTHONPATH=f"{site}", ACCELERATE_TESTING_RESULTS=str(folder), OMP_NUM_THREADS="1", **environ
+    )
+    command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--num_processes", "2"]
+    done = subprocess.run(
+        [*command, *options, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.dist
+def test_a_wheel_is_chosen_by_the_option_of_launch(site: Path, tmp_path: Path) -> None:
+    first, second = launch(site, tmp_path, "--backend", "diloco", ACCELERATE_DILOCO_SYNC_EVERY="4")
+    assert first["backend"] == second["backend"] == "diloco"
+    assert "backend = 'diloco'  (command line --backend)" in first["explain"]
+    assert "diloco.sync_every = 4" in first["explain"]
+    assert first["losses"] == second["losses"]
+    assert first["losses"][-1] < first["losses"][0] / 2
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "backend", ["ddp", "fsdp2", pytest.param("diloco", marks=pytest.mark.soak)]
+)
+def test_a_precision_and_a_launcher_go_around_any_backend(
+    site: Path, tmp_path: Path, backend: str
+) -> None:
+    options = ["--launcher", "plain", "--mixed_precision", "grid", "--backend", backend]
+    first, second = launch(site, tmp_path, *options, ACCELERATE_GRID_BITS="6")
+    assert (first["backend"], first["precision"]) == (backend, "grid")
+    assert not first["agent"]  # it was not torch's that started this rank
+    assert first["parent"] == "2"
+    assert sum("GridLinear" in layer for layer in first["layers"]) == 2
+    assert "grid.bits = 6  (environment variable ACCELERATE_GRID_BITS)" in first["explain"]
+    if backend == "ddp":
+        assert first["wrapper"] == "DistributedDataParallel"
+    assert first["names"] == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert first["losses"] == second["losses"]
+    assert first["losses"][-1] < first["losses"][0] / 2
+
+
+@pytest.mark.dist
+def test_the_repository_of_diloco_passes_its_own_tests(site: Path) -> None:
+    env = clean_environment(PYTHONPATH=str(site), OMP_NUM_THREADS="1")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_diloco.py",
+    ]
+    done = subprocess.run(command, cwd=DILOCO, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.dist
+@pytest.mark.soak
+def test_diloco_passes_the_suite(site: Path) -> None:
+    env = clean_environment(PYTHONPATH=str(site))
+    command = [sys.executable, "-m", "accelerate_core", "plugins", "check", "diloco", "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    made = json.loads(done.stdout)
+    failed = [one for one in made["checks"] if one["state"] == "failed"]
+    assert failed == []
+    skipped = {one["name"] for one in made["checks"] if one["state"] == "skipped"}
+    assert {"training", "clip_norm", "join"} <= skipped
+    assert not {"resume", "kill", "no_sync", "learning", "several_models"} & skipped
+
+
+@pytest.mark.dist
+def test_diloco_learns_nearly_what_ddp_does_with_an_eighth_of_the_communication(
+    site: Path,
+) -> None:
+    worker = HERE / "char_gpt_worker.py"
+    found = {}
+    for backend in ("ddp", "diloco"):
+        env = {"PYTHONPATH": str(site), **(OUTER if backend == "diloco" else {})}
+        run = run_workers(worker, 2, [backend, STEPS], timeout=200, env=env)
+        assert run.ok, run.story
+        found[backend] = run.results[0]
+    ours, theirs = found["diloco"], found["ddp"]
+    assert ours["steps"] == theirs["steps"] == STEPS
+    assert ours["bytes"] == STEPS // 8 * ours["model"]
+    assert ours["bytes"] == pytest.approx(theirs["bytes"] / 8, rel=0.001)
+    assert ours["loss"] < 1.05 * theirs["loss"]

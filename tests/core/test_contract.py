@@ -1,0 +1,229 @@
+"""What a version of the contract promises: the snapshot, the matrix of versions, deprecation."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import dummies
+import pytest
+
+from accelerate_core.plugins.contract import contract, differences
+
+SNAPSHOT = Path(__file__).with_name("contract.json")
+
+
+def test_the_contract_is_what_was_committed() -> None:
+    """A change is deliberate: raise API_VERSION as the policy says, then write the snapshot anew:
+
+    accelerate-core plugins hooks --json > tests/core/contract.json
+    """
+    was, now = json.loads(SNAPSHOT.read_text()), contract()
+    assert differences(was, now) == []
+    for made in (was, now):
+        for hook in made["hooks"].values():
+            hook.pop("doc")
+    assert now == was
+
+
+def changed(**hooks: Any) -> dict[str, Any]:
+    made = copy.deepcopy(contract())
+    for name, change in hooks.items():
+        if change is None:
+            del made["hooks"][name]
+        else:
+            made["hooks"].setdefault(name, {"kind": "broadcast", "deprecated": []}).update(change)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("version", "hooks", "said"),
+    [
+        ([1, 0], {"on_pause": {"arguments": [], "since": [1, 1]}}, "raise the minor"),
+        ([1, 1], {"on_pause": {"arguments": [], "since": [1, 1]}}, None),
+        ([1, 1], {"on_pause": {"arguments": [], "since": [1, 0]}}, "say since=(1, 1)"),
+        ([1, 1], {"barrier": None}, "needs version 2.0"),
+        ([2, 0], {"barrier": None}, "without having been deprecated"),
+        ([1, 1], {"barrier": {"arguments": ["accelerator"]}}, "lost its argument 'scope'"),
+        ([1, 0], {"on_end": {"arguments": ["accelerator", "how"]}}, "raise the minor"),
+        ([1, 1], {"on_end": {"arguments": ["accelerator", "how"]}}, None),
+        ([1, 1], {"on_end": {"kind": "owner"}}, "changed its kind"),
+        ([0, 9], {}, "went back"),
+    ],
+)
+def test_a_change_against_the_policy_is_named(
+    version: list[int], hooks: dict[str, Any], said: str | None
+) -> None:
+    new = {**changed(**hooks), "version": version}
+    found = " ".join(differences(contract(), new))
+    assert (said in found) if said else (found == "")
+
+
+VERSIONS = {"older": (0, 9), "equal": (1, 0), "newer": (1, 7), "next": (2, 0)}
+FUTURE = "    def of_the_future(self, accelerator): raise AssertionError\n"
+MATRIX = """
+import os
+from accelerate_core import Accelerator
+from accelerate_core.plugins import report
+def attempt(f):
+    try:
+        return ["fine", str(f())]
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+def extensions(a): return [r.name for r, _, _ in a.plugins.plugins if r.kind == "extension"]
+result = {}
+for name in ("older", "equal", "newer", "next"):
+    os.environ.clear(); os.environ.update(KEPT)
+    result["backend", name, "named"] = attempt(lambda: Accelerator(backend=name).backend.name)
+    os.environ["USE_" + name.upper()] = "1"
+    result["backend", name, "automatic"] = attempt(lambda: Accelerator().backend.name)
+    os.environ.clear(); os.environ.update(KEPT)
+    os.environ["ACCELERATE_PLUGINS"] = "e" + name
+    result["extension", name, "named"] = attempt(lambda: extensions(Accelerator()))
+    os.environ.clear(); os.environ.update(KEPT)
+    os.environ["EXTEND_" + name.upper()] = "1"
+    result["extension", name, "automatic"] = attempt(lambda: extensions(Accelerator()))
+    os.environ.clear(); os.environ.update(KEPT)
+    result["precision", name, "named"] = attempt(
+        lambda: Accelerator(mixed_precision="p" + name).mixed_precision)
+    result["tracker", name, "named"] = attempt(
+        lambda: Accelerator(log_with="t" + name, project_dir=".").init_trackers("x"))
+result["rows"] = {row.name: [row.state, row.api_version] for row in report()}
+out([[list(key) if isinstance(key, tuple) else key, value] for key, value in result.items()])
+"""
+OTHERS = """
+from accelerate_core import Claim, Precision, hookimpl
+from accelerate_core.tracking import GeneralTracker
+class E:
+    api_version = {api}
+    @classmethod
+    def detect(cls, request): return Claim(0, "wanted")
+    @hookimpl
+    def on_start(self, accelerator): accelerator.seen = True
+    {future}
+class P(Precision):
+    name = "p{name}"
+    api_version = {api}
+class T(GeneralTracker):
+    name = "t{name}"
+    api_version = {api}
+    requires_logging_directory = False
+    tracker = None
+"""
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    root = tmp_path_factory.mktemp("matrix")
+    for name, api in VERSIONS.items():
+        future = "@hookimpl\n    def on_dream(self, accelerator): raise AssertionError"
+        dummies.backend(root, name, triggers=(f"USE_{name.upper()}",), api=str(api), extra=FUTURE)
+        code = OTHERS.format(api=api, name=name, future=future if api == (1, 7) else "")
+        groups = {
+            "extensions": {f"e{name}": "E"},
+            "precisions": {f"p{name}": "P"},
+            "trackers": {f"t{name}": "T"},
+            "triggers": {f"EXTEND_{name.upper()}": "E"},
+        }
+        dummies.distribution(root, f"o{name}", code, groups)
+    code = "import os; KEPT = dict(os.environ)\n" + MATRIX
+    pairs = dummies.run(root, code)
+    return {tuple(key) if isinstance(key, list) else key: value for key, value in pairs}
+
+
+@pytest.mark.parametrize("kind", ["backend", "extension", "precision", "tracker"])
+@pytest.mark.parametrize("name", ["older", "next"])
+def test_another_major_version_is_refused_by_name(
+    matrix: dict[Any, Any], kind: str, name: str
+) -> None:
+    error, text = matrix[kind, name, "named"]
+    assert error == "PluginVersionError"
+    owner = "dummy-" + (name if kind == "backend" else f"o{name}")
+    theirs = ".".join(map(str, VERSIONS[name]))
+    way_out = "accelerate-core" if name == "next" else owner
+    assert f"({owner} 1.0)" in text
+    assert f"version {theirs}" in text
+    assert "speaks 1.0" in text
+    assert f"upgrade {way_out}" in text
+
+
+@pytest.mark.parametrize("name", ["older", "next"])
+def test_another_major_version_is_passed_over_where_nobody_named_it(
+    matrix: dict[Any, Any], name: str
+) -> None:
+    assert matrix["backend", name, "automatic"] == ["fine", "single"]
+    assert matrix["extension", name, "automatic"] == ["fine", "[]"]
+
+
+@pytest.mark.parametrize("name", ["equal", "newer"])
+def test_the_same_and_a_newer_minor_version_work(matrix: dict[Any, Any], name: str) -> None:
+    for how in ("named", "automatic"):
+        assert matrix["backend", name, how] == ["fine", name]
+        assert matrix["extension", name, how] == ["fine", f"['e{name}']"]
+    assert matrix["precision", name, "named"] == ["fine", f"p{name}"]
+    assert matrix["tracker", name, "named"] == ["fine", "None"]
+
+
+def test_the_table_tells_the_version_without_an_import(matrix: dict[Any, Any]) -> None:
+    rows = matrix["rows"]
+    assert {name: rows[name] for name in VERSIONS} == {
+        "older": ["refused", "0.9"],
+        "equal": ["available", "1.0"],
+        "newer": ["available", "1.7"],
+        "next": ["refused", "2.0"],
+    }
+
+
+def test_an_older_minor_version_works_and_is_told_what_is_deprecated(tmp_path: Path) -> None:
+    extra = (
+        "    def on_step_end(self, accelerator, optimizer): ...\n"
+        "    def zero_grad(self, accelerator, optimizer, set_to_none): ...\n"
+    )
+    dummies.backend(tmp_path, "aged", api="(1, 1)", extra=extra)
+    code = """
+    import warnings
+    from accelerate_core import hookspecs
+    from accelerate_core.plugins import discovery, manager
+    for module in (hookspecs, discovery, manager):
+        module.API_VERSION = (1, 3)
+    hookspecs.DEPRECATED["on_step_end"] = hookspecs.Deprecation((1, 2), "implement on_end", 2)
+    hookspecs.DEPRECATED["zero_grad(set_to_none)"] = hookspecs.Deprecation(
+        (1, 3), "gradients are always dropped", 2)
+    from accelerate_core import Accelerator
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        name = Accelerator(backend="aged").backend.name
+    out([name, [str(one.message) for one in caught if one.category is FutureWarning]])
+    """
+    name, said = dummies.run(tmp_path, code)
+    assert name == "aged"
+    assert said == [
+        "aged (dummy-aged 1.0) uses 'on_step_end', deprecated since version 1.2 of the contract "
+        "and gone in 2.0: implement on_end.",
+        "aged (dummy-aged 1.0) uses 'zero_grad(set_to_none)', deprecated since version 1.3 of the "
+        "contract and gone in 2.0: gradients are always dropped.",
+    ]
+
+
+def test_a_newer_argument_says_what_to_upgrade(tmp_path: Path) -> None:
+    extra = "    def prepare_model(self, accelerator, model, dreams): return model\n"
+    dummies.backend(tmp_path, "ahead", api="(1, 7)", extra=extra)
+    code = """
+    from accelerate_core import Accelerator
+    try:
+        Accelerator(backend="ahead")
+    except Exception as error:
+        out([type(error).__name__, str(error)])
+    """
+    kind, text = dummies.run(tmp_path, code)
+    assert kind == "PluginError"
+    for part in (
+        "ahead (dummy-ahead 1.0)",
+        "dreams",
+        "prepare_model",
+        "1.7",
+        "upgrade accelerate-core",
+    ):
+        assert part in text

@@ -1,0 +1,166 @@
+"""`accelerate-core plugins`, `plugins why`, `plugins hooks`: what people and machines read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import dummies
+import pytest
+from support import clean_environment
+
+TRACKER = """
+from accelerate_core.tracking import GeneralTracker
+class T(GeneralTracker):
+    name = "diary"
+    api_version = (1, 0)
+    requires_logging_directory = False
+    library = "no-such-library>=2"
+    tracker = None
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("installed")
+    dummies.backend(root, "left", triggers=("USE_LEFT",), priority=70)
+    dummies.backend(root, "right", triggers=("USE_RIGHT",), priority=60)
+    dummies.backend(root, "tied", triggers=("USE_TIED",), priority=70)
+    dummies.backend(root, "future", api="(2, 0)")
+    dummies.distribution(root, "gone", "x = 1", {"backends": {"gone": "Gone"}})
+    dummies.distribution(root, "lost", "x = 1", {"launchers": {"lost": "Nowhere"}})
+    dummies.distribution(root, "diary", TRACKER, {"trackers": {"diary": "T"}})
+    for number in (1, 2):
+        dummies.distribution(
+            root, f"twin{number}", "x = 1", {"backends": {"twin": "B"}}, version=f"{number}.5"
+        )
+    bare = root / "accelerate_forgot-0.3.dist-info"
+    bare.mkdir()
+    requires = "Requires-Dist: accelerate-core>=0.1"
+    (bare / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: accelerate-forgot\nVersion: 0.3\n{requires}\n"
+    )
+    return root
+
+
+def plugins(root: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = clean_environment(**environ)
+    env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
+    command = [sys.executable, "-m", "accelerate_core", "plugins", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+def table(root: Path, **environ: str) -> dict[str, dict[str, str]]:
+    done = plugins(root, "--json", **environ)
+    assert done.returncode == 0, done.stderr
+    return {row["name"]: row for row in json.loads(done.stdout)}
+
+
+def test_the_table_tells_kind_version_state_and_because(root: Path) -> None:
+    rows = table(root, USE_LEFT="1", USE_RIGHT="1", ACCELERATE_DISABLED_PLUGINS="fp16")
+    assert rows["left"] == {
+        "kind": "backend",
+        "name": "left",
+        "distribution": "dummy-left",
+        "version": "1.0",
+        "api_version": "1.0",
+        "state": "active",
+        "because": "left wants it",
+    }
+    shown = {name: (row["state"], row["because"]) for name, row in rows.items()}
+    assert shown["right"] == ("passed over", "right wants it, priority 60")
+    assert shown["single"] == ("available", "not asked for")
+    assert shown["fp16"] == ("disabled", "ACCELERATE_DISABLED_PLUGINS")
+    refused = "written for version 2.0 of the contract; this core speaks 1.0"
+    assert shown["future"] == ("refused", refused)
+    assert shown["gone"][0] == shown["lost"][0] == "broken"
+    assert "dummy_gone:Gone" in shown["gone"][1]
+    assert shown["diary"][0] == "passed over"
+    assert "no-such-library" in shown["diary"][1]
+
+
+def test_one_kind_alone(root: Path) -> None:
+    rows = json.loads(plugins(root, "--kind", "precision", "--json").stdout)
+    assert {row["kind"] for row in rows} == {"precision"}
+    wrong = plugins(root, "--kind", "precison")
+    assert wrong.returncode == 2
+    assert "Did you mean 'precision'?" in wrong.stderr
+
+
+def decision(root: Path, name: str, *more: str, **environ: str) -> dict[str, Any]:
+    done = plugins(root, "why", name, "--json", *more, **environ)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)[0]
+    made["steps"] = dict(made["steps"])
+    return made
+
+
+def test_why_tells_triggers_claims_and_rivals(root: Path) -> None:
+    right = decision(root, "right", USE_LEFT="1", USE_RIGHT="1")
+    assert right["state"] == "passed over"
+    assert right["steps"]["trigger USE_RIGHT"] == "fires: environment variable USE_RIGHT=1"
+    assert right["steps"]["against left"] == "active: left wants it"
+    assert "ACCELERATE_BACKEND=right" in right["advice"]
+    quiet = decision(root, "right")
+    assert quiet["steps"]["trigger USE_RIGHT"] == "does not fire"
+    assert quiet["steps"]["chosen"].startswith("single (accelerate-core")
+    tie = decision(root, "left", USE_LEFT="1", USE_TIED="1")
+    assert "equal priority 70" in tie["steps"]["selection"]
+    assert "tied (dummy-tied 1.0)" in tie["steps"]["selection"]
+
+
+def test_why_reads_configuration_and_the_number_of_processes(root: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("backend: right\nmixed_precision: bf16\n")
+    named = decision(root, "right", "--config_file", str(config))
+    assert (named["state"], named["because"]) == ("active", f"{config} line 1")
+    half = decision(root, "bf16", "--config_file", str(config))
+    assert (half["state"], half["because"]) == ("active", f"{config} line 2")
+    two = decision(root, "ddp", "--num_processes", "2")
+    assert (two["state"], two["because"]) == ("active", "2 processes")
+
+
+def test_why_names_what_is_broken_missing_or_twice_there(root: Path) -> None:
+    assert decision(root, "gone")["state"] == "broken"
+    assert "dummy-twin2 2.5" in decision(root, "twin")["steps"]["name"]
+    assert decision(root, "single", ACCELERATE_DISABLED_PLUGINS="single")["state"] == "disabled"
+    for name, said in {
+        "rihgt": "Did you mean 'right'?",
+        "megatron_lm": "pip install accelerate-core[megatron]",
+        "forgot": "accelerate-forgot 0.3 is installed, but declares no plugin",
+    }.items():
+        done = plugins(root, "why", name)
+        assert done.returncode == 2
+        assert said in done.stderr
+
+
+def test_why_for_people(root: Path) -> None:
+    done = plugins(root, "why", "left", USE_LEFT="1")
+    assert "backend left: active, left wants it" in done.stdout
+    assert "dummy-left 1.0, entry point dummy_left:Plugin" in done.stdout
+
+
+def test_hooks_prints_the_contract(root: Path) -> None:
+    whole = json.loads(plugins(root, "hooks", "--json").stdout)
+    assert whole["hooks"]["backward"]["arguments"] == ["accelerator", "loss", "kwargs"]
+    one = plugins(root, "hooks", "barrier")
+    assert "barrier(accelerator, scope)" in one.stdout
+    wrong = plugins(root, "hooks", "barier")
+    assert wrong.returncode == 2
+    assert "Did you mean 'barrier'?" in wrong.stderr
+
+
+def test_two_that_bring_one_name_are_told_with_their_versions(root: Path) -> None:
+    code = """
+    from accelerate_core import Accelerator
+    try:
+        Accelerator(backend="twin")
+    except Exception as error:
+        out([type(error).__name__, str(error)])
+    """
+    kind, text = dummies.run(root, code)
+    assert kind == "PluginError"
+    assert "'twin': dummy-twin1 1.5 and dummy-twin2 2.5" in text
