@@ -86,7 +86,9 @@ def __getattr__(name: str) -> Any:
 
     try:
         return exports.resolve(name)
-    except AttributeError:
+    except AttributeError as error:
+        if str(error) != name:  # it says more
+            raise
         known = [*_HOMES, *exports.exported_names()]
         raise AttributeError(
             f"module 'accelerate_core' has no attribute {name!r}.{did_you_mean(name, known)}"

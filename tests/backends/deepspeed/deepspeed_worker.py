@@ -256,6 +256,78 @@ def a_step_without_a_backward_changes_nothing() -> None:
     optimizer.zero_grad()
 
 
+@case
+def a_norm_that_is_read_inside_of_a_cycle_changes_nothing() -> None:
+    x, y = data()
+    plain = Tower()
+    sgd = torch.optim.SGD(plain.parameters(), 0.5)
+    norms = []
+    for _ in range(2):
+        for part in (0, 1):
+            (mse_loss(plain(x[part::2]), y[part::2]) / 2).backward()
+            norms.append(float(nn.utils.get_total_norm([p.grad for p in plain.parameters()])))
+        sgd.step()
+        sgd.zero_grad()
+    for stage in (0, 1, 2, 3):
+        accelerator, model, optimizer = trained(stage, torch.optim.SGD, lr=0.5, steps=2)
+        told = []
+        for _ in range(2):
+            for part in (0, 1):
+                with accelerator.accumulate(model):
+                    loss = mse_loss(model(mine(x[part::2])), mine(y[part::2]))
+                    accelerator.backward(loss)
+                    told.append(float(accelerator.clip_grad_norm_(model.parameters(), 1e9)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert max(abs(a - b) for a, b in zip(told, norms, strict=True)) < 1e-6, (stage, told)
+        close(whole(accelerator, model), plain.state_dict())
+
+
+@case
+def losses_that_were_not_made_by_the_engines_forward_train() -> None:
+    x, y = data()
+    for stage in (1, 2):
+        accelerator, model, optimizer = trained(stage)
+        inner = accelerator.unwrap_model(model)
+        for _ in range(3):
+            accelerator.backward(mse_loss(inner(mine(x)), mine(y)))
+            optimizer.step()
+            optimizer.zero_grad()
+        close(whole(accelerator, model), reference(Tower(), ADAM, lr=1e-2))
+        accelerator, model, optimizer = trained(stage, steps=2)
+        for _ in range(3):  # not divided by anybody
+            mse_loss(model(mine(x)), mine(y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        close(whole(accelerator, model), reference(Tower(), ADAM, lr=1e-2))
+
+
+@case
+def a_layer_that_is_not_used_does_not_keep_its_last_gradient() -> None:
+    x, y = data()
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            return self.one(x) + self.other(x) if both else self.one(x)
+
+    for stage in (1, 2, 3):
+        accelerator, plain, model = speed(zero_stage=stage), Two(), Two()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
+        sgd = torch.optim.SGD(plain.parameters(), 0.5)
+        for both in (True, False, True, False):
+            accelerator.backward(mse_loss(model(mine(x), both), mine(y)))
+            optimizer.step()
+            mse_loss(plain(x, both), y).backward()
+            sgd.step()
+            sgd.zero_grad()
+        close(whole(accelerator, model), plain.state_dict())
+
+
 # --- optimizers, schedulers, precision ------------------------------------------------------------
 
 CONFIGURED = {
@@ -519,6 +591,70 @@ def several_models_have_an_engine_each() -> None:
 
 
 @case
+def a_generator_learns_from_its_discriminator() -> None:
+    x, _ = data()
+    for stage in (0, 1, 2, 3):
+        accelerator = speed(zero_stage=stage)
+        generator, judge = Tower(0), Tower(1)
+        plain = [Tower(0), Tower(1)]
+        theirs = [torch.optim.SGD(m.parameters(), 0.2) for m in plain]
+        ours = [torch.optim.SGD(m.parameters(), 0.2) for m in (generator, judge)]
+        generator, judge, *ours = accelerator.prepare(generator, judge, *ours)
+        for _ in range(3):
+            for made, judged, optimizers, rows, backward in (
+                (generator, judge, ours, mine(x), accelerator.backward),
+                (*plain, theirs, x, torch.Tensor.backward),
+            ):
+                fake = made(rows)  # older than the judge's backward
+                optimizers[1].zero_grad()
+                backward(judged(rows).mean() - judged(fake.detach()).mean())
+                optimizers[1].step()
+                optimizers[0].zero_grad()
+                backward(judged(fake).pow(2).mean())
+                optimizers[0].step()
+        close(whole(accelerator, generator), plain[0].state_dict())
+        close(whole(accelerator, judge), plain[1].state_dict())
+
+
+@case
+def two_models_with_a_loss_each_train_in_any_order() -> None:
+    x, y = data()
+    for stage in (0, 1, 2, 3):
+        accelerator = speed(zero_stage=stage)
+        models = [Tower(0), Tower(1)]
+        expected = [reference(m, ADAM, lr=1e-2, count=2) for m in models]
+        optimizers = [ADAM(m.parameters(), lr=1e-2) for m in models]
+        *models, first, second = accelerator.prepare(*models, *optimizers)
+        for order in ((0, 1), (1, 0)):
+            losses = [mse_loss(m(mine(x)), mine(y)) for m in models]
+            for number in order:
+                optimizer = (first, second)[number]
+                optimizer.zero_grad()
+                accelerator.backward(losses[number])
+                optimizer.step()
+        for model, weights in zip(models, expected, strict=True):
+            close(whole(accelerator, model), weights)
+
+
+@case
+def free_memory_lets_go_of_engines() -> None:
+    import gc
+    import weakref
+
+    for stage in (2, 3):
+        accelerator, model, optimizer = trained(stage)
+        steps(model, optimizer, accelerator, 1)
+        inner = weakref.ref(model.module)
+        model, optimizer = accelerator.free_memory(model, optimizer)
+        gc.collect()
+        assert inner() is None, stage
+        model = Tower()
+        model, optimizer = accelerator.prepare(model, ADAM(model.parameters(), lr=1e-2))
+        steps(model, optimizer, accelerator)
+        close(whole(accelerator, model), reference(Tower(), ADAM, lr=1e-2))
+
+
+@case
 def several_plugins_are_chosen_by_name() -> None:
     plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins, process_group_timeout=PG_TIMEOUT)
@@ -736,6 +872,34 @@ def resumes_bit_for_bit_in_the_same_process() -> None:
 
 
 @case
+def another_stage_goes_on_with_buffers_and_frozen_parameters() -> None:
+    class Counted(Tower):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            self.norm = nn.BatchNorm1d(8)
+            self.layers[1].requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(super().forward(x))
+
+    def made(stage, seed):
+        accelerator, model = speed(zero_stage=stage), Counted(seed)
+        optimizer = ADAM([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        return (accelerator, *accelerator.prepare(model, optimizer))
+
+    accelerator, model, optimizer = made(1, 0)
+    steps(model, optimizer, accelerator, 2)
+    target = scratch("universal") / "checkpoint"
+    accelerator.save_state(target)
+    expected = whole(accelerator, model)
+    other, model, optimizer = made(2, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*universal form", UserWarning)
+        other.load_state(target)
+    close(whole(other, model), expected, 0)
+
+
+@case
 def weights_are_merged_without_an_engine() -> None:
     for stage in (0, 1, 2, 3):
         accelerator, model, optimizer = trained(stage)
@@ -825,6 +989,12 @@ def unknown_keys_and_bad_values_are_refused() -> None:
         r"reduce_bucket_siz.*no such setting.*reduce_bucket_size",
         {"zero_optimization": {"stage": 2, "reduce_bucket_siz": 5}},
     )
+    zero = {"zero_optimization": {"stage": 1}}
+    refused(r"fp16\.enabeld.*Did you mean 'enabled'", zero | {"fp16": {"enabeld": True}})
+    refused(r"torch_autocast\.dtyp.*'dtype'", zero | {"torch_autocast": {"dtyp": "bfloat16"}})
+    refused(r"optimizer\.type='AdamX'", zero | {"optimizer": {"type": "AdamX", "params": {}}})
+    refused(r"gradient_accumulation_steps='two'", zero | {"gradient_accumulation_steps": "two"})
+    refused(r"gradient_clipping=-1", zero | {"gradient_clipping": -1})
     refused(r"stage=4.*allowed are '0', '1', '2', '3'", {"zero_optimization": {"stage": 4}})
     refused(r"offload_param\.device='cpu'.*needs ZeRO stage 3", {"zero_optimization": {
         "stage": 2, "offload_param": {"device": "cpu"}}})  # fmt: skip
@@ -873,6 +1043,9 @@ def what_belongs_together_is_prepared_together() -> None:
         accelerator.prepare(
             one, ADAM(one.layers[0].parameters()), ADAM(one.layers[1:].parameters())
         )
+    outside = nn.Parameter(torch.ones(2))
+    with pytest.raises(PrepareError, match=r"1 parameter\(s\) that are not in Tower"):
+        accelerator.prepare(one, ADAM([*one.parameters(), outside]))
     with pytest.raises(ConfigurationError, match=r"DummyOptim stands for"):
         accelerator.prepare(one, DummyOptim(one.parameters()))
     accelerator = speed(CONFIGURED)

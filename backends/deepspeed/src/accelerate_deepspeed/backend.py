@@ -214,6 +214,7 @@ class DeepSpeedBackend(Backend):
             )
         for plugin in self.plugins.values():
             engines.check_sections(plugin.hf_ds_config)
+            engines.check_disks(plugin.hf_ds_config)
         zero.tell_transformers(self.plugin)
         sizes = accelerator.parallelism_config
         if sizes.sp_size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ __all__ = [
     "Job",
     "Trained",
     "assign",
+    "check_disks",
     "check_sections",
     "make_engine",
     "micro_batch",
@@ -98,6 +100,13 @@ def assign(
                 "engine for each model: make an optimizer for each, or put them into one module."
             )
         (job,) = mine.values()
+        foreign = sum(id(parameter) not in owners for parameter in held)
+        if foreign:
+            raise PrepareError(
+                f"The {kind} holds {foreign} parameter(s) that are not in "
+                f"{type(job.model.original).__name__}: DeepSpeed trains what is inside of a model. "
+                "Make them part of the module."
+            )
         if job.optimizer is not None:
             raise PrepareError(
                 f"{type(job.model.original).__name__} has two optimizers, and a DeepSpeed engine "
@@ -209,6 +218,27 @@ def check_sections(config: HfDeepSpeedConfig) -> None:
                 f"DeepSpeed has {listing(DEEPSPEED_OPTIMIZERS)}."
                 f"{did_you_mean(kind.lower(), DEEPSPEED_OPTIMIZERS)}"
             )
+
+
+def check_disks(config: HfDeepSpeedConfig) -> None:
+    """Refuse offload to nvme where the library that writes is missing.
+
+    Raises:
+        ConfigurationError: with what to install.
+    """
+    kinds = ("offload_optimizer", "offload_param")
+    names = [f"zero_optimization.{kind}.device" for kind in kinds]
+    asked = [name for name in names if config.get_value(name) == "nvme"]
+    if not asked:
+        return
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise ConfigurationError(
+            f"{asked[0]}='nvme' ({config.where(asked[0])}) needs DeepSpeed's op async_io, which "
+            "cannot be compiled here: install libaio with its headers (Debian: apt install "
+            "libaio-dev) and a C++ compiler, or offload to the CPU."
+        )
 
 
 def _check_section(config: HfDeepSpeedConfig, section: str, model: Any) -> None:
@@ -376,6 +406,10 @@ class Engines:
             engine = one.engine
             del engine.accelerate_trained
             engine.destroy()
+            offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+            # Of stage 3: a list of modules whose forward runs, from which the first is not taken.
+            stack: list[Any] = getattr(offload, "FWD_MODULE_STACK", [])
+            stack[:] = [module for module in stack if module is not engine.module]
         self._engines.clear()
         self._owners.clear()
 

@@ -105,6 +105,10 @@ def settle_fields(plugin: DeepSpeedPlugin) -> None:
     if bare and not config.has("zero_optimization.stage"):
         config.set_value("zero_optimization.stage", 2, "default of zero_stage")
     config.choices("zero_optimization.stage", (0, 1, 2, 3))
+    for field in ("zero_stage", "offload_optimizer_device", "offload_param_device"):
+        # What the config says is to be seen in the plugin, too.
+        if getattr(plugin, field) is None and config.has(_NAMES[field]):
+            setattr(plugin, field, config.get_value(_NAMES[field]))
     _whole(config, "gradient_accumulation_steps")
     limit = config.get_value("gradient_clipping")
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:

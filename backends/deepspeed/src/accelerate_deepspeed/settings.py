@@ -159,8 +159,9 @@ class DeepSpeedPlugin(BackendSettings):
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's config, as far as it is resolved."""
-        return dict(self.hf_ds_config.config)
+        """DeepSpeed's config, as far as it is resolved; what is changed before `prepare` counts."""
+        config: dict[str, Any] = self.hf_ds_config.config
+        return config
 
     @property
     def stage(self) -> int:

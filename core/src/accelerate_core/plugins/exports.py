@@ -19,7 +19,7 @@ def resolve(name: str) -> Any:
     Raises:
         MissingPluginError: a known plugin would bring it; the text has the pip command.
         PluginError: the plugin that lends it is broken.
-        AttributeError: nobody knows the name.
+        AttributeError: nobody knows the name, or an installed plugin does not offer it.
     """
     found = installed().exports.get(name)
     if found is not None and found[1] not in disabled_names():
@@ -33,6 +33,11 @@ def resolve(name: str) -> Any:
             ) from error
     if name in catalog.EXPORTS:
         extra = catalog.EXPORTS[name]
+        mine = [record for record in installed().plugins if record.name == extra]
+        if mine:
+            raise AttributeError(
+                f"{name} is a name of Hugging Face Accelerate's that {mine[0].label} does not offer."
+            )
         raise MissingPluginError(
             f"{name} comes with a plugin that is not installed. "
             f"Install it with: {catalog.pip_command(extra)}",

@@ -120,7 +120,9 @@ def _lent(name: str) -> Any:
 
     try:
         return exports.resolve(name)
-    except AttributeError:
+    except AttributeError as error:
+        if str(error) != name:  # it says more
+            raise
         raise AttributeError(
             f"module 'accelerate_core.utils' has no attribute {name!r}."
             f"{did_you_mean(name, __dir__())}"
