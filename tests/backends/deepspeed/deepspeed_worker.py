@@ -924,6 +924,22 @@ def models_are_saved_whole() -> None:
 
 
 @case
+def engines_are_at_hand_as_in_the_peer() -> None:
+    accelerator, model, optimizer = trained(3, zero3_save_16bit_model=True)
+    assert accelerator.deepspeed_engine_wrapped.engine is model
+    x, y = data()
+    accelerator.backward(mse_loss(model(mine(x)), mine(y)))
+    told = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    norm = accelerator.deepspeed_engine_wrapped.get_global_grad_norm()
+    assert abs(norm - float(told)) < 1e-7, "before clipping"
+    target = scratch("halves")
+    assert model.save_16bit_model(str(target))
+    accelerator.wait_for_everyone()
+    close(torch.load(target / "pytorch_model.bin"), whole(accelerator, model), 0)
+
+
+@case
 def what_is_no_such_checkpoint_is_refused_on_all_ranks() -> None:
     accelerator, model, optimizer = trained(2)
     steps(model, optimizer, accelerator, 1)

@@ -191,6 +191,45 @@ def test_an_op_that_cannot_be_compiled_says_what_to_install_or_set(monkeypatch, 
     assert needs_build(settled(adam)) is None
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_the_cpus_adam_is_compiled_once_and_says_so(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from accelerate_core import Accelerator, DeepSpeedPlugin\n"
+        "plugin = DeepSpeedPlugin(zero_stage=2, offload_optimizer_device='cpu')\n"
+        "a = Accelerator(cpu=True, deepspeed_plugin=plugin)\n"
+        "torch.manual_seed(0)\n"
+        "m, plain = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)\n"
+        "plain.load_state_dict(m.state_dict())\n"
+        "groups = lambda m: [{'params': [m.weight], 'lr': 0.1, 'betas': (0.5, 0.6)},\n"
+        "                    {'params': [m.bias], 'weight_decay': 0.3}]\n"
+        "o, adam = (torch.optim.AdamW(groups(one), lr=0.01) for one in (m, plain))\n"
+        "m, o = a.prepare(m, o)\n"
+        "for _ in range(3):\n"
+        "    a.backward(m(torch.ones(1, 3)).sum())\n"
+        "    o.step()\n"
+        "    plain(torch.ones(1, 3)).sum().backward()\n"
+        "    adam.step(), adam.zero_grad()\n"
+        "found = a.get_state_dict(m)\n"
+        "for name, value in plain.state_dict().items():\n"
+        "    torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)\n"
+        "a.end_training()\n"
+    )
+    told = []
+    for _ in range(2):
+        environment = clean_environment(TORCH_EXTENSIONS_DIR=str(tmp_path / "built"))
+        done = subprocess.run(
+            [sys.executable, script], env=environment, capture_output=True, text=True, timeout=1500
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        told.append(done.stdout)
+    assert "compiling DeepSpeed's op cpu_adam" in told[0]
+    assert "is ready after" in told[0]
+    assert "compiling" not in told[1]
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 

@@ -170,7 +170,10 @@ class DeepSpeedBackend(Backend):
 
     def state_attributes(self, accelerator: Accelerator) -> Mapping[str, Any]:
         """Serve the plugins, and the choice among them."""
+        trained = self.engines.trained
+        wrapped = engines.DeepSpeedEngineWrapper(trained[-1].engine) if trained else None
         return {
+            "deepspeed_engine_wrapped": wrapped,
             "deepspeed_plugin": self.plugin,
             "deepspeed_plugins": self.plugins if self._several else self.plugin,
             "select_deepspeed_plugin": self.select,

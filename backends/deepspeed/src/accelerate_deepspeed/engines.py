@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accelerate_core import Accelerator
 
 __all__ = [
+    "DeepSpeedEngineWrapper",
     "Engines",
     "Job",
     "Trained",
@@ -60,6 +61,21 @@ class Trained:
     def optimizer(self) -> Any:
         """The optimizer that `prepare` returned, unwrapped."""
         return self.engine.optimizer
+
+
+class DeepSpeedEngineWrapper:
+    """What `accelerator.deepspeed_engine_wrapped` is: the newest engine, as `engine`.
+
+    The peer's calls `step()` in its `backward`; here the loop does, so this one only looks.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm before clipping of the last step; None at stage 0."""
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
