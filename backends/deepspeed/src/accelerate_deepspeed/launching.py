@@ -76,7 +76,7 @@ class DeepSpeedLauncher:
         if plan.main_process_port:
             command += ["--master_port", str(plan.main_process_port)]
         flag = {"script": [], "module": ["--module"], "program": ["--no_python"]}
-        return [*command, *flag[plan.target.kind], plan.target.name, *plan.target.arguments]
+        return [*command, *flag[plan.target.kind], plan.target.path, *plan.target.arguments]
 
     def launch_environment(self, plan: Any) -> Mapping[str, str]:
         """Return the variable that names what other machines get: the plan's, and the user's.

@@ -94,11 +94,13 @@ def set_command(ctx: click.Context, key: str, value: str, config_file: str | Non
 @click.pass_context
 def show_command(ctx: click.Context, config_file: str | None, as_json: bool) -> None:
     """Show every value a launch would take now, and where it comes from."""
+    from accelerate_core.launch.contributed import said_by_environment
     from accelerate_core.launch.resolve import decide, find_config
 
     environ = dict(os.environ)
     made = decide({}, environ, find_config(config_file or ctx.obj, environ))
-    rows = {**made.chosen, **made.contributed}
+    rows = {**said_by_environment(environ), **made.contributed}
+    rows = {**made.chosen, **rows}
     if as_json:
         said = {name: {"value": one.value, "from": one.origin} for name, one in rows.items()}
         click.echo(json.dumps(said, indent=2, default=str))
@@ -146,6 +148,10 @@ def update_command(ctx: click.Context, config_file: str | None) -> None:
     gone = [key for key in config if key in (*catalog.OBSOLETE_KEYS, *catalog.IGNORED_KEYS)]
     values = {key: config[key] for key in config if key not in gone}
     kept = path.with_name(path.name + ".bak")
+    number = 1
+    while kept.exists():  # the oldest one has what a person wrote
+        number += 1
+        kept = path.with_name(f"{path.name}.bak{number}")
     kept.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
     _write(path, values, environ)
     left = f" Left out: {', '.join(gone)}." if gone else ""

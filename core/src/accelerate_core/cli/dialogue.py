@@ -53,13 +53,17 @@ class Asker:
         """Return yes or no."""
         return self.choose(question, ("yes", "no"), "yes" if default else "no") == "yes"
 
-    def number(self, question: str, default: int, minimum: int = 1) -> int:
+    def number(
+        self, question: str, default: int, minimum: int = 1, maximum: int | None = None
+    ) -> int:
         """Return a whole number."""
+        upto = "" if maximum is None else f" to {maximum}"
         while True:
             said = self.text(question, str(default))
-            if said.isdigit() and int(said) >= minimum:
+            fits = said.isdigit() and int(said) >= minimum
+            if fits and (maximum is None or int(said) <= maximum):
                 return int(said)
-            click.echo(f"{said!r} is not a whole number from {minimum}.", err=True)
+            click.echo(f"{said!r} is not a whole number from {minimum}{upto}.", err=True)
 
     def text(self, question: str, default: str) -> str:
         """Return a line."""
@@ -129,8 +133,11 @@ def _machines(asker: Asker, made: dict[str, Any], found: Mapping[str, Any]) -> N
         return
     machines = made["num_machines"] = asker.number("How many machines?", 1)
     if machines > 1:
-        made["machine_rank"] = asker.number("Number of this machine, from 0?", 0, 0)
+        made["machine_rank"] = asker.number("Number of this machine, from 0?", 0, 0, machines - 1)
         made["main_process_ip"] = asker.text("Address of machine 0?", "")
+        while asker.ask and not made["main_process_ip"]:
+            click.echo("Machines find each other by that address: it cannot be empty.", err=True)
+            made["main_process_ip"] = asker.text("Address of machine 0?", "")
         made["main_process_port"] = asker.number("Port on machine 0?", 29500)
         made["rdzv_backend"] = asker.choose(
             "How do they find each other?", ("static", "c10d"), "static"

@@ -17,11 +17,17 @@ from accelerate_core.errors import AccelerateError
 
 __all__ = ["command", "environment_report"]
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS(WORD|WD|PHRASE)?|CREDENTIAL|AUTH", re.IGNORECASE)
-_LOGIN = re.compile(r"://[^/@\s]+@")
-_SHOWN = re.compile(
-    r"ACCELERATE_|OMP_|MASTER_|TORCH|GLOO_|NCCL_|.*VISIBLE_DEVICES$|(LOCAL_)?RANK$|(LOCAL_)?WORLD_SIZE$"
+_SECRET = re.compile(
+    r"KEY|TOKEN|SECRET|PASS(WORD|WD|PHRASE)?|PWD|CREDENTIAL|AUTH|DSN|(^|_)PAT$", re.IGNORECASE
 )
+#: Whose values are shown; of others that look like ours only the name.
+_KNOWN = re.compile(
+    r"OMP_|MASTER_|TORCH(ELASTIC|INDUCTOR|DYNAMO|_DISTRIBUTED)|GLOO_|NCCL_|.*VISIBLE_DEVICES$"
+    r"|(LOCAL_)?RANK$|(LOCAL_)?WORLD_SIZE$"
+)
+_OURS = re.compile(r"ACCELERATE_|TORCH")
+#: Numbers, words, paths and lists of them: nothing with a login, a query or an object in it.
+_PLAIN = re.compile(r"[\w.,:+\-/ ]*")
 _DISTRIBUTIONS = ("torch", "numpy", "safetensors", "pydantic", "pluggy")
 
 
@@ -103,24 +109,39 @@ def _plugins(environ: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _configuration(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    from accelerate_core.configuration.files import CONFIG_VARIABLE, read_config
     from accelerate_core.configuration.resolve import Sources, resolve_core
+    from accelerate_core.launch.resolve import decide
 
+    named = environ.get(CONFIG_VARIABLE)
+    rows = {"config_file": {"value": named or "none", "from": "" if named else "default"}}
     try:
+        config = read_config(named) if named else None
         values = resolve_core({}, Sources.of(environ), {})
+        chosen = decide({}, environ, config).chosen  # as `config show` tells them
     except AccelerateError as error:
-        return {"error": {"value": str(error), "from": ""}}
-    return {
+        return {**rows, "error": {"value": str(error), "from": ""}}
+    told = {name: one for name, one in chosen.items() if one.value is not None}
+    rows |= {
         name: {"value": str(because.value), "from": because.origin}
-        for name, because in values.items()
+        for name, because in {**values, **told}.items()
     }
+    return rows
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    shown = {name: text for name, text in environ.items() if _SHOWN.match(name)}
-    return {
-        name: "(hidden)" if _SECRET.search(name) else _LOGIN.sub("://(hidden)@", text)
-        for name, text in sorted(shown.items())
-    }
+    from accelerate_core.configuration.core import CORE_SETTINGS
+    from accelerate_core.launch.contributed import contributed_options
+
+    known = {name for setting in CORE_SETTINGS for name in setting.env}
+    known |= {option.env for option in contributed_options(environ)}
+    made = {}
+    for name, text in sorted(environ.items()):
+        ours = name in known or bool(_KNOWN.match(name))
+        if ours or _OURS.match(name):
+            show = ours and not _SECRET.search(name) and _PLAIN.fullmatch(text)
+            made[name] = text if show else "(hidden)"
+    return made
 
 
 def _print(made: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ def command(script: str, arguments: tuple[str, ...], config_file: str | None, **
     environ = dict(os.environ)
     plan = make_plan(script, arguments, given, environ, find_config(config_file, environ))
     if given["explain"]:
-        print_reasons(plan)
+        print_reasons(plan, environ)
     if given["dry_run"]:
         print_command(plan, environ)
         return
@@ -74,13 +74,16 @@ def _origin(plan: LaunchPlan, name: str, origins: Mapping[str, str]) -> str:
     return origins.get(name) or (because.origin if because else "the launcher")
 
 
-def print_reasons(plan: LaunchPlan) -> None:
+def print_reasons(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Print every value and where it came from, to stderr: stdout is the script's."""
     from rich.table import Table
     from rich.text import Text
 
+    from accelerate_core.launch.contributed import said_by_environment
+
     table = Table("option", "value", "from", title="why")
-    for name, because in plan.because.items():
+    rows = {**plan.because, **said_by_environment(environ), **plan.contributed}
+    for name, because in rows.items():
         if because.value is not None or because.origin != "default":
             table.add_row(name, Text(str(because.value)), Text(because.origin))
     console(stderr=True).print(table)

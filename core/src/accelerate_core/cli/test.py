@@ -150,7 +150,7 @@ def _run(
 
     plan = make_plan(_SELF_CHECK, [str(file)], given, environ, config)
     if given["explain"]:
-        print_reasons(plan)
+        print_reasons(plan, environ)
     child = subprocess.Popen(
         choose_launcher(plan).launch_command(plan),
         env=child_environment(plan, environ),

@@ -50,6 +50,10 @@ class ConfigFile(Mapping[str, Any]):
         return f"{self.path} line {line}" if line else str(self.path)
 
 
+#: No setup needs so many; what aliases unfold to may be endless.
+_MOST_KEYS = 10_000
+
+
 def read_config(path: str | Path) -> ConfigFile:
     """Read a YAML config file.
 
@@ -83,12 +87,13 @@ def parse_config(text: str, path: Path) -> ConfigFile:
         raise ConfigurationError(
             f"The config file {path} is not valid YAML: {_said(error)}"
         ) from None
-    except (ValueError, RecursionError) as error:  # a date of a 13th month; a thousand brackets
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        # A date of a 13th month, a tag that does not fit its value, a thousand brackets.
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(
             f"The config file {path} has a value that YAML cannot represent: "
-            f"{str(error).splitlines()[0]}."
+            f"{(str(error).splitlines() or [type(error).__name__])[0]}."
         ) from None
     if values is None:
         return ConfigFile(path, {}, {})
@@ -145,4 +150,9 @@ def _collect(node: yaml.Node, prefix: str, lines: dict[str, int], path: Path) ->
                 f"The key {name!r} stands twice in {path}: lines {lines[name]} and {line}."
             )
         lines[name] = line
+        if len(lines) > _MOST_KEYS:
+            raise ConfigurationError(
+                f"The config file {path} has more than {_MOST_KEYS} keys, by line {line}; aliases "
+                "inside of aliases multiply."
+            )
         _collect(value, f"{name}.", lines, path)

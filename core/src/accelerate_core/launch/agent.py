@@ -7,7 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["main", "run"]
+from accelerate_core.launch.failures import describe, remember
+
+__all__ = ["TARGET", "main", "run"]
+
+#: Stands between the agent's options and the program.
+TARGET = "--"
 
 #: `EX_TEMPFAIL`: the ranks have saved and want to be started again.
 _AGAIN = 75
@@ -16,18 +21,21 @@ _AGAIN = 75
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `torch.distributed.run`; return the status of the rank that failed first, which is shown."""
     from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     try:
         run(arguments)
     except ChildFailedError as error:
-        from accelerate_core.launch.failures import describe
-
         text, status = describe(error)
         if status != _AGAIN:
             sys.stderr.write(text)
         return status
+    except SignalException as error:  # Ctrl-C: the ranks have been ended
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         sys.stderr.write(
@@ -49,7 +57,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
     agent: Any = torchrun
     _pass_signals_on()
-    parsed = agent.parse_args(list(sys.argv[1:] if arguments is None else arguments))
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parsed = agent.parse_args([*given[: given.index(TARGET)], "target"])
+    # Not parsed by anybody: it may begin with a dash, or have a "--" of its own.
+    parsed.training_script, *parsed.training_script_args = given[given.index(TARGET) + 1 :]
     _wait_for_terminated(parsed)
     _never_restart_preempted()
     _count_restarts_together()
@@ -82,7 +93,10 @@ def _never_restart_preempted() -> None:
         return
 
     def watched(self: Any, group: Any) -> Any:
+        processes = self._pcontext  # torch lets go of it when a rank has failed
         result = monitor(self, group)
+        if result.failures and processes is not None:
+            remember(processes)
         if any(getattr(f, "exitcode", 0) == _AGAIN for f in (result.failures or {}).values()):
             self._remaining_restarts = 0
         return result

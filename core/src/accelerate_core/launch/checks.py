@@ -99,12 +99,12 @@ def check_keys(config: ConfigFile) -> None:
     Raises:
         ConfigurationError: with file, line and the nearest right name.
     """
+    _check_environment(config)  # first: files for a cloud have keys of their own
     known = known_keys()
     for key in config:
         if key not in known:
             hint = did_you_mean(str(key), known)
             raise ConfigurationError(f"Unknown key {str(key)!r} in {config.where(str(key))}.{hint}")
-    _check_environment(config)
     sections: dict[str, list[str]] = {"mpirun_config": ["mpirun_ccl"]}
     for option in LAUNCH_OPTIONS:
         for name in option.yaml:
@@ -153,7 +153,7 @@ def backend_of(config: ConfigFile, backend: Because) -> Because:
     if said is None:
         return backend
     kind = "NO" if said is False else str(said).upper()  # YAML reads a bare NO as false
-    known = ["NO", "MULTI_CPU", "MULTI_GPU", *catalog.DISTRIBUTED_TYPES]
+    known = ["NO", "MULTI_CPU", "MULTI_GPU", "MPS", *catalog.DISTRIBUTED_TYPES]
     where = config.where("distributed_type")
     if kind not in known and not re.fullmatch(r"MULTI_[A-Z]+", kind):
         raise ConfigurationError(

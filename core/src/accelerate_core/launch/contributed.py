@@ -22,6 +22,7 @@ __all__ = [
     "check_value",
     "contributed_options",
     "refuse_unknown",
+    "said_by_environment",
     "take",
 ]
 
@@ -63,6 +64,16 @@ def contributed_options(environ: Mapping[str, str]) -> tuple[Contributed, ...]:
                 key = f"plugin:{schema.kind}:{schema.name}:{field.name}"
                 made.append(Contributed(key, names, schema, field, field.env))
     return tuple(made)
+
+
+def said_by_environment(environ: Mapping[str, str]) -> dict[str, Because]:
+    """Return the variables that are set here for settings of installed plugins."""
+    names = {one.env for one in contributed_options(environ)}
+    return {
+        name: Because(environ[name], f"environment variable {name}")
+        for name in sorted(names)
+        if environ.get(name)
+    }
 
 
 def refuse_unknown(name: str, known: Iterable[str]) -> None:

@@ -8,7 +8,18 @@ import socket
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe"]
+__all__ = ["describe", "remember"]
+
+#: Process -> the file it was to write its error into; torch forgets the name of one not written.
+_files: dict[int, str] = {}
+
+
+def remember(processes: Any) -> None:
+    """Note where each of the agent's processes keeps its error and its output."""
+    files = getattr(processes, "error_files", None) or {}
+    for local_rank, pid in processes.pids().items():
+        if files.get(local_rank):
+            _files[pid] = str(files[local_rank])
 
 
 def describe(error: Any, *, brief: bool = False) -> tuple[str, int]:
@@ -21,9 +32,9 @@ def describe(error: Any, *, brief: bool = False) -> tuple[str, int]:
     rank, failure = error.get_first_failure()
     status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     lines = ["", f"Rank {rank} on {socket.gethostname()} failed: {_how(failure)}."]
-    lines.append(_trace(failure) or "It left no traceback.")
     log = _log(failure)
-    lines.append(f"Log: {log}" if log else "Keep logs: --log_dir DIR --tee 3")
+    lines.append(_trace(failure) or _last_words(log) or "What it printed stands above.")
+    lines.append(f"Log: {log}" if log else "Keep logs: --log_dir DIR")
     others = sorted(other for other in error.failures if other != rank)
     if others and not brief:
         lines.append(f"Ended after it: rank {', '.join(map(str, others))}.")
@@ -50,8 +61,20 @@ def _trace(failure: Any) -> str:
 
 def _log(failure: Any) -> str:
     """Return the log file of the rank: torch keeps it beside the file with the error."""
-    folder = Path(failure.error_file).parent if failure.error_file else None
-    if folder is None or str(folder) in ("", "."):
+    written = _files.get(failure.pid) or failure.error_file or ""
+    folder = Path(written).parent
+    if str(folder) in ("", "."):
         return ""
     file = folder / "stderr.log"
     return str(file) if file.is_file() and os.access(file, os.R_OK) else ""
+
+
+def _last_words(log: str) -> str:
+    """Return the last traceback in a rank's log."""
+    if not log:
+        return ""
+    text = Path(log).read_text(encoding="utf-8", errors="replace")
+    at = text.rfind("Traceback (most recent call last):")
+    if at < 0:  # a SyntaxError has none
+        at = text.rfind('  File "')
+    return text[at:].rstrip() if at >= 0 else ""

@@ -19,6 +19,11 @@ class Target:
     arguments: tuple[str, ...] = ()
     kind: Literal["script", "module", "program"] = "script"
 
+    @property
+    def path(self) -> str:
+        """The name as Python takes it for a program, also where it begins with a dash."""
+        return f"./{self.name}" if self.kind == "script" and self.name[:1] == "-" else self.name
+
 
 @dataclass(frozen=True)
 class LaunchPlan:

@@ -130,6 +130,10 @@ def decide(
         contributed.update(check_sections(config, environ))
         if said := checks.obsolete_in(config):
             logger.warning(said)
+    # The children's own variables are stronger than the file.
+    for name in contributed:
+        if environ.get(name):
+            contributed[name] = Because(environ[name], f"environment variable {name}")
     contributed.update(_asks_launchers(environ))
     around = _heeded(look_around(environ), given, environ, config)
     chosen = {

@@ -27,7 +27,7 @@ class SimpleLauncher:
 def target_command(target: Target) -> list[str]:
     """Return the command line of one process of `target`."""
     start = {
-        "script": [sys.executable, target.name],
+        "script": [sys.executable, target.path],
         "module": [sys.executable, "-m", target.name],
         "program": [target.name],
     }

@@ -37,8 +37,10 @@ class TorchrunLauncher:
             value = getattr(plan, option)
             if value is not None:
                 command += [f"--{option}", str(value)]
+        if plan.log_dir is not None and plan.tee is None:
+            command += ["--tee", "3"]  # without it torch makes the folder and writes nothing
         flag = {"script": [], "module": ["--module"], "program": ["--no_python"]}
-        return [*command, *flag[plan.target.kind], plan.target.name, *plan.target.arguments]
+        return [*command, *flag[plan.target.kind], "--", plan.target.path, *plan.target.arguments]
 
 
 def _rendezvous(plan: LaunchPlan) -> list[str]:
