@@ -204,6 +204,14 @@ class Lab:
                 optimizer.zero_grad()
         return losses
 
+    def same_everywhere(self, accelerator: Accelerator, model: Any, what: str) -> None:
+        """Check that the ranks compute the same from the same samples."""
+        generator = torch.Generator().manual_seed(8)
+        x = torch.randn(BATCH, 6, generator=generator).to(accelerator.device)
+        with torch.no_grad():
+            told = model(x).float().cpu().flatten().tolist()
+        self.alike(accelerator, [round(value, 4) for value in told], f"outputs of {what}")
+
     def weights(self, accelerator: Accelerator, model: Any) -> dict[str, torch.Tensor]:
         """Return the whole state dict of the main process, on every rank."""
         state = accelerator.get_state_dict(model)

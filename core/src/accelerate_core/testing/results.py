@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,10 @@ def _count(results: Iterable[Result], state: str) -> int:
     return sum(result.state == state for result in results)
 
 
+#: https://www.w3.org/TR/xml/#charsets
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
 def _plain(text: str) -> str:
     """Leave out characters XML has no way to write."""
-    return "".join(c for c in text if c in "\n\t" or ord(c) >= 32)
+    return _NOT_XML.sub("?", text)

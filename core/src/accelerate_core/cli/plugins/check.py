@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -55,6 +56,8 @@ def command(
         for one in checks_of(record.kind).values():
             click.echo(f"{one.name:20} {one.doc}")
         return
+    if junit is not None and not Path(junit).resolve().parent.is_dir():
+        raise click.UsageError(f"--junit {junit}: there is no directory {Path(junit).parent}.")
     results = _run(record, only, _pairs(env), _options(options), timeout, quiet=as_json)
     if junit is not None:
         write_junit(junit, f"{record.kind} {record.label}", results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import os
 import sys
 import tempfile
 import types
@@ -77,6 +78,8 @@ def settings(lab: Lab) -> str | None:
         both = Sources({field.env[0]: text})
         made, _ = resolve_settings(cls, cls(**{field.name: field.default}), both, owner=owner)
         lab.equal(getattr(made, field.name), field.default, f"{field.name} by the constructor")
+        if lab.kind == "backend" and not tried:
+            _reaches_the_instance(lab, field, text, expected)
         _launch_option(lab, field, text)
         tried.append(field.name)
         _refuses(cls, field, owner)
@@ -87,6 +90,20 @@ def settings(lab: Lab) -> str | None:
     except (ConfigurationError, TypeError) as error:
         lab.equal(f"Did you mean {tried[0]!r}" in str(error), True, "a misspelt field is named")
     return ", ".join(tried)
+
+
+def _reaches_the_instance(lab: Lab, field: SettingField, text: str, expected: Any) -> None:
+    """The backend that is made has what was resolved, as `settings`."""
+    name, before = field.env[0], os.environ.get(field.env[0])
+    os.environ[name] = text
+    try:
+        backend = lab.accelerator().backend
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    lab.equal(getattr(backend.settings, field.name, None), expected, f"settings.{field.name}")
 
 
 def _another(cls: type[Any], field: SettingField) -> Any:
@@ -146,7 +163,12 @@ def _launch_option(lab: Lab, field: SettingField, text: str) -> None:
     option = next((one for name in field.cli if (one := f"--{name.lstrip('-')}") in shown), None)
     if option is None:
         return
-    said = _launch(f"--{lab.kind}", lab.name, option, text, "--dry_run", __file__)
+    chosen = {
+        "backend": ["--backend", lab.name],
+        "launcher": ["--launcher", lab.name],
+        "precision": ["--mixed_precision", lab.name],
+    }.get(lab.kind, [f"--use_{lab.name}"] if f"--use_{lab.name}" in shown else [])
+    said = _launch(*chosen, option, text, "--dry_run", __file__)
     if field.env[0] not in said:
         raise AssertionError(f"launch {option} {text} hands on no {field.env[0]}: {said[-500:]}")
 

@@ -49,7 +49,7 @@ def imports(lab: Lab) -> str | None:
     seconds = time.perf_counter() - started
     own = record.target.split(":")[0].split(".")[0]
     brought = {name.split(".")[0] for name in set(sys.modules) - before}
-    allowed = {own, *sys.stdlib_module_names, *_packages_of(own)}
+    allowed = {own, *sys.stdlib_module_names, *_packages_of(own), *_bases_of(own)}
     allowed |= {"accelerate_core"} if lab.kind == "launcher" else _brought()
     heavy = sorted(name for name in brought - allowed if not name.startswith("_"))
     if heavy:
@@ -68,6 +68,21 @@ def _packages_of(package: str) -> set[str]:
     owners = importlib.metadata.packages_distributions()
     mine = set(owners.get(package, ()))
     return {name for name, dists in owners.items() if mine & set(dists)}
+
+
+def _bases_of(package: str) -> set[str]:
+    """Return the packages of other plugins that a package requires, to build on them."""
+    owners = importlib.metadata.packages_distributions()
+    wanted = {name for dist in owners.get(package, ()) for name in required(dist)}
+    found = set()
+    for name, dists in owners.items():
+        for dist in dists:
+            points = importlib.metadata.distribution(dist).entry_points
+            if _plain(dist) in wanted and any(
+                p.group.startswith("accelerate_core.") for p in points
+            ):
+                found.add(name)
+    return found
 
 
 def _brought() -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -33,12 +34,13 @@ def training(lab: Lab) -> str | None:
     lab.alike(accelerator, losses, "losses")
     lab.close(losses, expected, "losses")
     lab.close(lab.weights(accelerator, model), weights, "weights")
+    lab.same_everywhere(accelerator, model, "the trained model")
     return f"6 steps, last loss {losses[-1]:.4f}"
 
 
 @check("backend")
 def learning(lab: Lab) -> str | None:
-    """Thirty steps bring the loss down, and the ranks know the same weights in the end."""
+    """Thirty steps bring the loss down, and the ranks know the same of it."""
     accelerator = lab.accelerator()
     model, optimizer = lab.ready(accelerator)
     mine, _ = lab.batches(accelerator, 3)
@@ -130,6 +132,16 @@ def clip_norm(lab: Lab) -> str | None:
     _, weights, expected = plain_training(whole, max_norm=0.5)
     lab.close(norms, expected, "norms before clipping", 1e-4)
     lab.close(lab.weights(accelerator, model), weights, "weights")
+    accelerator.backward(loss_of(model, mine[0]))
+    try:
+        largest = accelerator.clip_grad_norm_(model.parameters(), 0.5, math.inf)
+    except ConfigurationError:  # in so many words
+        return f"norms {', '.join(f'{norm:.2f}' for norm in norms)}; the 2-norm only"
+    probe = Net(0)
+    probe.load_state_dict(weights)
+    torch.autograd.backward(loss_of(probe, whole[0]))
+    greatest = max(float(p.grad.abs().max()) for p in probe.parameters() if p.grad is not None)
+    lab.close([float(largest)], [greatest], "norm_type=inf", 1e-4)
     return f"norms {', '.join(f'{norm:.2f}' for norm in norms)}"
 
 
@@ -197,6 +209,8 @@ def precisions(lab: Lab) -> str | None:
         expected = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
         lab.equal(seen[0], expected, f"dtype in which a layer computes under {name}")
         lab.alike(accelerator, losses, f"losses under {name}")
+        if lab.supports.get("exact", True):
+            lab.same_everywhere(accelerator, model, f"the model trained under {name}")
         if not sum(losses[-2:]) < sum(losses[:2]):
             raise AssertionError(
                 f"under {name} the loss went from {losses[0]:.3g} to {losses[-1]:.3g}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ class DiLoCoBackend(Backend):
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         super().__init__(settings or DiLoCoSettings(), handlers)
-        self._outer: dict[int, Outer] = {}
+        # An optimizer that is gone takes its outer one along.
+        self._outer: WeakKeyDictionary[Any, Outer] = WeakKeyDictionary()
         #: Outer steps taken so far.
         self.outer_steps = 0
 
@@ -70,10 +72,13 @@ class DiLoCoBackend(Backend):
         return taken
 
     def _outer_of(self, optimizer: Any) -> Outer:
-        if id(optimizer) not in self._outer:
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            self._outer[id(optimizer)] = Outer(held, self.settings)
-        return self._outer[id(optimizer)]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if optimizer not in self._outer:
+            self._outer[optimizer] = Outer(held, self.settings)
+        outer = self._outer[optimizer]
+        if len(held) > len(outer.parameters):  # add_param_group
+            outer.extend(held)
+        return outer
 
     # --- keep: between two meetings each rank is somewhere else --------------------------------
 

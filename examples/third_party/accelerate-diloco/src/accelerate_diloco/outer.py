@@ -26,6 +26,15 @@ class Outer:
         self.momentum = [torch.zeros_like(parameter) for parameter in self.theta]
         self.steps = 0
 
+    def extend(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take in parameters that the inner optimizer was given later; they begin where they are."""
+        known = {id(parameter) for parameter in self.parameters}
+        for parameter in parameters:
+            if id(parameter) not in known:
+                self.parameters.append(parameter)
+                self.theta.append(parameter.detach().clone())
+                self.momentum.append(torch.zeros_like(self.theta[-1]))
+
     @torch.no_grad()
     def after_inner_step(self, mean: Mean) -> bool:
         """Count an inner step; take the outer one if it is due, and tell so."""
