@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +83,9 @@ class MLflowTracker(GeneralTracker):
     def start(self) -> None:
         import mlflow
 
-        for attempt in range(6):
-            try:
-                self._start(mlflow)
-                return
-            except Exception as error:
-                # Ranks that start at once make the tables of a new database, and the experiment.
-                if attempt == 5 or "already exists" not in str(error).lower():
-                    raise
-                time.sleep(0.5 * (attempt + 1))
+        # Ranks that start at once would make the tables of a new database at once.
+        with _alone(mlflow.get_tracking_uri()) if self.run_group else contextlib.nullcontext():
+            self._start(mlflow)
 
     def _start(self, mlflow: Any) -> None:
         self.client: Any = mlflow.MlflowClient()
@@ -240,3 +236,23 @@ def _file(name: str, step: int | None, known: set[str], ending: str) -> str:
     if suffix in known:
         path, ending = path[: -len(suffix)], suffix
     return f"{path}_{step}{ending}" if step is not None else f"{path}{ending}"
+
+
+@contextlib.contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Hold a lock among the processes of this machine, for which they wait a minute at most."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    name = f"accelerate-mlflow-{hashlib.sha256(uri.encode()).hexdigest()[:12]}.lock"
+    with (Path(tempfile.gettempdir()) / name).open("a") as file:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield
