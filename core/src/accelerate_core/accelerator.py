@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_core import data
+from accelerate_core import crash, data
 from accelerate_core import runtime as runtimes
 from accelerate_core.assemble import CORE_ARGUMENTS, assemble
 from accelerate_core.backend import Backend
@@ -281,24 +281,32 @@ class Accelerator(
         if error is None:
             self.end_training()
             return
+        failed = crash.is_failure(error)
         if self.closed:
+            self._hub.finish(failed)
             return
         if self._preemption is not None:
             self._preemption.close()
         self.plugins.call_each("on_error", accelerator=self, error=error)
-        self._hub.finish(failed=True)
+        self._hub.finish(failed)
         self.closed = True
         # The other ranks may be waiting for this one: leave without meeting them.
 
     def end_training(self) -> None:
-        """Finish trackers and plugins; the last Accelerator ends the process group."""
+        """Finish trackers and plugins; the last Accelerator ends the process group.
+
+        Called while an exception is handled or on its way out (in `except` or `finally`), it
+        marks the trackers' runs as failed.
+        """
+        failed = self._hub.is_failing()
         if self.closed:
+            self._hub.finish(failed)  # of a run that was started after the first end
             return
         if self._preemption is not None:
             self._preemption.close()
         self.background.wait()
         self.background.staging.release()
-        self._hub.finish()
+        self._hub.finish(failed)
         self.plugins.call_each("on_end", accelerator=self)
         self.closed = True
         runtimes.release(self)

@@ -9,6 +9,7 @@ until the launcher has seen the culprit and ends them.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = [
     "ERROR_FILE_VARIABLE",
@@ -25,6 +26,7 @@ __all__ = [
     "happened",
     "install",
     "is_echo",
+    "is_failure",
     "listen",
     "record",
     "wait_for_culprit",
@@ -48,6 +50,8 @@ _ECHOES = (
 )
 
 _installed = False
+#: What `sys.exit` was called with last.
+_exit_code: object = None
 _happened = False
 #: Listener -> the hook that calls it, and the hook before.
 _listeners: dict[Callable[[], None], tuple[Any, Any]] = {}
@@ -70,6 +74,7 @@ def install(environ: Mapping[str, str] | None = None) -> None:
         except (OSError, ValueError, AttributeError):
             pass  # a replaced stderr has no file descriptor
     previous = sys.excepthook
+    _notice_exit()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _happened
@@ -115,8 +120,32 @@ def forget(listener: Callable[[], None]) -> None:
 
 
 def happened() -> bool:
-    """Tell whether an uncaught exception is ending this process."""
-    return _happened
+    """Tell whether an uncaught exception, or `sys.exit` with a failure, is ending this process."""
+    return _happened or _is_failed_exit(_exit_code)
+
+
+def is_failure(error: BaseException | None) -> bool:
+    """Tell whether an exception means that the script failed: all but an exit with success."""
+    if error is None or isinstance(error, (StopIteration, GeneratorExit)):
+        return False
+    return _is_failed_exit(error.code) if isinstance(error, SystemExit) else True
+
+
+def _is_failed_exit(code: object) -> bool:
+    return code is not None and code is not False and code != 0
+
+
+def _notice_exit() -> None:
+    """Remember the code of `sys.exit`: no hook is told of it, and the exit functions are not."""
+    inner = sys.exit
+
+    @functools.wraps(inner)
+    def noticed(status: Any = None, /) -> NoReturn:
+        global _exit_code
+        _exit_code = status
+        inner(status)
+
+    sys.exit = noticed
 
 
 def is_echo(error: BaseException) -> bool:

@@ -36,11 +36,12 @@ def show(
     directory: Path, keys: tuple[str, ...], png: Path | None, with_config: bool, as_json: bool
 ) -> None:
     """Print the last values and the curves of the runs in DIRECTORY or below."""
-    from accelerate_core.tracking.runs import find_runs, read_run
+    from accelerate_core.tracking.runs import find_runs, read_run, strict
 
-    runs = [_chosen(read_run(path), keys) for path in find_runs(directory)]
+    runs = [read_run(path) for path in find_runs(directory)]
+    _choose(directory, runs, keys)
     if as_json:
-        click.echo(json.dumps([_plain(run) for run in runs], indent=1))
+        click.echo(json.dumps(strict([_plain(run) for run in runs]), indent=1, allow_nan=False))
     else:
         for run in runs:
             _print(run, with_config)
@@ -49,24 +50,26 @@ def show(
         click.echo(f"The curves are in {png}.", err=as_json)
 
 
-def _chosen(run: Run, keys: tuple[str, ...]) -> Run:
+def _choose(directory: Path, runs: list[Run], keys: tuple[str, ...]) -> None:
+    """Leave the values that were asked for; one that no run has is an error."""
     from fnmatch import fnmatchcase
 
     from accelerate_core.errors import TrackerError, did_you_mean, listing
 
+    known = list(dict.fromkeys(name for run in runs for name in run.curves))
     for key in keys:
-        if not any(fnmatchcase(name, key) for name in run.curves):
+        if not any(fnmatchcase(name, key) for name in known):
             raise TrackerError(
-                f"{run.path} has no value {key!r}; there is {listing(run.curves)}."
-                f"{did_you_mean(key, run.curves)}"
+                f"{directory} has no value {key!r}; there is {listing(known)}."
+                f"{did_you_mean(key, known)}"
             )
     if keys:
-        run.curves = {
-            name: points
-            for name, points in run.curves.items()
-            if any(fnmatchcase(name, key) for key in keys)
-        }
-    return run
+        for run in runs:
+            run.curves = {
+                name: points
+                for name, points in run.curves.items()
+                if any(fnmatchcase(name, key) for key in keys)
+            }
 
 
 def _plain(run: Run) -> dict[str, Any]:
@@ -93,7 +96,7 @@ def _print(run: Run, with_config: bool) -> None:
     table = Table("value", "last", "at step", "smallest", "largest", "logged", "curve")
     for key, facts in run.summary().items():
         numbers = [facts["last"], facts["step"], facts["min"], facts["max"], facts["count"]]
-        cells = [f"{number:.6g}" for number in numbers]
+        cells = [str(n) if isinstance(n, int) else f"{n:.6g}" for n in numbers]
         table.add_row(Text(key), *cells, sparkline(run.curves[key]))
     if run.curves:
         out.print(table)

@@ -6,7 +6,15 @@ from typing import Any
 
 from accelerate_core.tracking.fanout import TrackerHub, normalise_log_with
 from accelerate_core.tracking.media import pictures
-from accelerate_core.tracking.normalise import Reporter, normalise_config, normalise_values, split
+from accelerate_core.tracking.network import unreachable
+from accelerate_core.tracking.normalise import (
+    NotTaken,
+    Reporter,
+    each,
+    normalise_config,
+    normalise_values,
+    split,
+)
 from accelerate_core.tracking.registry import get_available_trackers, register_tracker_class
 from accelerate_core.tracking.tracker import (
     VERBS,
@@ -22,9 +30,11 @@ __all__ = [
     "BlankTracker",
     "GeneralTracker",
     "IncompleteTrackerError",
+    "NotTaken",
     "Reporter",
     "RunGroup",
     "TrackerHub",
+    "each",
     "get_available_trackers",
     "normalise_config",
     "normalise_log_with",
@@ -33,6 +43,7 @@ __all__ = [
     "pictures",
     "register_tracker_class",
     "split",
+    "unreachable",
 ]
 
 

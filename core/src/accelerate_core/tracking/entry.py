@@ -53,7 +53,8 @@ class Entry:
     """What was logged, read and journaled at most once, whoever of the writers comes first."""
 
     __slots__ = (
-        "_lock", "_read", "arguments", "journaled", "keywords", "others", "sequence", "step", "verb"
+        "_lock", "_read", "arguments", "journaled", "keywords", "others", "refused", "sequence",
+        "step", "verb",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +70,24 @@ class Entry:
         self.sequence, self.verb, self.arguments, self.step = sequence, verb, arguments, step
         self.keywords, self.others, self._read = keywords, others, read
         self.journaled = False
+        #: Whether what came from the device turned out to be nothing that can be logged.
+        self.refused = False
         self._lock = threading.Lock() if read is not None else None
+
+    @property
+    def method(self) -> str:
+        """The method of a tracker that takes it."""
+        return "log" if self.verb == "log" else f"log_{self.verb}"
+
+    @property
+    def keys(self) -> str:
+        """What a warning calls it."""
+        a = self.arguments
+        named = a if self.verb == "log" else a.get("values") if self.verb == "images" else None
+        if isinstance(named, dict):
+            found = [repr(key) for key in (*named, *(self.others or {}))]
+            return ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+        return repr(a.get("name", a.get("table_name", "")))
 
     @property
     def is_plain_log(self) -> bool:
@@ -88,8 +106,12 @@ class Entry:
         with self._lock:
             if self._read is None:
                 return False
-            self.arguments.update(self._read())
-            self._read = None
+            read, self._read = self._read, None
+            try:
+                self.arguments.update(read())
+            except Exception:
+                self.refused = self.journaled = True
+                raise
             return True
 
     def record(self) -> dict[str, Any] | None:

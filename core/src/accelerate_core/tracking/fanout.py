@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 import logging
-import operator
 import os
 import secrets
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -14,23 +14,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate_core import crash
 from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing
 from accelerate_core.tracking import media
+from accelerate_core.tracking import writer as writing
 from accelerate_core.tracking.choice import (
     Asked,
     Requested,
     choose,
-    distribution_of,
     name_of,
     normalise_log_with,
 )
-from accelerate_core.tracking.ending import watch
+from accelerate_core.tracking.ending import TooLongError, forbid_in_children, limited, watch
 from accelerate_core.tracking.entry import DeviceRead, Entry
-from accelerate_core.tracking.journal import Journal, delete_leftover, read_leftover
-from accelerate_core.tracking.normalise import Reporter, normalise_config, normalise_values
+from accelerate_core.tracking.journal import (
+    Journal,
+    delete_leftover,
+    hand_on_leftover,
+    read_leftover,
+)
+from accelerate_core.tracking.messages import report_failure, whole, why_not
+from accelerate_core.tracking.normalise import (
+    NotTaken,
+    Reporter,
+    is_ill,
+    normalise_config,
+    normalise_values,
+)
 from accelerate_core.tracking.opening import builder, is_for_every_rank
+from accelerate_core.tracking.staging import Staging
 from accelerate_core.tracking.tracker import BlankTracker, GeneralTracker
-from accelerate_core.tracking.writer import Writer, drain
+from accelerate_core.tracking.writer import InlineWriter, Writer, drain
 
 __all__ = ["Requested", "TrackerHub", "normalise_log_with"]
 
@@ -89,6 +103,10 @@ class TrackerHub:
         self._resume: dict[str, Any] = {}
         self._begin: Callable[[], None] = lambda: None
         self._at_exit: Callable[[], None] | None = None
+        self._staging = Staging(None)
+        #: What was being handled when the run began, which is none of its failures.
+        self._handled: int | None = None
+        forbid_in_children(self)
         requested = list(requested)
         self._asked = choose(requested, logging_dir, is_main_process, resolve, available)
 
@@ -136,6 +154,8 @@ class TrackerHub:
             for item, runs in zip(self._asked, here, strict=True)
         ]
         self._state = "open"
+        error = sys.exc_info()[1]
+        self._handled = None if error is None else id(error)
 
         def begin() -> None:
             self.trackers, self._retired = [], []
@@ -159,7 +179,6 @@ class TrackerHub:
         self, item: Asked, build: Callable[[], GeneralTracker], config: dict[str, Any] | None
     ) -> None:
         stage = "its constructor"
-        tracker: GeneralTracker | None = None
         try:
             tracker = build()
             if not isinstance(tracker, BlankTracker):
@@ -168,17 +187,20 @@ class TrackerHub:
                 tracker.validate()
             stage = "start"
             tracker.start()
-            stage = "store_init_configuration"
-            if config is not None:
-                tracker.store_init_configuration(dict(config))
         except Exception as error:
-            self.trackers.append(BlankTracker(name_of(item)))
-            _report_failure(item, stage, error)
             # One that never started has nothing to close.
-            if tracker is not None and stage == "store_init_configuration":
-                self._retired.append(tracker)
-        else:
-            self.trackers.append(tracker)
+            self.trackers.append(BlankTracker(name_of(item)))
+            report_failure(item, stage, error)
+            return
+        self.trackers.append(tracker)
+        if config is not None:
+            try:
+                tracker.store_init_configuration(dict(config))
+            except Exception as error:
+                report_failure(item, "store_init_configuration", error, off=is_ill(error))
+                if is_ill(error):
+                    self.trackers[-1] = BlankTracker(name_of(item))
+                    self._retired.append(tracker)
 
     def _feed(self) -> None:
         """Open the journal, start the writers, and deliver what a crash left behind."""
@@ -195,13 +217,20 @@ class TrackerHub:
                 directory = Path(self.logging_dir) / JOURNAL_FOLDER
             else:
                 directory = Path(tempfile.gettempdir()) / f"accelerate-tracking-{token}"
+            self._staging = Staging(directory.absolute())
             self._journal = Journal(directory.absolute(), token, self._rank)
             self._journal.watch(names)
         except OSError as error:
             self._journal = None
             warnings.warn(f"Tracking goes on without a journal: {error}", stacklevel=4)
+        for tracker in running:
+            if any(type(it).__module__ == "sqlite3" for it in vars(tracker).values()):
+                tracker.same_thread = True  # a connection serves the thread that made it
         self._writers = [
-            Writer(tracker, self._settle, self._mark, self._writer_failed) for tracker in running
+            (InlineWriter if tracker.same_thread else Writer)(
+                tracker, self._settle, self._mark, self._writer_failed, self._refused
+            )
+            for tracker in running
         ]
         self._deliver_leftover()
 
@@ -220,7 +249,11 @@ class TrackerHub:
             if names:
                 self._take(Entry.from_record(self._next(), record), names)
         # It is in the new journal now, unless there is none.
-        if self._journal is not None:
+        if self._journal is None:
+            return
+        if self._journal.directory == Path(directory):
+            hand_on_leftover(Path(directory), token, self._rank, self._journal.token)
+        else:
             delete_leftover(Path(directory), token, self._rank)
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,12 +296,13 @@ class TrackerHub:
             )
             return
         self._close_writers()
+        self._close_journal(delete=True)
         for tracker in self.trackers:
             if not isinstance(tracker, BlankTracker):
                 try:
                     tracker.discard() if tracker.resumes else tracker.finish()
                 except Exception as error:
-                    _report_failure(tracker, "discard", error)
+                    report_failure(tracker, "discard", error)
         self._begin()
 
     # --- logging ------------------------------------------------------------------------------
@@ -299,13 +333,15 @@ class TrackerHub:
             raise ConfigurationError(
                 f"log takes a dict of names and values, not {type(values).__name__}."
             )
-        step = _whole(step)
+        step = whole(step)
         if not self._writers:
             return
         pending: dict[str, Any] = {}
         plain, other = normalise_values(values, self._reporter, pending)
         if other:
             other = self._accepted(other)
+        if not plain and not other:
+            return
         read = DeviceRead(pending).values if pending else None
         self._take(Entry(self._next(), "log", plain, step, log_kwargs, other, read))
 
@@ -315,7 +351,7 @@ class TrackerHub:
             if any(writer.tracker.accepts(value) for writer in self._writers):
                 taken[key] = value
             else:
-                self._reporter.report(key, _why_not(value))
+                self._reporter.report(key, why_not(value))
         return taken
 
     def log_images(
@@ -353,8 +389,7 @@ class TrackerHub:
     ) -> None:
         """Log a matplotlib figure; it must not be changed or closed before the trackers have it."""
         if self._wanted("figure"):
-            arguments = {"name": str(name), "figure": figure}
-            self._send("figure", arguments, step, log_kwargs)
+            self._send("figure", media.figure(name, figure), step, log_kwargs)
 
     def log_artifact(
         self,
@@ -362,9 +397,12 @@ class TrackerHub:
         name: str | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Keep a file or directory with the run."""
+        """Keep a file or directory with the run, as it is now: it is copied."""
         if self._wanted("artifact"):
-            self._send("artifact", media.artifact(path, name), None, log_kwargs)
+            arguments = media.artifact(path, name)
+            arguments["source"] = arguments["path"]
+            arguments["path"] = self._staging.keep(arguments["path"])
+            self._send("artifact", arguments, None, log_kwargs)
 
     def log_text(
         self,
@@ -410,7 +448,7 @@ class TrackerHub:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None,
         read: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self._take(Entry(self._next(), verb, arguments, _whole(step), log_kwargs, None, read))
+        self._take(Entry(self._next(), verb, arguments, whole(step), log_kwargs, None, read))
 
     def _next(self) -> int:
         self._sequence += 1
@@ -424,8 +462,29 @@ class TrackerHub:
                 writer.put(entry)
 
     def _settle(self, entry: Entry) -> None:
-        if entry.resolve():
-            self._keep(entry)
+        try:
+            if entry.resolve():
+                self._keep(entry)
+        except Exception as error:
+            # What was logged is at fault, which could not be seen while it was on the device.
+            self._reporter.report(entry.method, f"of {entry.keys}: {error}")
+
+    def _refused(self, tracker: GeneralTracker, entry: Entry, error: Exception) -> None:
+        """Say once per method and names what a tracker did not take; it goes on without it."""
+        if isinstance(error, NotTaken):
+            news = {
+                k: p
+                for k, p in error.problems.items()
+                if self._reporter.first(f"{tracker.name}/{k}")
+            }
+            if news:
+                report_failure(
+                    tracker, f"{entry.method} of {entry.keys}", NotTaken(news), off=False
+                )
+            return
+        what = f"{entry.method} of {entry.keys}"
+        if self._reporter.first(f"{tracker.name}: {what}"):
+            report_failure(tracker, what, error, off=False)
 
     def _keep(self, entry: Entry, only: list[str] | None = None) -> None:
         entry.journaled = True
@@ -455,6 +514,11 @@ class TrackerHub:
             raise TrackerError(
                 f"{what}: the trackers ({listing(self.names)}) are not started. "
                 f"Call init_trackers(project_name) first."
+            )
+        if self._state == "forked":
+            raise TrackerError(
+                f"{what}: this process was forked while a run was open, which is its parent's. "
+                f"Log there; a child has no thread that would write."
             )
         raise TrackerError(
             f"{what}: the run has ended. Log before end_training(), "
@@ -491,6 +555,11 @@ class TrackerHub:
         """Wait until every tracker has taken and flushed what was logged so far."""
         drain(self._writers)
 
+    def is_failing(self) -> bool:
+        """Tell whether an exception that came after `init` is being handled or on its way out."""
+        error = sys.exc_info()[1]
+        return crash.is_failure(error) and id(error) != self._handled
+
     def finish(self, failed: bool = False) -> None:
         """Deliver what is left and close the run; a second call, or one without a run, does nothing.
 
@@ -500,13 +569,15 @@ class TrackerHub:
         if self._state != "open":
             return
         self._state = "ended"
+        self._resume = {}  # the next run is a new one
         if self._at_exit is not None:
             self._at_exit()
         stuck = self._close_writers()
+        kept = bool(stuck)
         for tracker in self._retired:
             # What it took before it failed may still be written out.
             try:
-                tracker.finish_failed() if failed else tracker.finish()
+                self._end(tracker, failed)
             except Exception:
                 _logger.debug("closing the tracker %r", tracker.name, exc_info=True)
         self._retired = []
@@ -515,15 +586,24 @@ class TrackerHub:
             if tracker in stuck:
                 continue
             try:
-                tracker.finish_failed() if failed else tracker.finish()
+                self._end(tracker, failed)
             except Exception as error:
+                kept = kept or isinstance(error, TooLongError)
                 self._switch_off(tracker, "finish", error)
+        # Only now: some libraries have nothing on disk before the end.
+        self._close_journal(delete=not kept)
+
+    def _end(self, tracker: GeneralTracker, failed: bool) -> None:
+        end = tracker.finish_failed if failed else tracker.finish
+        if isinstance(tracker, BlankTracker) or tracker.finishes_in_place or tracker.same_thread:
+            end()
+        else:
+            limited(end, writing.PATIENCE, f"finish-{tracker.name}")
 
     def _close_writers(self) -> list[GeneralTracker]:
         stuck = drain(self._writers)
         for writer in self._writers:
             writer.stop(0.0 if writer in stuck else 5.0)
-        lost = [writer for writer in self._writers if writer in stuck or writer.broken]
         where = self._journal.directory if self._journal is not None else "nowhere"
         for writer in stuck:
             warnings.warn(
@@ -533,12 +613,25 @@ class TrackerHub:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        if self._journal is not None:
-            self._journal.close(delete=not lost)
-            self._journal = None
         self._writers = []
         self._sequence = 0
         return [writer.tracker for writer in stuck]
+
+    def _close_journal(self, delete: bool) -> None:
+        if delete:
+            self._staging.clear()  # a library that hangs may still be reading
+        if self._journal is not None:
+            self._journal.close(delete)
+            self._journal = None
+
+    def forked(self) -> None:
+        """Let go of the run in a forked child: it is the parent's, and so are its threads."""
+        if self._state != "open":
+            return
+        self._state = "forked"
+        self._writers, self._journal, self._retired = [], None, []
+        if self._at_exit is not None:
+            self._at_exit()
 
     def _writer_failed(self, tracker: GeneralTracker, stage: str, error: Exception) -> None:
         self._retired.append(tracker)
@@ -547,38 +640,4 @@ class TrackerHub:
     def _switch_off(self, tracker: GeneralTracker, stage: str, error: Exception) -> None:
         if tracker in self.trackers:
             self.trackers[self.trackers.index(tracker)] = BlankTracker(tracker.name)
-        _report_failure(tracker, stage, error)
-
-
-def _whole(step: Any) -> int | None:
-    if step is None or type(step) is int:
-        return step
-    try:
-        if not isinstance(step, bool):
-            return operator.index(step)
-    except TypeError:
-        pass
-    raise ConfigurationError(
-        f"log(step=...) takes a whole number or None, not {step!r} ({type(step).__name__})."
-    )
-
-
-def _why_not(value: object) -> str:
-    shape = getattr(value, "shape", None)
-    kind = type(value).__name__
-    if shape is not None:
-        what = f"is a {kind} of shape {tuple(shape)}; log takes single numbers and strings"
-        return f"{what}: reduce it first, or use log_images, log_histogram or log_table"
-    return f"is a {kind}, which no tracker takes; log takes numbers, strings and dicts of them"
-
-
-def _report_failure(tracker: Asked, stage: str, error: Exception) -> None:
-    name = name_of(tracker)
-    _logger.debug("tracker %r raised in %s", name, stage, exc_info=error)
-    owner = distribution_of(tracker if isinstance(tracker, type) else type(tracker))
-    warnings.warn(
-        f"The tracker {name!r}{owner} raised in {stage} and is switched off; the run goes on. "
-        f"{type(error).__name__}: {error}",
-        RuntimeWarning,
-        stacklevel=4,
-    )
+        report_failure(tracker, stage, error)

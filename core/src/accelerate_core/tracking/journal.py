@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Journal", "Leftover", "read_leftover"]
+__all__ = ["Journal", "Leftover", "delete_leftover", "hand_on_leftover", "read_leftover"]
 
 SEGMENT_BYTES = 4 << 20
 
@@ -82,6 +82,8 @@ class Journal:
             if delete:
                 for path in _segments(self.directory, self.token, self.rank):
                     path.unlink(missing_ok=True)
+                for path in _pointers(self.directory, self.rank, self.token):
+                    path.unlink(missing_ok=True)
                 try:
                     self.directory.rmdir()
                 except OSError:
@@ -144,6 +146,7 @@ class Leftover:
 def read_leftover(directory: Path, token: str, rank: int) -> Leftover:
     """Read what a run left; empty if it left nothing. A torn last line is ignored."""
     left = Leftover()
+    token = _follow(directory, token, rank)
     entries: dict[int, dict[str, Any]] = {}
     for path in _segments(directory, token, rank):
         for line in path.read_bytes().split(b"\0", 1)[0].split(b"\n"):
@@ -159,10 +162,46 @@ def read_leftover(directory: Path, token: str, rank: int) -> Leftover:
     return left
 
 
+def hand_on_leftover(directory: Path, token: str, rank: int, successor: str) -> None:
+    """Delete what a run left, now that it is in the journal of another one in that directory.
+
+    A pointer stays: should the successor be killed too, the checkpoint still names this run.
+    """
+    token = _follow(directory, token, rank)
+    if token == successor:
+        return
+    pointer = directory / f"{token}-rank{rank}.next"
+    pointer.write_text(successor, encoding="utf-8")
+    delete_leftover(directory, token, rank)
+
+
 def delete_leftover(directory: Path, token: str, rank: int) -> None:
-    """Delete what a run left, once it has been delivered."""
+    """Delete what a run left."""
     for path in _segments(directory, token, rank):
         path.unlink(missing_ok=True)
+
+
+def _follow(directory: Path, token: str, rank: int) -> str:
+    """Return the run whose journal has, by now, what this one left."""
+    seen = {token}
+    while True:
+        try:
+            following = (directory / f"{token}-rank{rank}.next").read_text(encoding="utf-8").strip()
+        except OSError:
+            return token
+        if not following or following in seen:
+            return token
+        seen.add(following)
+        token = following
+
+
+def _pointers(directory: Path, rank: int, token: str) -> list[Path]:
+    """Return the pointers that lead to a run."""
+    ends = {
+        path: _follow(directory, path.name.rpartition("-rank")[0], rank)
+        for path in directory.glob(f"*-rank{rank}.next")
+    }
+    return [path for path, end in ends.items() if end == token]
 
 
 def _segments(directory: Path, token: str, rank: int) -> list[Path]:

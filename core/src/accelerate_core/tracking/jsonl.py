@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from accelerate_core.tracking.runs import RUN_FILE
+from accelerate_core.tracking.runs import RUN_FILE, strict
 from accelerate_core.tracking.tracker import GeneralTracker
 
 __all__ = ["JsonlTracker"]
@@ -22,7 +22,8 @@ class JsonlTracker(GeneralTracker):
 
     Each line is an object with `kind`: `start`, `config`, `log`, `table`, `text`,
     `images`, `histogram`, `artifact`, `figure` or `end` (`status`: finished or failed),
-    and `time` in seconds since 1970. Arrays and files lie beside it in `media/`.
+    and `time` in seconds since 1970. NaN and infinities are the strings `NaN`, `Infinity`
+    and `-Infinity`, which JSON has no numbers for. Arrays and files lie beside it in `media/`.
 
     Args:
         project_name: name of the folder of the project's runs.
@@ -37,6 +38,8 @@ class JsonlTracker(GeneralTracker):
     resumes = True
     groups = True
     packages = ()
+    writes_through = True
+    takes_not_finite = True
 
     def __init__(
         self,
@@ -115,7 +118,8 @@ class JsonlTracker(GeneralTracker):
         self._write("figure", step=step, name=name, file=path.name)
 
     def log_artifact(self, path: str, name: str) -> None:
-        target = self.tracker / "artifacts" / name
+        inside = [part for part in Path(name).parts if part not in ("/", "..", ".")]
+        target = self.tracker.joinpath("artifacts", *(inside or ["_"]))
         target.parent.mkdir(parents=True, exist_ok=True)
         if Path(path).is_dir():
             shutil.copytree(path, target, dirs_exist_ok=True)
@@ -144,14 +148,18 @@ class JsonlTracker(GeneralTracker):
         folder = self.tracker / "media"
         folder.mkdir(exist_ok=True)
         self._images += 1
-        return folder / f"{_file_name(name)}_{step}_{self._images}.{suffix}"
+        return folder / f"{_file_name(name)[:100]}_{step}_{self._images}.{suffix}"
 
     def _write(self, kind: str, **fields: Any) -> None:
         if self._file is None:
             raise ValueError("the run is closed")
         # Line buffering: one system call per line, and the line is the kernel's.
         line = {"kind": kind, "time": round(time.time(), 3), **fields}
-        self._file.write(json.dumps(line, default=str) + "\n")
+        try:
+            text = json.dumps(line, default=str, allow_nan=False)
+        except ValueError:  # JSON has no such numbers
+            text = json.dumps(strict(line), default=str)
+        self._file.write(text + "\n")
 
 
 def _file_name(text: str) -> str:

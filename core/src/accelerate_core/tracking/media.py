@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.tracking.normalise import Reporter, normalise_values
+from accelerate_core.tracking.normalise import Reporter, is_scalar, scalar, text_of
 
-__all__ = ["artifact", "histogram", "images", "pictures", "table", "text"]
+__all__ = ["artifact", "figure", "histogram", "images", "pictures", "table", "text"]
 
 Payload = tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]
 
@@ -31,9 +31,10 @@ def images(values: Any, channels_first: bool = False) -> Payload:
         raise ConfigurationError(
             f"log_images takes a dict of names and images, not {type(values).__name__}."
         )
-    batches = {str(name): _copied(str(name), value) for name, value in values.items()}
+    batches = {text_of(str(name)): _copied(str(name), value) for name, value in values.items()}
     for name, batch in batches.items():
         _check_shape(name, tuple(batch.shape), channels_first)
+        _check_type(name, str(batch.dtype))
 
     def read() -> dict[str, Any]:
         return {"values": {k: _as_uint8(k, v, channels_first) for k, v in batches.items()}}
@@ -82,7 +83,7 @@ def table(
         raise ConfigurationError(
             f"log_table({table_name!r}) takes columns= and data= (a list of rows), or dataframe=."
         )
-    names = [str(column) for column in columns]
+    names = _unique(text_of(str(column)) for column in columns)
     rows = []
     for number, row in enumerate(data):
         row = list(row)
@@ -91,20 +92,51 @@ def table(
                 f"log_table({table_name!r}): row {number} has {len(row)} values for "
                 f"{len(names)} columns ({', '.join(names)})."
             )
-        # By position: two columns may have one name.
-        wanted = {str(i): value for i, value in enumerate(row) if value is not None}
-        plain, other = normalise_values(wanted, reporter)
-        for place in other:
-            reporter.report(
-                f"{table_name}[{names[int(place.split('/')[0])]}]", "is no single value"
-            )
-        rows.append([plain.get(str(i)) for i in range(len(names))])
-    return {"table_name": str(table_name), "columns": names, "data": rows}
+        rows.append(
+            [
+                _cell(f"{table_name}[{name}]", cell, reporter)
+                for name, cell in zip(names, row, strict=True)
+            ]
+        )
+    return {"table_name": text_of(str(table_name)), "columns": names, "data": rows}
+
+
+def _cell(key: str, value: Any, reporter: Reporter) -> Any:
+    plain = None if value is None else scalar(value)
+    if is_scalar(plain):
+        return plain
+    reporter.report(key, f"is no single value but a {type(value).__name__}")
+    return None
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    """Number columns of one name: most libraries keep only the last of them."""
+    found: list[str] = []
+    for name in names:
+        number, one = 1, name
+        while one in found:
+            number += 1
+            one = f"{name} ({number})"
+        found.append(one)
+    return found
 
 
 def text(name: str, value: Any) -> dict[str, Any]:
     """Return the arguments of `log_text`."""
-    return {"name": str(name), "text": value if type(value) is str else str(value)}
+    return {"name": text_of(str(name)), "text": text_of(str(value))}
+
+
+def figure(name: str, value: Any) -> dict[str, Any]:
+    """Return the arguments of `log_figure`.
+
+    Raises:
+        ConfigurationError: it is no figure.
+    """
+    if isinstance(value, type) or not callable(getattr(value, "savefig", None)):
+        raise ConfigurationError(
+            f"log_figure({name!r}) takes a matplotlib figure, not {type(value).__name__}."
+        )
+    return {"name": text_of(str(name)), "figure": value}
 
 
 def artifact(path: Any, name: str | None) -> dict[str, Any]:
@@ -116,7 +148,7 @@ def artifact(path: Any, name: str | None) -> dict[str, Any]:
     found = Path(os.fspath(path)).expanduser()
     if not found.exists():
         raise ConfigurationError(f"log_artifact: there is no file or directory {found}.")
-    return {"path": str(found.absolute()), "name": name or found.name}
+    return {"path": str(found.absolute()), "name": text_of(str(name or found.name))}
 
 
 def _copied(name: str, value: Any) -> Any:
@@ -140,6 +172,8 @@ def _copied(name: str, value: Any) -> Any:
 
 def _check_shape(name: str, shape: Sequence[int], channels_first: bool) -> None:
     wanted = "C H W or N C H W" if channels_first else "H W C or N H W C"
+    if 0 in shape:
+        raise ConfigurationError(f"log_images: {name!r} is empty, of shape {tuple(shape)}.")
     if len(shape) in (3, 4) and shape[-3 if channels_first else -1] in (1, 3, 4):
         return
     hint = ""
@@ -152,6 +186,14 @@ def _check_shape(name: str, shape: Sequence[int], channels_first: bool) -> None:
     )
 
 
+def _check_type(name: str, kind: str) -> None:
+    kind = kind.removeprefix("torch.")
+    if kind != "uint8" and "float" not in kind:
+        raise ConfigurationError(
+            f"log_images: {name!r} is of type {kind}; it takes uint8, or float in [0, 1]."
+        )
+
+
 def _as_uint8(name: str, value: Any, channels_first: bool) -> Any:
     numpy = _numpy_module()
     array = _numpy(value)
@@ -161,10 +203,6 @@ def _as_uint8(name: str, value: Any, channels_first: bool) -> Any:
         array = array.transpose(0, 2, 3, 1)
     if array.dtype == numpy.uint8:
         return numpy.ascontiguousarray(array)
-    if array.dtype.kind != "f":
-        raise ConfigurationError(
-            f"log_images: {name!r} is of type {array.dtype}; it takes uint8, or float in [0, 1]."
-        )
     low, high = float(array.min(initial=0)), float(array.max(initial=0))
     if not (low >= -1e-3 and high <= 1 + 1e-3):
         raise ConfigurationError(

@@ -9,21 +9,27 @@ import argparse
 import dataclasses
 import datetime
 import enum
+import errno
 import numbers
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 __all__ = [
+    "NotTaken",
     "Reporter",
+    "each",
     "is_foreign",
+    "is_ill",
+    "is_scalar",
     "normalise_config",
     "made_by",
     "normalise_values",
     "scalar",
     "split",
+    "text_of",
 ]
 
 #: Tensors and arrays in a config are written out up to this many elements.
@@ -43,6 +49,12 @@ class Reporter:
         if key not in self._said:
             self._said.add(key)
             warnings.warn(f"Not logged: {key!r} {problem}.", UserWarning, stacklevel=3)
+
+    def first(self, what: str) -> bool:
+        """Tell whether this is said for the first time."""
+        new = what not in self._said
+        self._said.add(what)
+        return new
 
     def note(self, text: str) -> None:
         """Warn with `text` unless that has been done before."""
@@ -97,6 +109,54 @@ def normalise_values(
     return plain, other
 
 
+class NotTaken(ValueError):
+    """A library did not take some of the values it was given.
+
+    It is said once, and the tracker goes on.
+
+    Args:
+        problems: what was wrong, by key.
+    """
+
+    def __init__(self, problems: Mapping[str, object]) -> None:
+        super().__init__("; ".join(f"{k!r} {p}" if k else str(p) for k, p in problems.items()))
+        self.problems = problems
+
+
+def each(values: Mapping[str, Any], write: Callable[[str, Any], object]) -> None:
+    """Hand values over one by one; one that a library refuses does not cost the others.
+
+    Raises:
+        NotTaken: with the keys of those that were refused.
+    """
+    problems: dict[str, object] = {}
+    for key, value in values.items():
+        try:
+            write(key, value)
+        except Exception as error:
+            if is_ill(error):
+                raise
+            problems[key] = f"({type(error).__name__}: {error})"
+    if problems:
+        raise NotTaken(problems)
+
+
+#: Of an OSError: what is wrong with one entry (a name, a file), not with the disk or the network.
+_OF_ONE_ENTRY = {errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR, errno.ENOTDIR}
+
+
+def is_ill(error: Exception) -> bool:
+    """Tell whether what a tracker raised says that nothing further will work either."""
+    return isinstance(error, OSError) and error.errno not in _OF_ONE_ENTRY
+
+
+def text_of(value: str) -> str:
+    """Return a string that can be encoded: names of files may hold bytes that are no text."""
+    if value.isascii():
+        return value
+    return value.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def split(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str], dict[str, Any]]:
     """Part what `log` gets into numbers (as floats), strings, and objects that were accepted."""
     numbers_, texts, others = {}, {}, {}
@@ -124,7 +184,7 @@ def normalise_config(config: object, reporter: Reporter) -> dict[str, Any]:
         config: a mapping, a dataclass instance, an `argparse.Namespace`, or an
             object with `model_dump` or `to_dict`. Nested ones are joined by `/`;
             sequences, sets and small tensors become lists; paths, dtypes,
-            devices and dates strings; enums their values; functions and classes
+            devices and dates strings; enums their values, or names; functions and classes
             their qualified names; None stays.
         reporter: told which keys cannot be written down.
 
@@ -153,14 +213,15 @@ def normalise_config(config: object, reporter: Reporter) -> dict[str, Any]:
 def scalar(value: object) -> Any:
     """Return `value` as a Python bool, int, float or str; a private marker if it is none."""
     kind = type(value)
-    if kind is float or kind is int or kind is bool or kind is str:
+    if kind is float or kind is int or kind is bool:
         return value
     if isinstance(value, enum.Enum):
-        return scalar(value.value)
+        inside = scalar(value.value)
+        return value.name if inside is _MISSING else inside
     if isinstance(value, str):
-        return str(value)
+        return text_of(value if kind is str else str(value))
     if isinstance(value, os.PathLike):
-        return os.fsdecode(os.fspath(value))
+        return text_of(os.fsdecode(os.fspath(value)))
     if _is_array(value):
         return _element(value)
     if isinstance(value, numbers.Integral):
@@ -168,6 +229,11 @@ def scalar(value: object) -> Any:
     if isinstance(value, numbers.Real) or _is_decimal(value):
         return float(value)  # type: ignore[arg-type]
     return _MISSING
+
+
+def is_scalar(value: object) -> bool:
+    """Whether what `scalar` returned is a plain value, or None."""
+    return value is not _MISSING
 
 
 def is_foreign(value: object) -> bool:
@@ -202,6 +268,8 @@ def _flatten(
 ) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         key = f"{prefix}{name.value if isinstance(name, enum.Enum) else name}"
+        if not key.isascii():
+            key = text_of(key)
         nested = _fields(value) if config else value if isinstance(value, Mapping) else None
         if nested is None:
             yield key, value

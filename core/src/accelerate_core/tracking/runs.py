@@ -10,11 +10,24 @@ from typing import Any
 
 from accelerate_core.errors import TrackerError
 
-__all__ = ["RUN_FILE", "Run", "find_runs", "read_run", "sparkline"]
+__all__ = ["RUN_FILE", "Run", "find_runs", "read_run", "sparkline", "strict"]
 
 RUN_FILE = "run.jsonl"
 
 _BARS = "▁▂▃▄▅▆▇█"
+
+
+#: What JSON has no numbers for.
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def strict(value: Any) -> Any:
+    """Return a copy for strict JSON: NaN and infinities are strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass
@@ -36,7 +49,7 @@ class Run:
     texts: dict[str, str] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
 
-    def summary(self) -> dict[str, dict[str, float]]:
+    def summary(self) -> dict[str, dict[str, int | float]]:
         """Return last value, its step, smallest and largest value and their number, per key."""
         found = {}
         for key, points in self.curves.items():
@@ -91,11 +104,13 @@ def _take(run: Run, entry: dict[str, Any]) -> None:
         run.config.update(entry["values"])
     elif kind == "log":
         for key, value in entry["values"].items():
+            if isinstance(value, str):
+                value = _SPECIAL.get(value, value)
             if isinstance(value, (bool, int, float)):
                 points = run.curves.setdefault(key, [])
                 step = entry["step"]
                 after = points[-1][0] + 1 if points else 0
-                points.append((after if step is None else int(step), float(value)))
+                points.append((after if step is None else int(step), _as_float(value)))
             else:
                 run.texts[key] = str(value)
     elif kind == "text":
@@ -104,6 +119,13 @@ def _take(run: Run, entry: dict[str, Any]) -> None:
         run.status = entry["status"]
     if "file" in entry:
         run.files.append(entry["file"])
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond what a float holds
+        return math.inf if value > 0 else -math.inf
 
 
 def sparkline(points: list[tuple[int, float]], width: int = 40) -> str:

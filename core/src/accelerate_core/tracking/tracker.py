@@ -94,9 +94,11 @@ class GeneralTracker:
     `cls(project_name, **init_kwargs)`, or `cls(project_name, logging_dir,
     **init_kwargs)` if it requires a directory.
 
-    `start`, `store_init_configuration` and `finish` are called by the thread that
-    calls `init_trackers` and `end_training`; `log`, the verbs and `flush` by one
-    writer thread per tracker, in the order of the calls. The verbs a tracker may have:
+    `start` and `store_init_configuration` are called by the thread that calls
+    `init_trackers`; `log`, the verbs and `flush` by one writer thread per tracker, in
+    the order of the calls; `finish` by a thread of its own, which may take a minute. A
+    library bound to one thread (a connection of sqlite3) asks for `same_thread = True`.
+    The verbs a tracker may have:
 
         log_images(values, step, **kwargs)      name -> uint8 array, N H W C
         log_table(table_name, columns, data, step, **kwargs)    data: a list of rows
@@ -137,6 +139,20 @@ class GeneralTracker:
     library: str = ""
     #: The library's word for the run of a script that raised, "" if it has none.
     failed_word: str = ""
+    #: Whether `log` itself brings values to where a crash of this process does not reach them; what
+    #: was logged is then crossed off the journal at once, not after the next `flush`.
+    writes_through: bool = False
+    #: Whether values logged without a step get the next one, counted per verb.
+    counts_steps: bool = False
+    #: Whether the library is bound to the thread that made it: `log` and the verbs are then called
+    #: by the training thread, which waits for them and for tensors of devices.
+    same_thread: bool = False
+    #: Whether `finish` has to be called by the thread that called `start`, without a time limit.
+    finishes_in_place: bool = False
+    #: Whether `log_artifact` gets the file where it lies, not a copy made at the call.
+    artifacts_in_place: bool = False
+    #: Whether `log_histogram` gets what is not finite too.
+    takes_not_finite: bool = False
     #: Whether `resume_id` is honoured: a resumed script goes on in the same run.
     resumes: bool = False
     #: Whether `run_group` is honoured: the ranks' runs are shown as one group.
@@ -190,7 +206,10 @@ class GeneralTracker:
         except importlib.metadata.PackageNotFoundError:
             return f"its library is not installed: pip install '{wanted}'"
         if not wanted.specifier.contains(version, prereleases=True):
-            return f"its library is too old or too new: {wanted.name} {version}, it needs {wanted}"
+            return (
+                f"its library is too old or too new: {wanted.name} {version}, it needs {wanted}: "
+                f"pip install -U '{wanted}'"
+            )
         return None
 
     @property
@@ -225,11 +244,16 @@ class GeneralTracker:
         for values, step in entries:
             self.log(values, step=step)
 
-    def flush(self) -> None:
+    def flush(self) -> bool | None:
         """Bring what was logged to where a crash of this process does not reach it.
 
         What is flushed is crossed off the journal. Default: nothing to do.
+
+        Returns:
+            False if the library cannot promise that before `finish`: the journal then keeps
+            everything until the end of the run.
         """
+        return None
 
     def accepts(self, value: object) -> bool:
         """Whether `log` takes this value, which is neither a number nor a string.

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.tracking import GeneralTracker, pictures, split
+from accelerate_core.tracking import GeneralTracker, each, pictures, split
 
 __all__ = ["AimTracker"]
 
@@ -57,7 +57,7 @@ class AimTracker(GeneralTracker):
             self.writer.add_tag(self.run_group.name)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.writer["hparams"] = values
+        self.writer["hparams"] = _storable(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Track each value; `kwargs` go to `aim.Run.track`."""
@@ -65,8 +65,10 @@ class AimTracker(GeneralTracker):
 
         numbers, texts, others = split(values)
         objects = {key: Text(text) for key, text in texts.items()}
-        for key, value in {**numbers, **objects, **others}.items():
-            self.writer.track(value, name=key, step=step, **kwargs)
+        each(
+            {**numbers, **objects, **others},
+            lambda key, value: self.writer.track(value, name=key, step=step, **kwargs),
+        )
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Track each batch as one list; `kwargs` go to `aim.Image`."""
@@ -102,3 +104,14 @@ class AimTracker(GeneralTracker):
 
     def finish(self) -> None:
         self.writer.close()
+
+
+def _storable(value: Any) -> Any:
+    """Return a copy in which whole numbers that Aim has no room for are text."""
+    if isinstance(value, dict):
+        return {key: _storable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_storable(item) for item in value]
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return str(value)
+    return value

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from accelerate_core.tracking import GeneralTracker, pictures, split
+from accelerate_core.errors import TrackerError
+from accelerate_core.tracking import GeneralTracker, NotTaken, pictures, split, unreachable
 
 __all__ = ["ClearMLTracker"]
 
@@ -31,6 +34,10 @@ class ClearMLTracker(GeneralTracker):
     failed_word = "failed"
     resumes = True
     packages = ()
+    counts_steps = True
+
+    #: The tasks that trackers of this class have opened and not closed.
+    _open: ClassVar[set[str]] = set()
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
@@ -40,14 +47,19 @@ class ClearMLTracker(GeneralTracker):
     @classmethod
     def unusable(cls, environ: Mapping[str, str]) -> str | None:
         why = super().unusable(environ)
-        if why or environ.get("CLEARML_OFFLINE_MODE", "").lower() in {"1", "true", "yes"}:
+        offline = environ.get("CLEARML_OFFLINE_MODE") or environ.get("TRAINS_OFFLINE_MODE") or ""
+        if why or offline.lower() in {"1", "true", "t", "yes", "y", "on"}:
             return why
         home = os.path.join(os.path.expanduser("~"), "clearml.conf")
         if (
             environ.get("CLEARML_API_ACCESS_KEY")
             or Path(environ.get("CLEARML_CONFIG_FILE", home)).exists()
         ):
-            return None
+            host = environ.get("CLEARML_API_HOST")
+            # With a file the library looks up the server there.
+            if host or environ.get("CLEARML_API_ACCESS_KEY"):
+                return unreachable(host or "https://api.clear.ml", environ)
+            return _configured_unreachable(Path(environ.get("CLEARML_CONFIG_FILE", home)), environ)
         return "it needs an account: run clearml-init, or set CLEARML_OFFLINE_MODE=1"
 
     @property
@@ -64,6 +76,10 @@ class ClearMLTracker(GeneralTracker):
 
         current = Task.current_task()
         if current is not None:
+            if str(current.id) in self._open:
+                raise TrackerError(
+                    "ClearML has one task per process, and another Accelerator has opened it"
+                )
             self.task: Any = current
             self._own = False
             return
@@ -84,6 +100,7 @@ class ClearMLTracker(GeneralTracker):
             # other trackers hold locks at that moment: the copy hangs, and `close` with it.
             Task._report_subprocess_enabled = False
         self.task = Task.init(**{**options, **self._kwargs})
+        self._open.add(str(self.task.id))
         if self.resume_id is not None:
             self.task.set_initial_iteration(0)  # steps are the script's own
 
@@ -91,17 +108,21 @@ class ClearMLTracker(GeneralTracker):
         self.task.connect_configuration(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Report `title/series` as a scalar; without a step as a single value."""
+        """Report `title/series` as a scalar; ClearML keeps no NaN and no infinity but as 0."""
         logger = self.task.get_logger()
         numbers, texts, _ = split(values)
+        problems = {}
         for key, number in numbers.items():
-            if step is None:
-                logger.report_single_value(name=key, value=number, **kwargs)
-            else:
+            if math.isfinite(number):
                 title, series = _split(key)
                 logger.report_scalar(title, series, value=number, iteration=step, **kwargs)
+            else:
+                problems[key] = f"is {number}, which ClearML would keep as 0: it is in its log only"
+                texts[key] = str(number)
         for key, text in texts.items():
             self.log_text(key, text, step)
+        if problems:
+            raise NotTaken(problems)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Report each image as title and index; as PNG, for the library would make JPEGs."""
@@ -150,19 +171,21 @@ class ClearMLTracker(GeneralTracker):
     def log_histogram(self, name: str, values: Any, step: int | None = None, **kwargs: Any) -> None:
         import numpy
 
-        counts, edges = numpy.histogram(values[numpy.isfinite(values)], bins=64)
+        counts, edges = numpy.histogram(values, bins=64)
         title, series = _split(name)
         labels = [f"{edge:.4g}" for edge in edges[:-1]]
         self.task.get_logger().report_histogram(
             title, series, counts.tolist(), iteration=step or 0, xlabels=labels, **kwargs
         )
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         self.task.flush()
+        return False  # a thread of the library's writes, and tells nobody when
 
     def finish(self) -> None:
         if self._own:
             self.task.close()
+            self._open.discard(str(self.task.id))
 
     def finish_failed(self) -> None:
         self.task.flush(wait_for_uploads=True)
@@ -175,4 +198,13 @@ class ClearMLTracker(GeneralTracker):
 
 def _split(name: str) -> tuple[str, str]:
     title, _, series = name.rpartition("/")
-    return title or name, series
+    # A series of its title's name is what the library makes of one without a name.
+    return (title, series) if title and title != series else (name, "")
+
+
+def _configured_unreachable(file: Path, environ: Mapping[str, str]) -> str | None:
+    try:
+        found = re.search(r"api_server[\"']?\s*[:=]\s*[\"']?([^\s\"']+)", file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+    return unreachable(found[1] if found else "https://api.clear.ml", environ)

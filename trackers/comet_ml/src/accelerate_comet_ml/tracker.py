@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.tracking import GeneralTracker, pictures, split
+from accelerate_core.tracking import GeneralTracker, pictures, split, unreachable
 
 __all__ = ["CometMLTracker"]
 
@@ -39,8 +40,9 @@ class CometMLTracker(GeneralTracker):
         configured = environ.get(
             "COMET_CONFIG", os.path.join(os.path.expanduser("~"), ".comet.config")
         )
-        if environ.get("COMET_API_KEY") or Path(configured).exists():
-            return None
+        if environ.get("COMET_API_KEY") or _has_key(Path(configured)):
+            server = environ.get("COMET_URL_OVERRIDE", "https://www.comet.com")
+            return unreachable(server, environ)
         return "it needs an account: set COMET_API_KEY, or COMET_START_ONLINE=0"
 
     @property
@@ -89,7 +91,9 @@ class CometMLTracker(GeneralTracker):
         **kwargs: Any,
     ) -> None:
         file = table_name if table_name.endswith((".csv", ".tsv")) else f"{table_name}.csv"
-        self.writer.log_table(file, tabular_data=data, headers=columns, **{"step": step, **kwargs})
+        # Without a row the library looks for the width of the first one.
+        rows, headers = (data, columns) if data else ([columns], False)
+        self.writer.log_table(file, tabular_data=rows, headers=headers, **{"step": step, **kwargs})
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
         self.writer.log_figure(figure_name=name, figure=figure, step=step, **kwargs)
@@ -107,8 +111,16 @@ class CometMLTracker(GeneralTracker):
     def log_histogram(self, name: str, values: Any, step: int | None = None, **kwargs: Any) -> None:
         self.writer.log_histogram_3d(values, name=name, step=step, **kwargs)
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         self.writer.flush()
+        return False  # an offline experiment is an archive that is made at the end
 
     def finish(self) -> None:
         self.writer.end()
+
+
+def _has_key(file: Path) -> bool:
+    try:
+        return re.search(r"(?m)^\s*api_key\s*[=:]\s*\S", file.read_text("utf-8")) is not None
+    except (OSError, UnicodeDecodeError):
+        return False

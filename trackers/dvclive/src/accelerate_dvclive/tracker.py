@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.tracking import GeneralTracker, pictures, split
+from accelerate_core.tracking import GeneralTracker, each, pictures, split
 
 __all__ = ["DVCLiveTracker"]
 
 
 class DVCLiveTracker(GeneralTracker):
     """A `dvclive.Live`, whose step is the one that is logged.
+
+    It is opened with the first value: opening clears what an earlier run left in its directory,
+    which a checkpoint that is loaded in between may want to go on with.
+
+    In a git repository DVCLive sets up DVC (`.dvc`, `dvc.yaml`) and at the end keeps the
+    workspace as an experiment, a commit under `refs/exps`; `save_dvc_exp=False` makes no commit.
 
     Args:
         run_name: the experiment's name where DVC gives none; not used by the files.
@@ -26,11 +35,25 @@ class DVCLiveTracker(GeneralTracker):
     resumes = True
     groups = True
     packages = ()
+    counts_steps = True
+    writes_through = True
+    artifacts_in_place = True  # DVC tracks the file itself
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__()
         self.run_name, self._given, self._kwargs = run_name, live, kwargs
-        self._auto = 0
+        self._live: Any = live
+        self._options: dict[str, Any] = {}
+        self._config: dict[str, Any] | None = None
+        self._names: dict[str, str] = {}
+
+    @classmethod
+    def unusable(cls, environ: Mapping[str, str]) -> str | None:
+        why = super().unusable(environ)
+        here = Path.cwd()
+        if why is None and any((folder / ".git").exists() for folder in (here, *here.parents)):
+            return "it would set up DVC and commit experiments in this git repository; ask by name"
+        return why
 
     @property
     def tracker(self) -> Any:
@@ -38,32 +61,68 @@ class DVCLiveTracker(GeneralTracker):
         return self.live
 
     @property
+    def live(self) -> Any:
+        """The `dvclive.Live`, opened now if it is not yet."""
+        if self._live is None:
+            from dvclive import Live
+
+            self._live = Live(**self._options)
+        if self._config is not None:
+            config, self._config = self._config, None
+            self._live.log_params(config)
+        return self._live
+
+    @property
     def run_id(self) -> str:
-        return str(Path(self.live.dir).absolute())
+        directory = self._options.get("dir", "dvclive") if self._live is None else self._live.dir
+        return str(Path(directory).absolute())
 
     def start(self) -> None:
-        from dvclive import Live
+        import dvclive  # noqa: F401  a broken library is better known now
 
-        options = dict(self._kwargs)
+        self._live, self._options = self._given, dict(self._kwargs)
         if self.resume_id is not None:
-            options |= {"dir": self.resume_id, "resume": True}
+            self._options |= {"dir": self.resume_id, "resume": True}
         elif self.run_group is not None:
-            options["dir"] = f"{options.get('dir', 'dvclive')}/rank{self.run_group.rank}"
-        self.live: Any = self._given if self._given is not None else Live(**options)
+            directory = self._options.get("dir", "dvclive")
+            self._options["dir"] = f"{directory}/rank{self.run_group.rank}"
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.live.log_params(values)
+        self._config = values
+
+    def discard(self) -> None:
+        if self._live is not None:
+            self.finish()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and strings; `kwargs` go to `Live.log_metric`."""
-        self._go_to(step)
+        if step is not None:
+            self.live.step = step
         numbers, texts, _ = split(values)
-        for key, value in {**numbers, **texts}.items():
-            self.live.log_metric(key, value, **kwargs)
+        each(
+            {**numbers, **texts},
+            lambda key, value: self.live.log_metric(self._name(key), value, **kwargs),
+        )
 
-    def _go_to(self, step: int | None) -> None:
-        self.live.step = self._auto if step is None else step
-        self._auto = self.live.step + 1
+    def _name(self, key: str) -> str:
+        """Return the name of a metric: a file, and a place among nested ones."""
+        if key in self._names:
+            return self._names[key]
+        taken = set(self._names.values())
+        parts = [part[:150] for part in key.split("/") if part not in ("", ".", "..")]
+        name = "/".join(parts) or "_"
+        above = {"/".join(parts[:i]) for i in range(1, len(parts))}
+        if name in taken or above & taken or any(each.startswith(f"{name}/") for each in taken):
+            name = name.replace("/", "_") + "_"
+        if name in taken:
+            name += hashlib.sha256(key.encode()).hexdigest()[:8]
+        if name != key:
+            warnings.warn(
+                f"dvclive keeps {key[:200]!r} as {name!r}: values lie in files and folders of their names.",
+                stacklevel=2,
+            )
+        self._names[key] = name
+        return name
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Save `NAME/STEP.png`, of a batch `NAME/INDEX/STEP.png`, which DVC shows as a slider."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import re
+import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,10 @@ from accelerate_core.tracking import GeneralTracker, pictures, split
 __all__ = ["MLflowTracker"]
 
 #: What the server takes at once.
-METRICS_AT_ONCE, PARAMS_AT_ONCE, PARAM_LENGTH = 1000, 100, 6000
+METRICS_AT_ONCE, PARAMS_AT_ONCE, PARAM_LENGTH, KEY_LENGTH = 1000, 100, 6000, 250
+
+_TEXTS = {".txt", ".md", ".json", ".html", ".csv", ".yaml", ".yml", ".log"}
+_FIGURES = {".png", ".pdf", ".svg", ".jpg", ".jpeg"}
 
 
 class MLflowTracker(GeneralTracker):
@@ -40,6 +46,9 @@ class MLflowTracker(GeneralTracker):
     resumes = True
     groups = True
     packages = ()
+    counts_steps = True
+    writes_through = True
+    finishes_in_place = True  # the active run is one of the thread that started it
 
     def __init__(
         self,
@@ -61,7 +70,7 @@ class MLflowTracker(GeneralTracker):
         said = environ.get("MLFLOW_NESTED_RUN", str(bool(nested_run))).strip().lower()
         self.nested_run = said in {"1", "true", "yes", "on", "y", "t"}
         self.run_name, self.description = run_name, description
-        self._auto = 0
+        self._names: dict[str, str] = {}
 
     @property
     def tracker(self) -> Any:
@@ -75,6 +84,11 @@ class MLflowTracker(GeneralTracker):
     def start(self) -> None:
         import mlflow
 
+        # Ranks that start at once would make the tables of a new database at once.
+        with _alone(mlflow.get_tracking_uri()) if self.run_group else contextlib.nullcontext():
+            self._start(mlflow)
+
+    def _start(self, mlflow: Any) -> None:
         self.client: Any = mlflow.MlflowClient()
         name = self.experiment_name or "Default"
         experiment = self.client.get_experiment_by_name(name)
@@ -85,8 +99,18 @@ class MLflowTracker(GeneralTracker):
             experiment_id = experiment.experiment_id
         if self.run_group is not None:
             self.tags |= {"group": self.run_group.name, "rank": str(self.run_group.rank)}
-        self.active_run: Any = mlflow.start_run(
-            run_id=self.resume_id or self._given_id,
+        run_id = self.resume_id or self._given_id
+        if mlflow.active_run() is not None and not self.nested_run and run_id is None:
+            # There is an active run: another Accelerator's, or the script's own.
+            tags = {
+                **self.tags,
+                **({"mlflow.note.content": self.description} if self.description else {}),
+            }
+            run = self.client.create_run(experiment_id, tags=tags, run_name=self.run_name)
+            self.active_run: Any = mlflow.ActiveRun(run)
+            return
+        self.active_run = mlflow.start_run(
+            run_id=run_id,
             experiment_id=experiment_id,
             run_name=self.run_name,
             nested=self.nested_run,
@@ -101,7 +125,7 @@ class MLflowTracker(GeneralTracker):
         params = []
         for key, value in values.items():
             text = value if isinstance(value, str) else str(value)
-            key = _key(key)
+            key = self._key(key)
             if len(text) > PARAM_LENGTH:
                 text = text[:PARAM_LENGTH]
                 warnings.warn(f"mlflow keeps {PARAM_LENGTH} characters of {key!r}.", stacklevel=2)
@@ -129,20 +153,20 @@ class MLflowTracker(GeneralTracker):
         tags: dict[str, str] = {}
         now = int(time.time() * 1000)
         for values, step in entries:
-            at = self._auto if step is None else step
-            self._auto = at + 1
             numbers, texts, _ = split(values)
-            metrics += [Metric(_key(key), value, now, at) for key, value in numbers.items()]
+            metrics += [
+                Metric(self._key(key), value, now, step or 0) for key, value in numbers.items()
+            ]
             tags |= texts
         for start in range(0, len(metrics), METRICS_AT_ONCE):
             some = metrics[start : start + METRICS_AT_ONCE]
             self.client.log_batch(self.run_id, metrics=some, **kwargs)
         for key, text in tags.items():
-            self.client.set_tag(self.run_id, _key(key), text)
+            self.client.set_tag(self.run_id, self._key(key), text)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         for name, _, image in pictures(values):
-            self.client.log_image(self.run_id, image, key=_key(name), step=step or 0, **kwargs)
+            self.client.log_image(self.run_id, image, key=self._key(name), step=step or 0, **kwargs)
 
     def log_table(
         self,
@@ -154,23 +178,35 @@ class MLflowTracker(GeneralTracker):
     ) -> None:
         """Log a table as a JSON artifact; a second one of the name is added below the first."""
         table = {name: [row[i] for row in data] for i, name in enumerate(columns)}
-        file = table_name if table_name.endswith((".json", ".parquet")) else f"{table_name}.json"
+        file = _clean(table_name)
+        file = file if file.endswith((".json", ".parquet")) else f"{file}.json"
         self.client.log_table(self.run_id, data=table, artifact_file=file, **kwargs)
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
-        file = name if "." in name else f"{name}{_at(step)}.png"
+        file = _file(name, step, _FIGURES, ".png")
         self.client.log_figure(self.run_id, figure, file, **kwargs)
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
-        """Keep a file or directory; `kwargs` go to the client's `log_artifact`."""
+        """Keep a directory, or a file in a folder of the name if it is not the file's own."""
         keep = self.client.log_artifacts if Path(path).is_dir() else self.client.log_artifact
-        if Path(path).is_dir():
-            kwargs = {"artifact_path": name, **kwargs}
+        if Path(path).is_dir() or name != Path(path).name:
+            kwargs = {"artifact_path": _clean(name), **kwargs}
         keep(self.run_id, path, **kwargs)
 
     def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
-        file = name if "." in name else f"{name}{_at(step)}.txt"
+        file = _file(name, step, _TEXTS, ".txt")
         self.client.log_text(self.run_id, text, file, **kwargs)
+
+    def _key(self, name: str) -> str:
+        """Return the server's key of a name; two names never share one."""
+        if name in self._names:
+            return self._names[name]
+        key = _clean(name)
+        if len(key) > KEY_LENGTH or key in self._names.values():
+            key = f"{key[: KEY_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+            warnings.warn(f"mlflow keeps {name[:200]!r} as {key!r}.", stacklevel=2)
+        self._names[name] = key
+        return key
 
     def finish(self) -> None:
         self._end("FINISHED")
@@ -188,9 +224,36 @@ class MLflowTracker(GeneralTracker):
             self.client.set_terminated(self.run_id, status)
 
 
-def _key(name: str) -> str:
-    return re.sub(r"[^\w./ :-]", "_", name)
+def _clean(name: str) -> str:
+    """Return a name as a path inside the run that the server takes."""
+    parts = re.sub(r"[^\w./ :-]", "_", name).split("/")
+    return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
 
 
-def _at(step: int | None) -> str:
-    return "" if step is None else f"_{step}"
+def _file(name: str, step: int | None, known: set[str], ending: str) -> str:
+    """Return the file of a name at a step; a later step does not overwrite an earlier one."""
+    path = _clean(name)
+    suffix = Path(path).suffix.lower()
+    if suffix in known:
+        path, ending = path[: -len(suffix)], suffix
+    return f"{path}_{step}{ending}" if step is not None else f"{path}{ending}"
+
+
+@contextlib.contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Hold a lock among the processes of this machine, for which they wait a minute at most."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    name = f"accelerate-mlflow-{hashlib.sha256(uri.encode()).hexdigest()[:12]}.lock"
+    with (Path(tempfile.gettempdir()) / name).open("a") as file:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield

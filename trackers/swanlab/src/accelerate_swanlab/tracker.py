@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.tracking import GeneralTracker, pictures, split
+from accelerate_core.tracking import GeneralTracker, NotTaken, pictures, split, unreachable
 
 __all__ = ["SwanLabTracker"]
 
@@ -30,6 +30,7 @@ class SwanLabTracker(GeneralTracker):
     resumes = True
     groups = True
     packages = ("swanlab",)
+    finishes_in_place = True  # it puts signal handlers back, which the main thread alone may
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class SwanLabTracker(GeneralTracker):
             return why
         folder = environ.get("SWANLAB_SAVE_DIR", os.path.join(os.path.expanduser("~"), ".swanlab"))
         if environ.get("SWANLAB_API_KEY") or (Path(folder) / ".netrc").exists():
-            return None
+            return unreachable(environ.get("SWANLAB_API_HOST", "https://api.swanlab.cn"), environ)
         return "it needs an account: set SWANLAB_API_KEY, or SWANLAB_MODE=offline"
 
     @property
@@ -73,6 +74,9 @@ class SwanLabTracker(GeneralTracker):
         """Log numbers and texts at once; `kwargs` go to `swanlab.Run.log`."""
         import swanlab
 
+        if step is not None and step < 0:
+            raise NotTaken(dict.fromkeys(values, f"at step {step}: SwanLab takes none below 0"))
+        values = {"".join(c if c.isprintable() else "_" for c in k): v for k, v in values.items()}
         numbers, texts, others = split(values)
         objects = {key: swanlab.Text(text) for key, text in texts.items()}
         self.run.log({**numbers, **objects, **others}, step=step, **kwargs)
@@ -110,6 +114,9 @@ class SwanLabTracker(GeneralTracker):
         import swanlab
 
         self.run.log({name: swanlab.Text(text, **kwargs)}, step=step)
+
+    def flush(self) -> bool:
+        return False  # its file is buffered until the end
 
     def finish(self) -> None:
         self.run.finish()

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.tracking import GeneralTracker, pictures, split
+from accelerate_core.tracking import GeneralTracker, each, pictures, split
 
 __all__ = ["TensorBoardTracker"]
 
@@ -30,6 +30,7 @@ class TensorBoardTracker(GeneralTracker):
     resumes = True
     groups = True
     packages = ()
+    counts_steps = True
 
     def __init__(
         self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: Any
@@ -74,10 +75,14 @@ class TensorBoardTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write scalars and texts; `kwargs` go to `add_scalar`."""
         numbers, texts, _ = split(values)
-        for key, number in numbers.items():
-            self.writer.add_scalar(key, number, global_step=step, **kwargs)
-        for key, text in texts.items():
-            self.writer.add_text(key, text, global_step=step)
+
+        def write(key: str, value: Any) -> None:
+            if key in numbers:
+                self.writer.add_scalar(key, value, global_step=step, **kwargs)
+            else:
+                self.writer.add_text(key, value, global_step=step)
+
+        each({**numbers, **texts}, write)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         for name, _, image in pictures(values):

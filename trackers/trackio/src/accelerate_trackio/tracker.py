@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from accelerate_core.tracking import GeneralTracker, pictures
@@ -87,6 +88,7 @@ class TrackioTracker(GeneralTracker):
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
         """Keep a file or directory; `kwargs` go to `trackio.Run.log_artifact`."""
+        name = re.sub(r"[^a-zA-Z0-9_.\-]+", "_", name)[:128]
         self.run.log_artifact(path, **{"name": name, "type": "file", **kwargs})
 
     def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
@@ -98,6 +100,17 @@ class TrackioTracker(GeneralTracker):
         import trackio
 
         self.run.log({name: trackio.Histogram(values, **kwargs)}, step=step)
+
+    def flush(self) -> bool:
+        """Write out what its thread has queued; a Space gives no such promise."""
+        try:
+            if self.run._client is not None:
+                return False
+            with self.run._client_lock:
+                self.run._flush_queues_inline()
+        except AttributeError:  # not part of the library's public face
+            return False
+        return True
 
     def finish(self) -> None:
         self.run.finish()

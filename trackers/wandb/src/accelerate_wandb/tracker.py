@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import configparser
 import netrc
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from accelerate_core.tracking import GeneralTracker, pictures
+from accelerate_core.tracking import GeneralTracker, pictures, unreachable
 
 __all__ = ["WandBTracker"]
 
@@ -34,6 +36,9 @@ class WandBTracker(GeneralTracker):
     groups = True
     packages = ("wandb", "PIL", "matplotlib", "plotly")
 
+    #: The runs that trackers of this class have open.
+    _open: ClassVar[set[str]] = set()
+
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
         self.run_name, self._kwargs = run_name, kwargs
@@ -42,11 +47,13 @@ class WandBTracker(GeneralTracker):
     @classmethod
     def unusable(cls, environ: Mapping[str, str]) -> str | None:
         why = super().unusable(environ)
-        if why or environ.get("WANDB_MODE", "").lower() in _WITHOUT_ACCOUNT:
+        mode = environ.get("WANDB_MODE") or _setting(environ, "mode")
+        if why or mode.lower() in _WITHOUT_ACCOUNT:
             return why
-        host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-        if environ.get("WANDB_API_KEY") or _in_netrc(environ, host):
-            return None
+        server = environ.get("WANDB_BASE_URL") or _setting(environ, "base_url")
+        server = server or "https://api.wandb.ai"
+        if environ.get("WANDB_API_KEY") or _in_netrc(environ, urlsplit(server).hostname or ""):
+            return unreachable(server, environ)
         return "it needs an account: set WANDB_API_KEY, or WANDB_MODE=offline"
 
     @property
@@ -67,7 +74,10 @@ class WandBTracker(GeneralTracker):
         if self.run_group is not None:
             options |= {"group": self.run_group.name, "name": f"rank{self.run_group.rank}"}
             options["reinit"] = "create_new"
+        elif wandb.run is not None and wandb.run.id in self._open:
+            options["reinit"] = "create_new"  # that one is another Accelerator's
         self.run: Any = wandb.init(**{**options, **self._kwargs})
+        self._open.add(self.run.id)
         self._last = int(self.run.step or 0)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -111,6 +121,7 @@ class WandBTracker(GeneralTracker):
         self.log({table_name: wandb.Table(columns=columns, data=data, **options)}, step)
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
+        import matplotlib.pyplot  # noqa: F401  the library takes it to be imported
         import wandb
 
         self.log({name: wandb.Image(figure, **kwargs)}, step)
@@ -119,6 +130,7 @@ class WandBTracker(GeneralTracker):
         """Log a file or directory; `kwargs` go to `wandb.Artifact`."""
         import wandb
 
+        name = re.sub(r"[^a-zA-Z0-9_.\-]+", "_", name)[:128]
         artifact = wandb.Artifact(**{"name": name, "type": "file", **kwargs})
         add = artifact.add_dir if Path(path).is_dir() else artifact.add_file
         add(path)
@@ -132,10 +144,15 @@ class WandBTracker(GeneralTracker):
 
         self.log({name: wandb.Histogram(values, **kwargs)}, step)
 
+    def flush(self) -> bool:
+        return False  # the library's own process writes, and tells nobody when
+
     def finish(self) -> None:
+        self._open.discard(self.run.id)
         self.run.finish()
 
     def finish_failed(self) -> None:
+        self._open.discard(self.run.id)
         self.run.finish(exit_code=1)
 
 
@@ -145,3 +162,15 @@ def _in_netrc(environ: Mapping[str, str], host: str) -> bool:
         return netrc.netrc(path).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def _setting(environ: Mapping[str, str], name: str) -> str:
+    """Return what `wandb offline` and `wandb login` have written, for this folder or the user."""
+    user = Path(environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+    here = Path(environ.get("WANDB_DIR") or ".")
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read([user / "settings", here / ".wandb" / "settings", here / "wandb" / "settings"])
+    except (configparser.Error, OSError, UnicodeDecodeError):
+        return ""
+    return parser.get("default", name, fallback="")

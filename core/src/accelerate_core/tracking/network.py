@@ -1,0 +1,40 @@
+"""Whether a tracker's server answers, asked before a library waits for it without an end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+__all__ = ["SECONDS", "unreachable"]
+
+#: How long a server may take to take a connection.
+SECONDS = 3.0
+
+
+def unreachable(url: str, environ: Mapping[str, str]) -> str | None:
+    """Return why a server cannot be used now, None if it, or the proxy before it, answers."""
+    parts = urlsplit(url if "://" in url else f"https://{url}")
+    for name in (f"{parts.scheme}_proxy", f"{parts.scheme}_proxy".upper()):
+        if environ.get(name):
+            proxy = environ[name]
+            parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+            break
+    host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+    answered = threading.Event()
+
+    def connect() -> None:
+        try:
+            with socket.create_connection((host, port), timeout=SECONDS):
+                answered.set()
+        except OSError:
+            pass
+
+    # Looking a name up takes no time limit: hence the thread.
+    thread = threading.Thread(target=connect, name="reach", daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    if answered.is_set():
+        return None
+    return f"its server does not answer ({host}:{port})"
