@@ -197,6 +197,7 @@ for name in all_hooks():
                 accelerator.seen_by_nobody_but_plugins if name == "state_attributes" else None
                 path = accelerator.save_state("here")
                 accelerator.load_state(path)
+                accelerator.free_memory()
                 if name == "on_error":
                     raise KeyError
         result[name] = ["nothing was raised", "", []]

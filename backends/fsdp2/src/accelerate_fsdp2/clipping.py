@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 __all__ = ["clip_norm", "local", "scale"]
@@ -33,7 +35,10 @@ def clip_norm(
         key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
         groups.setdefault(key, []).append(grad)
     norms = []
-    for together in groups.values():
+    for key, together in groups.items():
+        if norm_type == math.inf:
+            norms.append(_largest(together, key[0] if key else None))
+            continue
         norm = torch.nn.utils.get_total_norm(together, norm_type)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     joined = torch.stack(norms)
@@ -42,6 +47,17 @@ def clip_norm(
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     scale(grads, factor)
     return total
+
+
+def _largest(grads: Sequence[torch.Tensor], mesh: Any) -> torch.Tensor:
+    """Return the largest element of all shards; torch has none of a rank whose shard is empty."""
+    parts = [part for part in map(local, grads) if part.numel()]
+    largest = torch.zeros((), device=local(grads[0]).device)
+    if parts:
+        largest = torch.stack([part.abs().max().float() for part in parts]).max()
+    for dimension in range(mesh.ndim if mesh is not None else 0):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+    return largest
 
 
 @torch.no_grad()

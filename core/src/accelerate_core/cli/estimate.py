@@ -139,4 +139,7 @@ def _draw(png: Path, model: str, ranks: list[dict[str, Any]]) -> None:
     axes.barh(labels[::-1], values[::-1])
     axes.set_xlabel("GiB on each rank, training, without activations")
     axes.set_title(model)
-    figure.savefig(png, bbox_inches="tight")
+    try:
+        figure.savefig(png, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--png {png} cannot be drawn: {error}") from None

@@ -97,8 +97,13 @@ def _of_config(path: Path, trust_remote_code: bool) -> dict[str, int]:
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
+            # The class the file names: AutoModel would leave its head out.
+            named = getattr(transformers, (config.architectures or [""])[0], None)
             auto: Any = transformers.AutoModel
-            model = auto.from_config(config, trust_remote_code=trust_remote_code)
+            if named is not None:
+                model = named._from_config(config)
+            else:
+                model = auto.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many kinds for a config it cannot build
         reason = str(error).strip().splitlines()[0]
         raise ConfigurationError(

@@ -133,4 +133,7 @@ def _draw(runs: list[Run], png: Path) -> None:
         axes.set_xlabel("step")
         if len(runs) > 1:
             axes.legend(fontsize="x-small")
-    figure.savefig(png)
+    try:
+        figure.savefig(png)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--png {png} cannot be drawn: {error}") from None

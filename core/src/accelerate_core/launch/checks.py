@@ -276,6 +276,12 @@ def check_machines(chosen: Mapping[str, Because], around: Surroundings) -> None:
         raise ConfigurationError(
             f"num_machines={machines} needs --main_process_ip: the address of machine 0."
         )
+    address = value["main_process_ip"]
+    if machines == 1 and address and value["num_processes"] > 1 and not _is_here(address):
+        raise ConfigurationError(
+            f"main_process_ip={address} ({chosen['main_process_ip'].origin}) is no address of this "
+            "machine, the only one of this launch. Leave it out, or give --num_machines."
+        )
     port = value["main_process_port"]
     if port and port > 65535:
         raise ConfigurationError(
@@ -293,6 +299,22 @@ def check_port(chosen: Mapping[str, Because], around: Surroundings) -> None:
             f"Port {port} ({chosen['main_process_port'].origin}) is in use on this machine. "
             "Choose another, or leave it out and a free one is taken."
         )
+
+
+def _is_here(address: str) -> bool:
+    """Tell whether an address is one of this machine's; a name that nobody resolves is none."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, where in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(where)
+            except OSError:
+                continue
+            return True
+    return False
 
 
 def _in_use(port: int) -> bool:

@@ -59,7 +59,7 @@ def settings(lab: Lab) -> str | None:
         lab.skip("it has no Settings")
     _, section, _ = getattr(cls, "__settings_names__", ("", "", ""))
     section = section or f"{owner}_config"
-    tried = []
+    tried: list[str] = []
     for field in settings_fields(cls, owner=owner):
         value = _another(cls, field)
         if value is None:
