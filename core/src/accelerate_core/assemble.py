@@ -530,7 +530,12 @@ def _check_plain(given: Mapping[str, Any]) -> None:
 def _timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> timedelta | None:
     if handler is not None and handler.timeout is not None:
         return handler.timeout
-    return timedelta(seconds=seconds) if seconds is not None else None
+    try:
+        return timedelta(seconds=seconds) if seconds is not None else None
+    except OverflowError:
+        raise ConfigurationError(
+            f"process_group_timeout={seconds} seconds are more than can be counted; 86400 is a day."
+        ) from None
 
 
 def _check_supported(assembly: Assembly) -> None:

@@ -210,12 +210,24 @@ def _check(config: Any, environ: Mapping[str, str], *, deep: bool = False) -> li
 
 def _check_deeply(config: Any) -> None:
     """Build the settings of every section, as the plugin itself would."""
+    import torch
+
+    from accelerate_core.checkpoint import read_signals
     from accelerate_core.configuration import ParallelismConfig, TorchDynamoPlugin
     from accelerate_core.configuration.resolve import Sources, resolve_core, resolve_settings
     from accelerate_core.plugins.discovery import disabled_names, installed
 
     sources = Sources({}, config)
-    resolve_core({}, sources, {})
+    values = resolve_core({}, sources, {})
+    read_signals(values["preemption_signals"].value)
+    device = values["torch_device"].value
+    try:
+        torch.device(device or "cpu")
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"torch_device={device!r} (from {values['torch_device'].origin}): "
+            f"{str(error).splitlines()[0]}"
+        ) from None
     found: list[tuple[type[Any], str]] = [(ParallelismConfig, ""), (TorchDynamoPlugin, "")]
     for record in installed().plugins:
         mine = {f"{record.name}_config", *record.triggers} & set(config)

@@ -264,6 +264,12 @@ def gpu_ids(because: Because) -> list[str]:
 def check_machines(chosen: Mapping[str, Because], around: Surroundings) -> None:
     """Check what is said about machines and ports against each other."""
     if around.ranks:
+        named = chosen["launcher"]
+        if named.value == "torchrun" and int(around.ranks["WORLD_SIZE"]) > 1:
+            raise ConfigurationError(
+                f"launcher=torchrun ({named.origin}) inside of {around.ranks['WORLD_SIZE']} ranks that "
+                "are started already would make as many worlds of them: leave it out."
+            )
         return
     value = {name: because.value for name, because in chosen.items()}
     machines, rank = value["num_machines"], value["machine_rank"]

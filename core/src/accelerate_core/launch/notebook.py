@@ -116,6 +116,11 @@ def notebook_launcher(
         num_processes = _visible_accelerators() or 1
     if num_processes < 1:
         raise ConfigurationError(f"num_processes={num_processes} must be at least 1.")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise ConfigurationError(
+            f"notebook_launcher(function, args={args!r}): args are the function's arguments, as a "
+            "tuple such as (1,); the number of processes is num_processes."
+        )
     environment = {"ACCELERATE_MIXED_PRECISION": str(mixed_precision).lower()}
     _check_start_method(start_method, function, args)
     if num_processes * num_nodes == 1:
