@@ -273,6 +273,12 @@ def check_machines(chosen: Mapping[str, Because], around: Surroundings) -> None:
         return
     value = {name: because.value for name, because in chosen.items()}
     machines, rank = value["num_machines"], value["machine_rank"]
+    if value["launcher"] == "simple" and value["num_processes"] > 1:
+        raise ConfigurationError(
+            f"launcher=simple ({chosen['launcher'].origin}) starts one process, and "
+            f"{value['num_processes']} are asked for ({chosen['num_processes'].origin}): leave it "
+            "out, or name torchrun."
+        )
     if rank >= machines:
         raise ConfigurationError(
             f"machine_rank={rank} ({chosen['machine_rank'].origin}) must be less than "

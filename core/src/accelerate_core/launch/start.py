@@ -59,11 +59,6 @@ def choose_launcher(plan: LaunchPlan) -> Launcher:
                 if theirs.accepts(plan):
                     return theirs
         return next(launcher for launcher in LAUNCHERS.values() if launcher.accepts(plan))
-    if plan.launcher == SimpleLauncher.name and plan.num_processes > 1:
-        raise ConfigurationError(
-            f"The launcher 'simple' starts one process, and {plan.num_processes} are asked for: "
-            "leave --launcher out, or name torchrun."
-        )
     if plan.launcher in LAUNCHERS:
         return LAUNCHERS[plan.launcher]
     origin = plan.because["launcher"].origin if "launcher" in plan.because else "the launch plan"
