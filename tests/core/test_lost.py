@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from accelerate_core.launch import lost
@@ -36,8 +37,10 @@ def test_silence_ends_the_agent_once_a_rank_has_ended(
     rank.wait()
 
 
-def test_an_agent_with_living_ranks_waits(left: list[int]) -> None:
+def test_an_agent_with_living_ranks_waits(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+    # This process has other children, too: what earlier tests have left.
+    monkeypatch.setattr("accelerate_core.launch.lost._ranks", lambda: [psutil.Process(rank.pid)])
     watch = LostRendezvous("there", left.append)
     watch.waiting()
     assert wait(left, 1) == []

@@ -354,7 +354,9 @@ def _store(topology: Topology, timeout: timedelta | None) -> Any:
     global _generation
     _generation += 1
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = int(os.environ.get("MASTER_PORT", "29500"))
+    # A process alone meets nobody: any free port, as several such may run beside each other.
+    usual = "0" if topology.num_processes == 1 else "29500"
+    port = int(os.environ.get("MASTER_PORT", usual))
     if (address, port) not in _stores:
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         _stores[address, port] = TCPStore(
