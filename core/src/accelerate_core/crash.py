@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 __all__ = [
     "ERROR_FILE_VARIABLE",
+    "failing",
     "forget",
     "happened",
     "install",
@@ -120,6 +121,11 @@ def forget(listener: Callable[[], None]) -> None:
 
 
 def happened() -> bool:
+    """Tell whether an uncaught exception is ending this process."""
+    return _happened
+
+
+def failing() -> bool:
     """Tell whether an uncaught exception, or `sys.exit` with a failure, is ending this process."""
     return _happened or _is_failed_exit(_exit_code)
 

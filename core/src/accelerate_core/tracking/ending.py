@@ -88,7 +88,7 @@ def watch(hub: Closes) -> Callable[[], None]:
     def ended() -> None:
         hub = me()
         if hub is not None:
-            hub.finish(failed=crash.happened())
+            hub.finish(failed=crash.failing())
 
     crash.listen(raised)
     atexit.register(ended)
