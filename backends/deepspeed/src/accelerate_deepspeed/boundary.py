@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["Boundary"]
+__all__ = ["Boundary", "joint_norm"]
 
 
 class Boundary:

@@ -51,16 +51,11 @@ class Job:
 
 @dataclass(eq=False)
 class Trained:
-    """An engine that trains: its gradients, and the optimizer users know it by."""
+    """An engine that trains, its gradients, and the plugin it was made with."""
 
     engine: Any
     boundary: Boundary
     plugin: DeepSpeedPlugin
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer that `prepare` returned, unwrapped."""
-        return self.engine.optimizer
 
 
 class DeepSpeedEngineWrapper:

@@ -137,7 +137,6 @@ class DeepSpeedPlugin(BackendSettings):
                 f"{did_you_mean(launcher, _LAUNCHERS)}"
             )
         self.hf_ds_config = self._config()
-        self.selected = True
 
     def _config(self) -> HfDeepSpeedConfig:
         if self.hf_ds_config is not None:
