@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from accelerate_core.testing.lab import Lab
     from accelerate_core.testing.processes import Run
 
-__all__ = ["Check", "Skip", "about", "check", "checks_of", "missing_capability"]
+__all__ = ["KINDS", "Check", "Skip", "about", "check", "checks_of", "missing_capability"]
 
 #: `alone`: one process, not started by a launcher. `ranks`: two, all checks in one launch.
 #: `kill`: `before` is the last of that launch and dies by SIGKILL; the check runs in the next.
@@ -56,6 +56,8 @@ _MODULES = {
     "launcher": ("general", "configuring", "launchers"),
     "extension": ("general", "configuring", "extensions"),
 }  # fmt: skip
+#: Kinds of plugins for which there are checks.
+KINDS = tuple(_MODULES)
 _found: dict[str, list[tuple[tuple[str, ...], Check]]] = {}
 
 
@@ -82,7 +84,7 @@ def checks_of(kind: str) -> dict[str, Check]:
 
     if kind not in _MODULES:
         raise ConfigurationError(
-            f"There is no kind {kind!r}; there are {listing(_MODULES)}.{did_you_mean(kind, _MODULES)}"
+            f"There are no checks of a {kind}, but of {listing(_MODULES)}.{did_you_mean(kind, _MODULES)}"
         )
     checks: dict[str, Check] = {}
     for module in _MODULES[kind]:
@@ -118,9 +120,10 @@ _ABOUT = {
     "barrier": "barrier",
     "loader": "data_shard feed_device",
     "prepare": "prepare prepare_model prepare_optimizer prepare_scheduler",
+    "randomness": "on_start prepare prepare_model prepare_optimizer",
     "same_start": "prepare_model",
     "kinds_of_models": "prepare_model",
-    "several_models": f"prepare_model {_STEP}",
+    "several_models": f"prepare_model {_STEP} {_KEEP}",
     "unwrap": "unwrap_model",
     "state_dict": "consolidate",
     "compiled": "prepare_model compile",
@@ -139,9 +142,9 @@ _ABOUT = {
     "resume": _KEEP_OWN,
     "kill": _KEEP_OWN,
     "save_fails": _KEEP_OWN,
-    "once_more": "on_end check",
+    "once_more": "on_start on_end check prepare_model",
     "two_at_once": "on_start on_end",
-    "error_on_one_rank": "on_error on_end",
+    "error_on_one_rank": "on_start on_error on_end",
     "names_stay": "convert",
     "evaluation": "convert autocast",
     "two_processes": f"convert on_start on_step_end on_save on_load {_STEP}",

@@ -9,15 +9,23 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 __all__ = ["Run", "clean_environment", "run_command", "run_workers", "write_result"]
 
 #: Folder in which each rank writes `RANK.json`.
 RESULTS_VARIABLE = "ACCELERATE_TESTING_RESULTS"
+#: By which everything that a command started is found, whoever its parent is by then. Commands
+#: inside of commands add theirs; `clean_environment` lets it through.
+_MARK = "TESTING_RUN_OF_ACCELERATE"
+#: Seconds in which what was started may end by itself, once the command has ended.
+_GRACE = 2.0
 
 #: What must not leak from whoever runs a test into what it starts.
 _HIDDEN = ("ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "MASTER_", "GROUP_", "ROLE_")
@@ -26,7 +34,12 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass
 class Run:
-    """How the processes ended, and what each rank handed to `write_result` (None: nothing)."""
+    """How the processes ended, and what each rank handed to `write_result` (None: nothing).
+
+    Attributes:
+        left: the command lines of processes that were still there some time after the command had
+            ended by itself, and were killed.
+    """
 
     returncode: int
     stdout: str
@@ -34,6 +47,7 @@ class Run:
     results: list[Any] = field(default_factory=list)
     timed_out: bool = False
     seconds: float = 0.0
+    left: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -90,33 +104,48 @@ def run_command(
     environ: Mapping[str, str],
     timeout: float,
     *,
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Run:
     """Run a command with a time limit; it and whatever it started is gone when this returns.
 
     Args:
-        meanwhile: called several times per second while it runs.
+        meanwhile: called several times per second while it runs; the run is over time as soon as
+            it returns True.
     """
+    mark = uuid.uuid4().hex
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
-            list(command), env=dict(environ), stdout=out, stderr=err, start_new_session=True
+            list(command),
+            env={**environ, _MARK: f"{os.environ.get(_MARK, '')} {mark}".strip()},
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
         )
         began = time.monotonic()
         until = began + timeout
         try:
             while process.poll() is None and time.monotonic() < until:
-                meanwhile()
+                if meanwhile() is True:
+                    break
                 time.sleep(0.05)
             timed_out = process.poll() is None
+            seconds = time.monotonic() - began
         finally:
-            _end(process)
+            left = _end(process, mark)
         meanwhile()
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read())
-    seconds = time.monotonic() - began
-    return Run(process.returncode, texts[0], texts[1], timed_out=timed_out, seconds=seconds)
+    out_text, err_text = texts
+    return Run(
+        process.returncode,
+        out_text,
+        err_text,
+        timed_out=timed_out,
+        seconds=seconds,
+        left=left,
+    )
 
 
 def write_result(value: Any) -> None:
@@ -125,30 +154,46 @@ def write_result(value: Any) -> None:
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the agent, which ends its ranks; whoever is left after that is killed."""
-    left = _descendants(process.pid)
-    if process.poll() is None:
+def _end(process: subprocess.Popen[bytes], mark: str) -> list[str]:
+    """End the agent, which ends its ranks; kill whoever is left, and tell who they were."""
+    ended = process.poll() is not None
+    started = [] if ended else _descendants(process.pid)
+    if not ended:
         os.killpg(os.getpgid(process.pid), signal.SIGTERM)
         try:
             process.wait(5)
         except subprocess.TimeoutExpired:
             pass
-    for pid in [*left, process.pid]:
+    until = time.monotonic() + (_GRACE if ended else 0.0)
+    while (left := _marked(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    told = [" ".join(one.info["cmdline"] or [one.info["name"]]) for one in left]
+    for one in [*left, *started]:
         try:
-            os.kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
+            one.kill()
+        except psutil.NoSuchProcess:
             pass
+    if not ended:
+        process.kill()
     process.wait()
+    return told if ended else []
 
 
-def _descendants(pid: int) -> list[int]:
-    import psutil
-
+def _descendants(pid: int) -> list[psutil.Process]:
     try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """Return the processes that have the mark in their environment, and still run."""
+    return [
+        one
+        for one in psutil.process_iter(["environ", "cmdline", "name", "status"])
+        if mark in (one.info["environ"] or {}).get(_MARK, "")
+        and one.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 def _read(path: Path) -> Any:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from accelerate_core.errors import (
     listing,
 )
 from accelerate_core.plugins.discovery import PluginRecord, find, installed
-from accelerate_core.testing.checks import Check, about, checks_of, missing_capability
+from accelerate_core.testing.checks import KINDS, Check, about, checks_of, missing_capability
 from accelerate_core.testing.processes import Run, clean_environment, run_command
 from accelerate_core.testing.results import Result
 
@@ -27,6 +28,7 @@ __all__ = ["choose_plugin", "run_suite"]
 
 _LAUNCHES = 6  # after so many that were lost, the rest is not run
 _RANKS = 2
+_START_UP = 60.0  # seconds until the first check runs: imports, on a machine with other work
 
 Watcher = Callable[[Result], None]
 
@@ -39,7 +41,7 @@ def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
         PluginError: several distributions bring it, or it is disabled.
         ConfigurationError: plugins of several kinds have the name.
     """
-    kinds = [record.kind for record in installed().plugins if record.name == name]
+    kinds = [one.kind for one in installed().plugins if one.name == name and one.kind in KINDS]
     if kind is None and len(set(kinds)) > 1:
         raise ConfigurationError(
             f"There are plugins {name!r} of the kinds {listing(sorted(set(kinds)))}: say which "
@@ -114,7 +116,7 @@ class _Session:
         self.options = options
         self.on_begin, self.on_result = on_begin, on_result
         self.results: dict[str, Result] = {}
-        self._now = ""
+        self._now, self._since = "", 0.0
 
     def run(self, chosen: Sequence[Check]) -> list[Result]:
         alone = [made for made in chosen if made.place == "alone"]
@@ -197,8 +199,9 @@ class _Session:
     def _start(
         self, names: Sequence[str], *, ranks: int = _RANKS, dying: str = "", collect: bool = True
     ) -> Run:
-        for path in self.folder.glob("*.json"):
-            path.unlink()
+        for path in [*self.folder.glob("*.json"), self.folder / "now"]:
+            path.unlink(missing_ok=True)
+        self._now, self._since = "", time.monotonic() + _START_UP
         task = {
             "kind": self.kind, "name": self.name, "checks": list(names), "dying": dying,
             "folder": str(self.folder), "timeout": self.timeout, "options": self.options,
@@ -211,18 +214,28 @@ class _Session:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += ["--local_addr", "127.0.0.1", "--nproc_per_node", str(ranks)]
             command += ["--monitor_interval", "0.1", "--module", module, str(file)]
-        limit = 60 + (self.timeout + 10) * 2 + 10 * len(names)
+        limit = _START_UP + self._patience * len(names)
         watched = names if collect else ()
         # A backend may start a group for one process, too: not at the port everybody uses.
         environ = {**self.environ, "MASTER_PORT": str(_free_port())} if ranks == 1 else self.environ
-        return run_command(command, environ, limit, meanwhile=lambda: self._collect(watched, ranks))
+        return run_command(command, environ, limit, meanwhile=lambda: self._watch(watched, ranks))
 
-    def _collect(self, names: Sequence[str], ranks: int) -> None:
+    @property
+    def _patience(self) -> float:
+        """Seconds a check may take: a collective in it waits, and says so, before it is over."""
+        return 2 * self.timeout + 10
+
+    def _watch(self, names: Sequence[str], ranks: int) -> bool:
+        """Collect what is there; tell whether the check that runs takes too long."""
         now = self.folder / "now"
         said = now.read_text(encoding="utf-8") if now.exists() else ""
         if said and said != self._now:
-            self._now = said
+            self._now, self._since = said, time.monotonic()
             self.on_begin(said)
+        self._collect(names, ranks)
+        return time.monotonic() - self._since > self._patience
+
+    def _collect(self, names: Sequence[str], ranks: int) -> None:
         for name in names:
             if name in self.results:
                 continue

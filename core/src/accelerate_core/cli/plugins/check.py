@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -58,7 +59,8 @@ def command(
         return
     if junit is not None and not Path(junit).resolve().parent.is_dir():
         raise click.UsageError(f"--junit {junit}: there is no directory {Path(junit).parent}.")
-    results = _run(record, only, _pairs(env), _options(options), timeout, quiet=as_json)
+    with contextlib.redirect_stdout(sys.stderr):  # a plugin may print where it is imported
+        results = _run(record, only, _pairs(env), _options(options), timeout, quiet=as_json)
     if junit is not None:
         write_junit(junit, f"{record.kind} {record.label}", results)
     failed = [result for result in results if result.state == "failed"]
