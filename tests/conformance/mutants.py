@@ -5,6 +5,7 @@ Run on two ranks: `mutants.py FOLDER [MUTANT...]`; a rank reports `{mutant: [che
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,8 +31,15 @@ def caught_by(check: str) -> Any:
     return register
 
 
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def passes(*checks: str) -> Any:
+    """Register a backend that is unusual and sound, by each check that it is to pass."""
+
+    def register(cls: type) -> type:
+        for check in checks:
+            MUTANTS[f"{cls.__name__}.{check}"] = (cls, check)
+        return cls
+
+    return register
 
 
 # --- ranks and talking -------------------------------------------------------------------------------
@@ -107,6 +115,13 @@ class NobodyWaits(Sound):
 # --- prepare -----------------------------------------------------------------------------------------
 
 
+@caught_by("randomness")
+class SeedsEverythingAgain(Sound):
+    def prepare_model(self, accelerator, model):
+        torch.manual_seed(0)
+        return super().prepare_model(accelerator, model)
+
+
 @caught_by("same_start")
 class RanksStartApart(Sound):
     def prepare_model(self, accelerator, model):
@@ -133,6 +148,13 @@ class TheLastModelOnly(Sound):
     def backward(self, accelerator, loss, kwargs):
         loss.backward(**kwargs)
         self._average(accelerator, accelerator.models[-1])
+
+
+@caught_by("several_models")
+class LoadsTheFirstModelOnly(Sound):
+    def load_model_state(self, accelerator, model, state, strict):
+        if model is accelerator.models[0]:
+            super().load_model_state(accelerator, model, state, strict)
 
 
 class Wrapper(torch.nn.Module):
@@ -223,6 +245,27 @@ class DividesByTheCycleAgain(Sound):
         super().backward(accelerator, loss / accelerator.gradient_accumulation_steps, kwargs)
 
 
+@caught_by("accumulation")
+class TheLastOfAnOddEpochStaysApart(Sound):
+    _seen = 0
+
+    def backward(self, accelerator, loss, kwargs):
+        self._seen += 1
+        super().backward(accelerator, loss, kwargs)
+
+    def _average(self, accelerator, model):
+        if self._seen % accelerator.gradient_accumulation_steps == 0:
+            super()._average(accelerator, model)
+
+
+@caught_by("learning")
+class RanksNeverMeet(Sound):
+    supports = {**Sound.supports, "exact": False}
+
+    def _average(self, accelerator, model):
+        return None
+
+
 @caught_by("counted_items")
 class ItemsAreNotCounted(Sound):
     def scale_gradients(self, accelerator, models, factor):
@@ -241,6 +284,12 @@ class TellsTheNormAfterwards(Sound):
     def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
         super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
         return torch.nn.utils.get_total_norm([p.grad for p in parameters])
+
+
+@caught_by("clip_norm")
+class KnowsOneNorm(Sound):
+    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
+        return super().clip_grad_norm(accelerator, parameters, max_norm, 2.0)
 
 
 @caught_by("clip_value")
@@ -275,6 +324,13 @@ class NoAutocast(Sound):
         return nullcontext()
 
 
+@caught_by("precisions")
+class StaysApartInHalf(Sound):
+    def _average(self, accelerator, model):
+        if accelerator.mixed_precision == "no":
+            super()._average(accelerator, model)
+
+
 @caught_by("compiled")
 class CannotBeCompiled(Sound):
     def prepare_model(self, accelerator, model):
@@ -306,6 +362,17 @@ class LoadsOnTheMainRankOnly(Sound):
     def load_model_state(self, accelerator, model, state, strict):
         if accelerator.process_index == 0:
             super().load_model_state(accelerator, model, state, strict)
+
+
+@caught_by("save_and_load")
+class KeepsMomentumOnly(Sound):
+    def optimizer_state(self, accelerator, optimizer):
+        made = dict(super().optimizer_state(accelerator, optimizer))
+        made["state"] = {
+            index: {key: value for key, value in held.items() if key == "momentum_buffer"}
+            for index, held in made["state"].items()
+        }
+        return made
 
 
 @caught_by("resume")
@@ -359,6 +426,29 @@ class OnlyOnce(Sound):
             raise RuntimeError("this process has had its Accelerator")
 
 
+@caught_by("once_more")
+class LeavesAFileOpen(Sound):
+    _open = []
+
+    def prepare_model(self, accelerator, model):
+        self._open.append(Path(__file__).open())  # noqa: SIM115
+        return super().prepare_model(accelerator, model)
+
+
+@caught_by("once_more")
+class LeavesAProcess(Sound):
+    _started = []
+
+    def on_start(self, accelerator):
+        self._started.append(subprocess.Popen(["sleep", "600"]))
+
+
+@caught_by("settings")
+class ForgetsItsSettings(Sound):
+    def __init__(self, settings=None, handlers=()):
+        super().__init__(None, handlers)
+
+
 @caught_by("two_at_once")
 class OneForAll(Sound):
     _first = None
@@ -368,6 +458,21 @@ class OneForAll(Sound):
         if cls._first is not None and not cls._first.closed:
             raise RuntimeError("there is another Accelerator")
         cls._first = accelerator
+
+
+# --- sound -------------------------------------------------------------------------------------------
+
+
+@passes("ranks", "same_start", "training", "several_models", "overflow", "resume")
+class TheLastRankIsMain(Sound):
+    def main_process_index(self, accelerator):
+        return accelerator.num_processes - 1
+
+    def prepare_model(self, accelerator, model):
+        if accelerator.num_processes > 1:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), src=accelerator.num_processes - 1)
+        return model
 
 
 def main() -> None:

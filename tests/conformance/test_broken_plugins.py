@@ -47,6 +47,23 @@ MOMENTUM = """
             p.grad = self.mean[index] = 0.5 * (self.mean.get(index, 0.0) + p.grad)
         return super().optimizer_step(accelerator, optimizer, closure)
 """
+LEAVING = """
+    def on_start(self, accelerator):
+        subprocess.Popen(["sleep", "543"])
+"""
+FORGETTING = """
+from accelerate_core.tracking import GeneralTracker
+class Plugin(GeneralTracker):
+    name = "void"
+    api_version = (1, 0)
+    requires_logging_directory = True
+    def __init__(self, project_name, logging_dir="."):
+        super().__init__()
+    tracker = property(lambda self: self)
+    def start(self): ...
+    def store_init_configuration(self, values): ...
+    def log(self, values, step=None, **kwargs): ...
+"""
 
 
 def write(
@@ -78,6 +95,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(root, "misspelt", extra="    def backwards(self, accelerator, loss): ...\n")
     write(root, "forgetful", points={})
     write(root, "heavy", above="import yaml, xxhash, rich.table, matplotlib\n")
+    write(root, "noisy", above="print('one more backend')\n")
+    write(root, "leaving", above="import subprocess\n", extra=LEAVING)
+    dummies.distribution(root, "void", FORGETTING, {"trackers": {"void": "Plugin"}}, "4.2")
+    metadata = root / "dummy_void-4.2.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text() + "Requires-Dist: accelerate-core\n")
     write(root, "lopsided", condition=" and accelerator.process_index == 0")
     write(root, "amnesiac", extra=MOMENTUM)
     write(root, "future", api="(2, 0)")
@@ -91,14 +113,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 GENERAL = ("imports", "metadata", "api_version", "hooks", "selection")
-ON_RANKS = {"lopsided": ("hooks", "training"), "amnesiac": ("hooks", "resume")}
-BROKEN = ("wrongarg", "misspelt", "heavy", "future", "unsaid", "left")
+ON_RANKS = {
+    "lopsided": ("hooks", "training"),
+    "amnesiac": ("hooks", "resume"),
+    "leaving": ("hooks", "error_on_one_rank"),
+}
+BROKEN = ("wrongarg", "misspelt", "heavy", "noisy", "future", "unsaid", "left")
 
 
 @pytest.fixture(scope="module")
 def said(root: Path) -> dict[str, Any]:
     """What `plugins check` says of each, a few at a time."""
-    wanted = {**ON_RANKS, **dict.fromkeys(BROKEN, GENERAL)}
+    wanted = {**ON_RANKS, "void": ("values", "kept"), **dict.fromkeys(BROKEN, GENERAL)}
     with ThreadPoolExecutor(3) as pool:
         made = pool.map(lambda item: check(root, item[0], *item[1]), wanted.items())
         return dict(zip(wanted, made, strict=True))
@@ -122,6 +148,8 @@ def check(root: Path, name: str, *only: str) -> tuple[int, dict[str, Any], str]:
         ("wrongarg", "hooks", ["clip_grad_norm", "maximum"]),
         ("misspelt", "hooks", ["'backwards' is no hook", "Did you mean 'backward'?"]),
         ("heavy", "imports", ["matplotlib", "inside of the functions"]),
+        ("noisy", "imports", ["one more backend", "what the import prints"]),
+        ("void", "kept", ["no trace of", '{"elsewhere": true}']),
         ("future", "api_version", ["2.0", "speaks 1.0", "upgrade accelerate-core"]),
         ("unsaid", "api_version", ["states no api_version of its own"]),
         ("left", "selection", ["right (dummy-right 4.2)", "equal priority 50", "USE_BOTH"]),
@@ -142,18 +170,22 @@ def test_it_is_caught_by_the_check_meant_for_it(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("name", "caught_by", "hook"),
-    [("lopsided", "training", "backward"), ("amnesiac", "resume", "save_state")],
+    ("name", "caught_by", "words"),
+    [
+        ("lopsided", "training", "backward"),
+        ("amnesiac", "resume", "save_state"),
+        ("leaving", "error_on_one_rank", "still run: sleep 543"),
+    ],
 )
 def test_on_ranks_it_is_caught_by_the_check_meant_for_it(
-    said: dict[str, Any], name: str, caught_by: str, hook: str
+    said: dict[str, Any], name: str, caught_by: str, words: str
 ) -> None:
     status, found, _ = said[name]
     assert status == 1
     assert found["hooks"]["state"] == "passed"
     assert found[caught_by]["state"] == "failed"
     assert f"backend {name} (dummy-{name} 4.2)" in found[caught_by]["error"]
-    assert hook in found[caught_by]["error"]
+    assert words in found[caught_by]["error"]
 
 
 def test_one_without_an_entry_point_is_told_what_it_lacks(root: Path) -> None:

@@ -12,6 +12,13 @@ from accelerate_core.testing import run_workers
 
 SCRIPT = Path(__file__).with_name("mutants.py")
 NAMES = re.findall(r"^@caught_by\(\"(\w+)\"\)\nclass (\w+)", SCRIPT.read_text(), re.MULTILINE)
+SOUND = [
+    (check, f"{name}.{check}")
+    for checks, name in re.findall(
+        r"^@passes\((.+)\)\nclass (\w+)", SCRIPT.read_text(), re.MULTILINE
+    )
+    for check in re.findall(r"\w+", checks)
+]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +26,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]
     """What the checks said of all mutants, on each of two ranks of few launches."""
     folder = tmp_path_factory.mktemp("mutants")
     write_repository("sound", "backend", folder / "sound")
-    left, found = [name for _, name in NAMES], {}
+    left, found = [name for _, name in NAMES + SOUND], {}
     for _ in range(4):
         run = run_workers(SCRIPT, 2, [folder / "sound", *left], timeout=200)
         for name in list(left):
@@ -46,3 +53,11 @@ def test_a_mutant_is_caught(said: dict[str, list[list[str]]], check: str, name: 
     # One that began and did not end took its process down: where ranks are at different
     # collectives gloo aborts. The suite blames the check that ran.
     assert {"failed", "began"} & {state for _, state, _ in found}, found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("check", "name"), SOUND, ids=[name for _, name in SOUND])
+def test_one_that_is_unusual_and_sound_passes(
+    said: dict[str, list[list[str]]], check: str, name: str
+) -> None:
+    assert said[name] == [[check, "passed", ""]] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ def plain_training(
     batches: Sequence[Batch],
     *,
     per_step: int = 1,
+    per_epoch: int | None = None,
     max_norm: float | None = None,
     clip_value: float | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
@@ -58,6 +59,7 @@ def plain_training(
     Args:
         batches: whole batches, of all ranks together.
         per_step: batches per optimizer step.
+        per_epoch: batches per epoch, after which there is a step in any case.
 
     Returns:
         The loss of each batch, the weights in the end, the norms before clipping.
@@ -69,7 +71,8 @@ def plain_training(
         loss = loss_of(model, batch)
         torch.autograd.backward(loss / per_step)
         losses.append(loss.item())
-        if (index + 1) % per_step == 0:
+        done = (index + 1) % (per_epoch or len(batches))
+        if done % per_step == 0:
             if max_norm is not None:
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
             if clip_value is not None:
@@ -168,12 +171,17 @@ class Lab:
 
     # --- work -----------------------------------------------------------------------------------
 
-    def ready(self, accelerator: Accelerator, *more: Any) -> Any:
-        """Return a prepared `Net` and SGD, and whatever more is given, prepared with them.
+    def net(self, accelerator: Accelerator, seed: int = 0) -> Net:
+        """Return a model that differs on each rank: `Net(seed)` on the main process.
 
-        Each rank's own weights differ: preparing makes them those of rank 0.
+        Preparing makes all of them that one.
         """
-        model = Net(accelerator.process_index)
+        apart = (accelerator.process_index - accelerator.main_index) % accelerator.num_processes
+        return Net(seed + apart)
+
+    def ready(self, accelerator: Accelerator, *more: Any) -> Any:
+        """Return a prepared `Net` and SGD, and whatever more is given, prepared with them."""
+        model = self.net(accelerator)
         optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
         return accelerator.prepare(model, optimizer, *more)
 
@@ -191,7 +199,7 @@ class Lab:
         return mine, whole
 
     def train(
-        self, accelerator: Accelerator, model: Any, optimizer: Any, batches: Sequence[Batch]
+        self, accelerator: Accelerator, model: Any, optimizer: Any, batches: Iterable[Any]
     ) -> list[float]:
         """Train; return the mean loss over the ranks of each batch."""
         losses = []

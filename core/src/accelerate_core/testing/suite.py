@@ -102,7 +102,8 @@ class PrecisionSuite(_Suite):
 class TrackerSuite(_Suite):
     """The suite of a tracker.
 
-    `options`: `init`, arguments of its constructor; `online` True for one that needs an account.
+    `options`: `init`, arguments of its constructor; `read`, a function `module:name` that reads
+    what it wrote; `elsewhere`, True if that is not in the run's directory, or packed.
     """
 
     kind = "tracker"

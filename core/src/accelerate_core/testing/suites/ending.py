@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import psutil
 import torch
 
 from accelerate_core.testing.checks import check
@@ -16,19 +17,36 @@ TEXT = "the data of this rank cannot be read"
 @check("backend")
 def once_more(lab: Lab) -> str | None:
     """After `end_training` nothing is left, and a second Accelerator trains as the first did."""
-    seen = []
+    seen, held = [], []
     threads = threading.active_count()
-    for _ in range(2):
+    for turn in range(3):
         accelerator = lab.accelerator()
         model, optimizer = lab.ready(accelerator)
         mine, _ = lab.batches(accelerator, 3)
         seen.append(lab.train(accelerator, model, optimizer, mine))
+        accelerator.save_state(str(lab.scratch(f"once_more_{turn}")))
         accelerator.end_training()
         accelerator.end_training()  # a second time it does nothing
         lab.equal(torch.distributed.is_initialized(), False, "a process group still runs")
-    lab.close(seen[1], seen[0], "losses of the second Accelerator", 1e-6)
+        del accelerator, model, optimizer
+        lab.end()
+        held.append(_held())
+    for turn in (1, 2):
+        lab.close(seen[turn], seen[0], "losses of a later Accelerator", 1e-6)
     lab.equal(threading.active_count() <= threads, True, "no thread is left")
+    # A library may keep something for the process: that is there after the first two already.
+    for what, before, after in zip(("processes", "open files"), held[1], held[2], strict=True):
+        more = [one for one in after if one not in before]
+        if more:
+            raise AssertionError(f"{what} that are left of an Accelerator: {', '.join(more)}")
     return None
+
+
+def _held() -> tuple[list[str], list[str]]:
+    """Return the processes this one has started, and the files it has open."""
+    own = psutil.Process()
+    children = [f"{one.name()} (process {one.pid})" for one in own.children(recursive=True)]
+    return children, [f"{one.path} (descriptor {one.fd})" for one in own.open_files()]
 
 
 @check("backend")
@@ -55,6 +73,8 @@ def _ended(run: Run) -> str:
         return "the launch ended well, although a rank had failed"
     if TEXT not in run.stderr + run.stdout:
         return f"what the failed rank said is lost: {run.story[-500:]}"
+    if run.left:
+        return f"the launch has ended, and processes it started still run: {'; '.join(run.left)}"
     return ""
 
 

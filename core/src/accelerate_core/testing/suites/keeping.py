@@ -25,7 +25,7 @@ def save_and_load(lab: Lab) -> str | None:
     """What `save_state` wrote brings weights, buffers and optimizer state back."""
     accelerator = lab.accelerator()
     # Adam has more than one tensor per parameter, and a count.
-    model: Any = Net(accelerator.process_index)
+    model: Any = lab.net(accelerator)
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.01))
     mine, _ = lab.batches(accelerator, 4)
     lab.train(accelerator, model, optimizer, mine[:2])

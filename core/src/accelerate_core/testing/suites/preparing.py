@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
+import numpy
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +26,7 @@ from accelerate_core.testing.lab import (
 def prepare(lab: Lab) -> str | None:
     """Models, optimizers, schedulers and loaders come back in order and belong together."""
     accelerator = lab.accelerator()
-    model = Net(accelerator.process_index)
+    model = lab.net(accelerator)
     optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     data = DataLoader(TensorDataset(torch.randn(4 * BATCH, 6)), batch_size=BATCH)
@@ -56,6 +60,26 @@ def prepare(lab: Lab) -> str | None:
 
 
 @check("backend")
+def randomness(lab: Lab) -> str | None:
+    """After `prepare`, what is drawn at random still depends on the seed of the script."""
+    drawn = []
+    for seed in (1, 2):
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
+        accelerator = lab.accelerator()
+        lab.ready(accelerator)
+        drawn.append([random.random(), float(numpy.random.rand()), float(torch.rand(()))])
+        accelerator.end_training()
+    for what, one, other in zip(("random", "numpy", "torch"), *drawn, strict=True):
+        if one == other:
+            raise AssertionError(
+                f"{what} draws {one:.6f} after prepare, whatever seed was set before"
+            )
+    return None
+
+
+@check("backend")
 def same_start(lab: Lab) -> str | None:
     """Ranks whose weights and buffers differ start from those of the main process."""
     accelerator = lab.accelerator()
@@ -64,7 +88,7 @@ def same_start(lab: Lab) -> str | None:
     model.eval()
     with torch.no_grad():
         seen = model(x).float().cpu()
-    expected = Net(accelerator.main_index)(x.cpu()).detach()
+    expected = Net(0)(x.cpu()).detach()
     lab.close(seen, expected, "output of the prepared model")
     return None
 
@@ -90,11 +114,12 @@ def kinds_of_models(lab: Lab) -> str | None:
 
 @check("backend", needs="several_models")
 def several_models(lab: Lab) -> str | None:
-    """Two models with an optimizer each train side by side."""
+    """Two models with an optimizer each train side by side, and both are saved and loaded."""
     accelerator = lab.accelerator()
-    first, second = Net(accelerator.process_index), Net(accelerator.process_index)
+    first, second = lab.net(accelerator), lab.net(accelerator)
     optimizers = [torch.optim.SGD(m.parameters(), RATE) for m in (first, second)]
     first, second, one, two = accelerator.prepare(first, second, *optimizers)
+    pairs: Any = (("first", first), ("second", second))
     mine, whole = lab.batches(accelerator, 4)
     expected = [Net(0), Net(0)]
     plain = [torch.optim.SGD(m.parameters(), RATE) for m in expected]
@@ -108,8 +133,17 @@ def several_models(lab: Lab) -> str | None:
         plain[which].step()
         plain[which].zero_grad()
     if accelerator.backend.supports.get("exact", True):
-        for name, model, its in zip(("first", "second"), (first, second), expected, strict=True):
+        for (name, model), its in zip(pairs, expected, strict=True):
             lab.close(lab.weights(accelerator, model), dict(its.state_dict()), f"{name} model")
+    saved = [lab.weights(accelerator, model) for _, model in pairs]
+    path = accelerator.save_state(str(lab.scratch("several_models")))
+    with torch.no_grad():
+        for _, model in pairs:
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    accelerator.load_state(path)
+    for (name, model), held in zip(pairs, saved, strict=True):
+        lab.close(lab.weights(accelerator, model), held, f"{name} model after load_state", 1e-7)
     return None
 
 

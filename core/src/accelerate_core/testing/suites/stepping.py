@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_core.configuration import GradScalerKwargs
 from accelerate_core.errors import ConfigurationError
@@ -40,7 +41,7 @@ def training(lab: Lab) -> str | None:
 
 @check("backend")
 def learning(lab: Lab) -> str | None:
-    """Thirty steps bring the loss down, and the ranks know the same of it."""
+    """Thirty steps bring the loss down, and what a rank learns reaches the others."""
     accelerator = lab.accelerator()
     model, optimizer = lab.ready(accelerator)
     mine, _ = lab.batches(accelerator, 3)
@@ -49,12 +50,49 @@ def learning(lab: Lab) -> str | None:
     first, last = sum(losses[:3]), sum(losses[-3:])
     if not last < first / 2:
         raise AssertionError(f"the loss went from {first / 3:.3g} to {last / 3:.3g}")
-    return f"loss {first / 3:.3g} to {last / 3:.3g}"
+    _, shares = accelerator.hooks.data_shard(accelerator)
+    accelerator.end_training()
+    line = f"loss {first / 3:.3g} to {last / 3:.3g}"
+    if shares == 1:  # all ranks work on the same samples
+        return line
+    return f"{line}; what another rank learns is here in step {_reaches_others(lab)}"
+
+
+#: Steps in which ranks that meet now and then have to meet.
+_MEET = 256
+
+
+def _reaches_others(lab: Lab) -> int:
+    """Train twice, with other targets on the last rank; return the step this shows in on the first."""
+    seen = []
+    for shift in (0.0, 5.0):
+        accelerator = lab.accelerator()
+        model, optimizer = lab.ready(accelerator)
+        mine, _ = lab.batches(accelerator, 1)
+        ((x, y),) = mine
+        if accelerator.process_index == lab.size - 1:
+            y = y + shift
+        told = []
+        for _ in range(_MEET if not accelerator.backend.supports.get("exact", True) else 4):
+            accelerator.backward(loss_of(model, (x, y)))
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                told.append(model(torch.ones(1, 6, device=accelerator.device)).float().cpu())
+        seen.append(accelerator.communicator.gather_object(told)[0])
+        accelerator.end_training()
+    for step, (one, other) in enumerate(zip(*seen, strict=True), 1):
+        if not torch.equal(one, other):
+            return step
+    raise AssertionError(
+        f"after {len(seen[0])} steps rank 0 is what it was, whatever rank {lab.size - 1} learned: the "
+        "ranks train apart (where they meet less often, let the settings say so for the checks)"
+    )
 
 
 @check("backend", needs="exact")
 def accumulation(lab: Lab) -> str | None:
-    """Two micro-batches per step give what one big batch gives."""
+    """Two micro-batches per step give what one big batch gives, and so does one left at the end."""
     accelerator = lab.accelerator(gradient_accumulation_steps=2)
     model, optimizer = lab.ready(accelerator)
     mine, whole = lab.batches(accelerator, 6)
@@ -62,7 +100,17 @@ def accumulation(lab: Lab) -> str | None:
     expected, weights, _ = plain_training(whole, per_step=2)
     lab.close(losses, expected, "losses")
     lab.close(lab.weights(accelerator, model), weights, "weights")
-    return "3 steps of 2 micro-batches"
+    accelerator.end_training()
+    if "accumulation" in accelerator.backend.owns:
+        return "3 steps of 2 micro-batches"
+    accelerator = lab.accelerator(gradient_accumulation_steps=2)
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(*whole[:3], strict=True)))
+    model, optimizer, loader = lab.ready(accelerator, DataLoader(data, batch_size=BATCH))
+    for _ in range(2):
+        lab.train(accelerator, model, optimizer, loader)
+    _, weights, _ = plain_training(whole[:3] * 2, per_step=2, per_epoch=3)
+    lab.close(lab.weights(accelerator, model), weights, "weights after epochs of 3 micro-batches")
+    return "3 steps of 2 micro-batches, and epochs of 3"
 
 
 @check("backend", needs="num_items")
@@ -165,7 +213,7 @@ def clip_value(lab: Lab) -> str | None:
 def schedule(lab: Lab) -> str | None:
     """A scheduler moves with the steps that were taken, alike on all ranks."""
     accelerator = lab.accelerator(gradient_accumulation_steps=2)
-    model = Net(accelerator.process_index)
+    model = lab.net(accelerator)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -199,7 +247,7 @@ def precisions(lab: Lab) -> str | None:
         except ConfigurationError as error:  # on this device, in so many words
             refused.append(f"{name} refused: {error}")
             continue
-        model = Net(accelerator.process_index)
+        model = lab.net(accelerator)
         seen: list[Any] = []
         model.out.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.dtype))
         optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)

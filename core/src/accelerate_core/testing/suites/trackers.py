@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from accelerate_core.testing.checks import check
@@ -37,33 +38,38 @@ def declarations(lab: Lab) -> str | None:
     return f"verbs: {verbs or 'none'}" + (f"; {why}" if why else "")
 
 
-def _usable(lab: Lab) -> None:
-    why = lab.found.unusable(dict(os.environ))
-    if why:
-        lab.skip(why)
+@contextmanager
+def _in(lab: Lab, name: str) -> Iterator[Path]:
+    """Work in a directory of one's own: libraries write beside the script, and look around there."""
+    folder = lab.scratch(name)
+    folder.mkdir(exist_ok=True)
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        why = lab.found.unusable(dict(os.environ))
+        if why:
+            lab.skip(why)
+        yield folder
+    finally:
+        os.chdir(before)
 
 
 @contextmanager
 def _run(lab: Lab, name: str) -> Iterator[Any]:
     """Open a run in a directory of its own; complaints about the tracker are failures."""
-    _usable(lab)
-    folder = lab.scratch(name)
-    folder.mkdir(exist_ok=True)
-    before = os.getcwd()
-    os.chdir(folder)  # libraries write beside the script
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            accelerator = lab.accelerator(log_with=lab.name, project_dir=str(folder / "logs"))
-            init = {lab.name: dict(lab.options.get("init", {}))}
-            accelerator.init_trackers("suite", CONFIG, init)
-            _runs(lab, accelerator, "init_trackers", caught)
-            yield accelerator
-            accelerator.flush_trackers()
-            _runs(lab, accelerator, "what was logged", caught)
-            accelerator.end_training()
-    finally:
-        os.chdir(before)
+    with _in(lab, name) as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator = lab.accelerator(log_with=lab.name, project_dir=str(folder / "logs"))
+        accelerator.init_trackers("suite", CONFIG, _init(lab))
+        _runs(lab, accelerator, "init_trackers", caught)
+        yield accelerator
+        accelerator.flush_trackers()
+        _runs(lab, accelerator, "what was logged", caught)
+        accelerator.end_training()
+
+
+def _init(lab: Lab) -> dict[str, Any]:
+    return {lab.name: dict(lab.options.get("init", {}))}
 
 
 def _runs(lab: Lab, accelerator: Any, after: str, caught: list[Any]) -> None:
@@ -85,6 +91,25 @@ def values(lab: Lab) -> str | None:
         own = accelerator.get_tracker(lab.name, unwrap=True)
         lab.equal(own is not None, True, "the library's own run object is reached")
     return None
+
+
+@check("tracker", place="alone")
+def kept(lab: Lab) -> str | None:
+    """What was logged leaves a trace in the run's directory."""
+    if lab.options.get("elsewhere", False):
+        lab.skip("options say that it writes elsewhere")
+    word = "a_word_nobody_else_writes"
+    with _run(lab, "kept") as accelerator:
+        accelerator.log({word: 0.5}, step=0)
+    files = [path for path in lab.scratch("kept").rglob("*") if path.is_file()]
+    if any(word.encode() in path.read_bytes() for path in files):
+        return f"{len(files)} files"
+    if not lab.found.requires_logging_directory:
+        lab.skip("it declares that it needs no directory, and there is nothing in it")
+    raise AssertionError(
+        f"no trace of {word!r}, which was logged, in the {len(files)} files of the run's directory; "
+        'where it writes somewhere else, or packed, say so by the option {"elsewhere": true}'
+    )
 
 
 @check("tracker", place="alone")
@@ -131,22 +156,14 @@ def verbs(lab: Lab) -> str | None:
 @check("tracker", place="alone")
 def failed_run(lab: Lab) -> str | None:
     """A script that raises ends its run, and its exception is seen."""
-    _usable(lab)
-    folder = lab.scratch("failed_run")
-    folder.mkdir(exist_ok=True)
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        with lab.accelerator(log_with=lab.name, project_dir=str(folder / "logs")) as accelerator:
-            accelerator.init_trackers(
-                "suite", CONFIG, {lab.name: dict(lab.options.get("init", {}))}
-            )
-            accelerator.log({"loss": 1.0}, step=0)
-            raise KeyError("of the script")
-    except KeyError as error:
-        lab.equal(error.args, ("of the script",), "the exception")
-    finally:
-        os.chdir(before)
+    with _in(lab, "failed_run") as folder:
+        try:
+            with lab.accelerator(log_with=lab.name, project_dir=str(folder / "logs")) as made:
+                made.init_trackers("suite", CONFIG, _init(lab))
+                made.log({"loss": 1.0}, step=0)
+                raise KeyError("of the script")
+        except KeyError as error:
+            lab.equal(error.args, ("of the script",), "the exception")
     return lab.found.failed_word or None
 
 
@@ -164,20 +181,13 @@ def two_processes(lab: Lab) -> str | None:
     """Two processes log; only the main one has a run, unless every rank is asked to have one."""
     from accelerate_core.testing.suites.precisions import _some_backend
 
-    _usable(lab)
     _some_backend()
-    folder = lab.scratch("two_processes")
-    folder.mkdir(exist_ok=True)
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
+    with _in(lab, "two_processes") as folder:
         accelerator = lab.accelerator(log_with=lab.name, project_dir=str(folder / "logs"))
-        accelerator.init_trackers("suite", CONFIG, {lab.name: dict(lab.options.get("init", {}))})
+        accelerator.init_trackers("suite", CONFIG, _init(lab))
         accelerator.log({"loss": 0.5}, step=0)
         own = type(accelerator.get_tracker(lab.name)).__name__
         seen = accelerator.communicator.gather_object(own == "BlankTracker")
         lab.equal(seen, [False, True], "ranks without a run")
         accelerator.end_training()
-    finally:
-        os.chdir(before)
     return None
