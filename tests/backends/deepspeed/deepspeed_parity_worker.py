@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from common import KEPT, RANK
+from common import KEPT
 from parity_worker import train
-from worker import case, run_cases
+from worker import RANK, case, run_cases
 
 from accelerate_deepspeed import DeepSpeedPlugin
 

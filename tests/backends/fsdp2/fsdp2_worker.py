@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import KEPT, Tower, close, data, fsdp, reference, steps, whole
+from common import KEPT, fsdp, whole
 from gpt import GPT, LENGTH, PLAN, loss_of, text
 from parity_worker import train
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
+from tower import Tower, close, data, reference, steps
 from worker import RANK, SIZE, case, run_cases, same_on_ranks, scratch
 
 from accelerate_core.errors import (
