@@ -15,7 +15,9 @@ class AcceleratedScheduler:
 
     * Inside an accumulation cycle, and where the optimizer's step was skipped, it stands still.
     * `num_processes` steps at a time: it was written for one process's number of batches, of
-      which n processes see an n-th each. With `split_batches` one, as nothing changed.
+      which n processes see an n-th each. With `split_batches` one, as nothing changed. Called with
+      a metric (`ReduceLROnPlateau`) or an epoch it steps once: n times the same one would be n
+      times without getting better.
     * `step_with_optimizer=False` (stepped per epoch, say): it steps as called.
     """
 
@@ -62,7 +64,7 @@ class AcceleratedScheduler:
             if optimizer.step_was_skipped:
                 return
         total = getattr(self.scheduler, "total_steps", None)
-        for _ in range(self._at_a_time):
+        for _ in range(1 if args or kwargs else self._at_a_time):
             # The last round of n may reach over the end that a one-cycle schedule refuses to pass.
             if total is not None and self.scheduler.last_epoch + 1 > total:
                 return
