@@ -230,7 +230,8 @@ class DeepSpeedBackend(Backend):
         self.engines.destroy()
 
     def on_end(self, accelerator: Accelerator) -> None:
-        """Leave the environment and Transformers as they were."""
+        """Leave the environment and Transformers as they were; take the engines' hooks off."""
+        self.engines.end()
         library.disconnect()
         zero.tell_transformers(None)
         if self._ulysses is not None:

@@ -56,6 +56,7 @@ class Trained:
     engine: Any
     boundary: Boundary
     plugin: DeepSpeedPlugin
+    ended: bool = False
 
 
 class DeepSpeedEngineWrapper:
@@ -413,16 +414,27 @@ class Engines:
 
     def destroy(self) -> None:
         """Let go of all engines and what they hold."""
+        self.end()
         for one in self.trained:
+            del one.engine.accelerate_trained
+        self._engines.clear()
+        self._owners.clear()
+
+    def end(self) -> None:
+        """Take off the engines' hooks, which hold the models as long as they are on.
+
+        Models can be used and unwrapped after it, and not be trained.
+        """
+        for one in self.trained:
+            if one.ended:
+                continue
+            one.ended = True
             engine = one.engine
-            del engine.accelerate_trained
             engine.destroy()
             offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
             # Of stage 3: a list of modules whose forward runs, from which the first is not taken.
             stack: list[Any] = getattr(offload, "FWD_MODULE_STACK", [])
             stack[:] = [module for module in stack if module is not engine.module]
-        self._engines.clear()
-        self._owners.clear()
 
     def of_optimizer(self, optimizer: Any) -> Trained | None:
         """Return the engine an optimizer was made for."""
