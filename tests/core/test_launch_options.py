@@ -183,6 +183,16 @@ class Launcher:
         return [sys.executable, "-c", "print('started by halo on', " + repr(
             plan.contributed["HALO_HOSTFILE"].value) + ")"]
 
+class Extension:
+    name = "glow"
+    api_version = (1, 0)
+    Settings = settings(argument="glow_plugin")(
+        type("Glow", (BackendSettings,), {"__annotations__": {"every": int}, "every": option(
+            default=1, help="steps between two glows")}))
+    @classmethod
+    def detect(cls, request):
+        return Claim(50, "asked") if request.flag("ACCELERATE_USE_GLOW") else None
+
 import click
 @click.command()
 def command():
@@ -197,7 +207,12 @@ def halo(tmp_path: Path) -> dict[str, str]:
         "backends": {"halo": "Plugin"},
         "launchers": {"halo": "Launcher"},
         "commands": {"halo": "command"},
-        "triggers": {"ACCELERATE_USE_HALO": "Plugin", "HALO_HOSTFILE": "Launcher"},
+        "extensions": {"glow": "Extension"},
+        "triggers": {
+            "ACCELERATE_USE_HALO": "Plugin",
+            "HALO_HOSTFILE": "Launcher",
+            "ACCELERATE_USE_GLOW": "Extension",
+        },
     }
     log = str(tmp_path / "log")
     dummies.distribution(tmp_path, "halo", RING.replace("{log!r}", repr(log)), groups)
@@ -235,6 +250,21 @@ def test_a_plugins_launcher_starts_what_its_option_asks_for(
         assert done.stdout == f"started by halo on {host}\n", done.stderr
     done = run_cli("launch", "s.py", env={**halo, "HALO_HOSTFILE": "around"}, cwd=tmp_path)
     assert done.stdout == "started by halo on around\n", done.stderr
+
+
+def test_the_switch_of_an_extension_asks_for_no_backend(
+    halo: dict[str, str], tmp_path: Path
+) -> None:
+    script = (
+        "import os; print(os.environ['ACCELERATE_USE_GLOW'], os.environ['ACCELERATE_GLOW_EVERY'])"
+    )
+    (tmp_path / "s.py").write_text(script)
+    options = ("launch", "--cpu", "--use_glow", "--glow_every", "3")
+    done = run_cli(*options, "s.py", env=halo, cwd=tmp_path)
+    assert done.stdout == "true 3\n", done.stderr
+    done = run_cli(*options, "--use_halo", "--dry_run", "s.py", env=halo, cwd=tmp_path)
+    assert "ACCELERATE_USE_HALO" in done.stdout
+    assert "ACCELERATE_USE_GLOW" in done.stdout
 
 
 def test_a_plugins_command_is_one_of_ours(halo: dict[str, str]) -> None:

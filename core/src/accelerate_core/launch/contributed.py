@@ -114,7 +114,8 @@ def take(
     made: dict[str, Because] = {}
     for one in (one for one in options if one.field is None):
         origin = f"command line --{one.names[0]}"
-        backend = _agreed(backend, Because(one.schema.name, origin))
+        if one.schema.kind == "backend":
+            backend = _agreed(backend, Because(one.schema.name, origin))
         made[one.env] = Because("true", origin)
     for one in (one for one in options if one.field is not None):
         origin = f"command line --{one.names[0]}"
