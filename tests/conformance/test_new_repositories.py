@@ -123,6 +123,10 @@ def test_what_is_written_is_complete_and_tidy(tmp_path: Path, kind: str) -> None
         ("ring", "bakend", "Did you mean 'backend'?"),
         ("ddp", "backend", "already: ddp (accelerate-ddp"),
         ("megatron_lm", "backend", "accelerate-core[megatron]"),
+        ("core", "extension", "is a word of accelerate-core itself"),
+        ("all", "tracker", "is a word of accelerate-core itself"),
+        ("ddp", "extension", "that of accelerate-ddp, which is a package already"),
+        ("megatron", "precision", "that of accelerate-megatron"),
     ],
 )
 def test_a_name_that_cannot_be_is_refused(tmp_path: Path, name: str, kind: str, said: str) -> None:

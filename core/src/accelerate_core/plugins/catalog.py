@@ -20,6 +20,7 @@ __all__ = [
     "SWITCHES",
     "VARIABLES",
     "extra_for",
+    "extras",
     "known_names",
     "owner_of_option",
     "pip_command",
@@ -317,6 +318,11 @@ def extra_for(kind: str, name: str) -> str | None:
 def known_names(kind: str) -> Iterable[str]:
     """Return the plugin names of one kind that this catalog can name a package for."""
     return NAMES.get(kind, {})
+
+
+def extras() -> set[str]:
+    """Return every extra of the core that brings a plugin."""
+    return {extra for names in NAMES.values() for extra in names.values()}
 
 
 def pip_command(extra: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import keyword
 import re
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ __all__ = ["KINDS", "write_repository"]
 
 KINDS = ("backend", "precision", "tracker", "launcher", "extension")
 _GROUPS = {kind: f"accelerate_core.{kind}s" for kind in KINDS}
+#: Words that mean something where a plugin is named, and those the templates are made of.
+_RESERVED = ("core", "all", "auto", "none", *KINDS)
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
@@ -82,6 +85,10 @@ def _check(name: str, kind: str) -> None:
             f"{name!r} is no name for a plugin: it has lower case letters, digits and single "
             "underscores between them, and begins with a letter, such as 'ring' or 'two_level'."
         )
+    if name in _RESERVED:
+        raise ConfigurationError(
+            f"{name!r} is a word of accelerate-core itself ({listing(_RESERVED)}); choose another."
+        )
     owners = [record.label for record in installed().of_kind(kind) if record.name == name]
     if owners:
         raise ConfigurationError(f"There is a {kind} of that name already: {owners[0]}.")
@@ -90,6 +97,21 @@ def _check(name: str, kind: str) -> None:
             f"{name!r} is the name of a {kind} that accelerate-core[{catalog.extra_for(kind, name)}] "
             "brings; choose another."
         )
+    distribution = _Names(name, kind).values["distribution"]
+    ours = {f"accelerate-{extra.replace('_', '-')}" for extra in catalog.extras()}
+    if distribution in ours or _is_installed(distribution):
+        raise ConfigurationError(
+            f"The repository would be that of {distribution}, which is a package already: installing "
+            "the one would remove the other. Choose another name."
+        )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _copy(source: Traversable, target: Path, values: dict[str, str]) -> list[Path]:
