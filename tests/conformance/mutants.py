@@ -5,9 +5,11 @@ Run on two ranks: `mutants.py FOLDER [MUTANT...]`; a rank reports `{mutant: [che
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +75,34 @@ class LastBatchIsLost(Sound):
             held = batch
 
 
+@caught_by("loader")
+class AnErrorEndsTheEpoch(Sound):
+    def feed_device(self, accelerator, batches, non_blocking):
+        fed = iter(super().feed_device(accelerator, batches, non_blocking))
+        while True:
+            try:
+                yield next(fed)
+            except Exception:
+                return
+
+
+@caught_by("loader")
+class ReadsTheEpochFirst(Sound):
+    def feed_device(self, accelerator, batches, non_blocking):
+        yield from list(super().feed_device(accelerator, batches, non_blocking))
+
+
 @caught_by("collectives")
 class GatherInAnotherOrder(Sound):
     def gather(self, accelerator, tensor, scope):
         parts = super().gather(accelerator, tensor, scope).chunk(accelerator.num_processes)
         return torch.cat(parts[::-1])
+
+
+@caught_by("collectives")
+class EverythingTravelsAsFloat(Sound):
+    def reduce(self, accelerator, tensor, op, scope):
+        return super().reduce(accelerator, tensor.float(), op, scope).to(tensor.dtype)
 
 
 @caught_by("collectives")
@@ -113,6 +138,13 @@ class NobodyWaits(Sound):
 
 
 # --- prepare -----------------------------------------------------------------------------------------
+
+
+@caught_by("randomness")
+class SeedsEachStep(Sound):
+    def optimizer_step(self, accelerator, optimizer, closure):
+        torch.manual_seed(0)
+        return super().optimizer_step(accelerator, optimizer, closure)
 
 
 @caught_by("randomness")
@@ -179,6 +211,12 @@ class NeverUnwraps(Sound):
 
 
 @caught_by("state_dict")
+class WeightsInDouble(Sound):
+    def consolidate(self, accelerator, model):
+        return {k: v.double() for k, v in super().consolidate(accelerator, model).items()}
+
+
+@caught_by("state_dict")
 class NamesOfItsOwn(Sound):
     def consolidate(self, accelerator, model):
         return {f"module.{k}": v for k, v in super().consolidate(accelerator, model).items()}
@@ -232,6 +270,18 @@ class ReducesEveryMicroBatch(Sound):
         return nullcontext()
 
 
+@caught_by("no_sync")
+class AnExceptionKeepsItApart(Sound):
+    @contextmanager
+    def _apart(self, model):
+        self._unsynced.append(model)
+        yield
+        self._unsynced.remove(model)
+
+    def no_sync(self, accelerator, model):
+        return self._apart(model)
+
+
 @caught_by("accumulation")
 class NeverReducesAgain(Sound):
     def no_sync(self, accelerator, model):
@@ -279,6 +329,16 @@ class ClipsEachTensor(Sound):
         return torch.stack(norms).norm()
 
 
+@caught_by("small_gradients")
+class MakesSmallGradientsLarge(Sound):
+    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
+        parameters = list(parameters)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type)
+        for p in parameters:
+            p.grad.mul_(max_norm / (norm + 1e-6))
+        return norm
+
+
 @caught_by("clip_norm")
 class TellsTheNormAfterwards(Sound):
     def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
@@ -316,6 +376,93 @@ class SaysNoStepWasSkipped(Sound):
 class OverflowStaysOnItsRank(Sound):
     def _average(self, accelerator, model):
         return None
+
+
+@caught_by("precisions")
+class AutocastCannotBeSwitchedOff(Sound):
+    def autocast(self, accelerator, settings):
+        return super().autocast(accelerator, None)
+
+
+# --- models and optimizers as they are in the wild -----------------------------------------------------
+
+
+@caught_by("fine_tuning")
+class NeverTrains(Sound):
+    def prepare_model(self, accelerator, model):
+        return super().prepare_model(accelerator, model).eval()
+
+
+@caught_by("fine_tuning")
+class FrozenPartsStayApart(Sound):
+    def prepare_model(self, accelerator, model):
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.requires_grad or not tensor.is_floating_point():
+                dist.broadcast(tensor.detach(), src=0)
+        return model
+
+
+@caught_by("fine_tuning")
+class CountersStayApart(Sound):
+    def prepare_model(self, accelerator, model):
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point():
+                dist.broadcast(tensor.detach(), src=0)
+        return model
+
+
+@caught_by("fine_tuning")
+class LooksAtTheFirstGradient(Sound):
+    def _average(self, accelerator, model):
+        if next(model.parameters()).grad is not None:
+            super()._average(accelerator, model)
+
+
+@caught_by("groups")
+class OneRateForAll(Sound):
+    def load_optimizer_state(self, accelerator, optimizer, state):
+        super().load_optimizer_state(accelerator, optimizer, state)
+        for group in optimizer.param_groups:
+            group["lr"] = optimizer.param_groups[0]["lr"]
+
+
+@caught_by("groups")
+class TensorsOnly(Sound):
+    def optimizer_state(self, accelerator, optimizer):
+        made = dict(super().optimizer_state(accelerator, optimizer))
+        made["state"] = {
+            index: {key: value for key, value in held.items() if torch.is_tensor(value)}
+            for index, held in made["state"].items()
+        }
+        return made
+
+
+@caught_by("several_models")
+class LoadsTheFirstOptimizerOnly(Sound):
+    def load_optimizer_state(self, accelerator, optimizer, state):
+        first = accelerator.optimizers[0]
+        if optimizer in (first, getattr(first, "optimizer", None)):
+            super().load_optimizer_state(accelerator, optimizer, state)
+
+
+@caught_by("calls")
+class NoClosures(Sound):
+    def optimizer_step(self, accelerator, optimizer, closure):
+        return super().optimizer_step(accelerator, optimizer, None)
+
+
+@caught_by("calls")
+class AlwaysNone(Sound):
+    def zero_grad(self, accelerator, optimizer, set_to_none):
+        optimizer.zero_grad(set_to_none=True)
+
+
+@caught_by("schedule")
+class SchedulersAreToldNothing(Sound):
+    def prepare_scheduler(self, accelerator, scheduler):
+        step = scheduler.step
+        scheduler.step = lambda *told, **named: step(0.0) if told else step()
+        return super().prepare_scheduler(accelerator, scheduler)
 
 
 @caught_by("precisions")
@@ -441,6 +588,34 @@ class LeavesAProcess(Sound):
 
     def on_start(self, accelerator):
         self._started.append(subprocess.Popen(["sleep", "600"]))
+
+
+@caught_by("once_more")
+class KeepsEveryModel(Sound):
+    _kept = []
+
+    def prepare_model(self, accelerator, model):
+        self._kept.append(model)
+        return super().prepare_model(accelerator, model)
+
+
+@caught_by("once_more")
+class LeavesVariables(Sound):
+    def on_start(self, accelerator):
+        os.environ["SOUND_WAS_HERE"] = "1"
+
+
+@caught_by("once_more")
+class LeavesAHandler(Sound):
+    def on_start(self, accelerator):
+        signal.signal(signal.SIGUSR2, lambda *told: None)
+
+
+@caught_by("once_more")
+class Prints(Sound):
+    def prepare_model(self, accelerator, model):
+        print("a model")
+        return super().prepare_model(accelerator, model)
 
 
 @caught_by("settings")

@@ -48,8 +48,8 @@ class Check:
 #: Kind of plugin -> the modules in which its checks are, in the order they run.
 _MODULES = {
     "backend": (
-        "general", "configuring", "one_process", "talking", "preparing", "stepping", "keeping",
-        "ending",
+        "general", "configuring", "one_process", "talking", "preparing", "stepping", "tuning",
+        "keeping", "ending",
     ),
     "precision": ("general", "configuring", "precisions"),
     "tracker": ("general", "trackers"),
@@ -134,6 +134,10 @@ _ABOUT = {
     "no_sync": "no_sync backward",
     "clip_norm": "clip_grad_norm",
     "clip_value": "clip_grad_value",
+    "small_gradients": "clip_grad_norm clip_grad_value",
+    "fine_tuning": f"prepare_model {_STEP}",
+    "groups": f"prepare_optimizer {_STEP} {_KEEP_OWN}",
+    "calls": "optimizer_step zero_grad",
     "schedule": "optimizer_step prepare_scheduler",
     "precisions": "autocast scale_loss unscale_gradients",
     "overflow": "unscale_gradients optimizer_step",

@@ -146,10 +146,11 @@ class Lab:
         """End what the check has begun, also after a failure."""
         import torch.distributed as dist
 
-        made, self._made = self._made, []
-        for accelerator in made:
+        while self._made:
+            accelerator = self._made.pop(0)
             if not accelerator.closed:
                 accelerator.end_training()
+            del accelerator  # nothing of it is left when garbage is collected
         gc.collect()
         if dist.is_available() and dist.is_initialized() and self.size > 1:
             dist.destroy_process_group()

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import signal
+import sys
 import threading
+import weakref
+from typing import Any
 
 import psutil
 import torch
@@ -19,27 +26,57 @@ def once_more(lab: Lab) -> str | None:
     """After `end_training` nothing is left, and a second Accelerator trains as the first did."""
     seen, held = [], []
     threads = threading.active_count()
+    before, printed = _process(), io.StringIO()
     for turn in range(3):
-        accelerator = lab.accelerator()
-        model, optimizer = lab.ready(accelerator)
-        mine, _ = lab.batches(accelerator, 3)
-        seen.append(lab.train(accelerator, model, optimizer, mine))
-        accelerator.save_state(str(lab.scratch(f"once_more_{turn}")))
-        accelerator.end_training()
-        accelerator.end_training()  # a second time it does nothing
-        lab.equal(torch.distributed.is_initialized(), False, "a process group still runs")
-        del accelerator, model, optimizer
+        with contextlib.redirect_stdout(printed if turn else sys.stdout):
+            losses, model = _life(lab, turn)
         lab.end()
+        seen.append(losses)
         held.append(_held())
+        lab.equal(model() is None, True, "the model is gone with its last user")
+        if turn == 0:
+            _restore(before)  # what a library does where it is first used is its own
+        for what, now in _process().items():
+            lab.equal(now, before[what], f"{what} after end_training")
+    lab.equal(printed.getvalue(), "", "what it prints where the script prints")
     for turn in (1, 2):
         lab.close(seen[turn], seen[0], "losses of a later Accelerator", 1e-6)
     lab.equal(threading.active_count() <= threads, True, "no thread is left")
-    # A library may keep something for the process: that is there after the first two already.
-    for what, before, after in zip(("processes", "open files"), held[1], held[2], strict=True):
-        more = [one for one in after if one not in before]
+    for what, earlier, now in zip(("processes", "open files"), held[1], held[2], strict=True):
+        more = [one for one in now if one not in earlier]
         if more:
             raise AssertionError(f"{what} that are left of an Accelerator: {', '.join(more)}")
     return None
+
+
+def _life(lab: Lab, turn: int) -> tuple[list[float], Any]:
+    """Begin, train, save and end; return the losses, and a weak reference to the user's model."""
+    accelerator = lab.accelerator()
+    model, optimizer = lab.ready(accelerator)
+    losses = lab.train(accelerator, model, optimizer, lab.batches(accelerator, 3)[0])
+    accelerator.save_state(str(lab.scratch(f"once_more_{turn}")))
+    accelerator.end_training()
+    accelerator.end_training()  # a second time it does nothing
+    lab.equal(torch.distributed.is_initialized(), False, "a process group still runs")
+    return losses, weakref.ref(accelerator.unwrap_model(model))
+
+
+def _process() -> dict[str, Any]:
+    """Return what belongs to the process and not to a plugin."""
+    return {
+        "environment": dict(os.environ),
+        "signal handlers": {one: signal.getsignal(one) for one in signal.valid_signals()},
+        "torch.get_num_threads()": torch.get_num_threads(),
+    }
+
+
+def _restore(before: dict[str, Any]) -> None:
+    os.environ.clear()
+    os.environ.update(before["environment"])
+    for one, handler in before["signal handlers"].items():
+        if signal.getsignal(one) != handler:
+            signal.signal(one, handler)
+    torch.set_num_threads(before["torch.get_num_threads()"])
 
 
 def _held() -> tuple[list[str], list[str]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from accelerate_core import Accelerator
 from accelerate_core.testing.checks import check
 from accelerate_core.testing.lab import (
     BATCH,
@@ -61,22 +62,38 @@ def prepare(lab: Lab) -> str | None:
 
 @check("backend")
 def randomness(lab: Lab) -> str | None:
-    """After `prepare`, what is drawn at random still depends on the seed of the script."""
+    """What is drawn at random depends on the seed of the script, after `prepare` and after steps."""
     drawn = []
     for seed in (1, 2):
-        random.seed(seed)
-        numpy.random.seed(seed)
-        torch.manual_seed(seed)
         accelerator = lab.accelerator()
-        lab.ready(accelerator)
-        drawn.append([random.random(), float(numpy.random.rand()), float(torch.rand(()))])
+        mine, _ = lab.batches(accelerator, 2)
+        _seed(seed)
+        model, optimizer = lab.ready(accelerator)
+        told = _draw("prepare")
+        for batch in mine:
+            _seed(seed)
+            lab.train(accelerator, model, optimizer, [batch])
+            told |= _draw("a step")
         accelerator.end_training()
-    for what, one, other in zip(("random", "numpy", "torch"), *drawn, strict=True):
-        if one == other:
-            raise AssertionError(
-                f"{what} draws {one:.6f} after prepare, whatever seed was set before"
-            )
-    return None
+        drawn.append(told)
+    for what, one in drawn[0].items():
+        if one == drawn[1][what]:
+            raise AssertionError(f"{what} draws {one:.6f}, whatever seed was set before")
+    return ", ".join(drawn[0])
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _draw(after: str) -> dict[str, float]:
+    told = {"random": random.random(), "torch": float(torch.rand(()))}
+    if "numpy" in sys.modules:
+        told["numpy"] = float(sys.modules["numpy"].random.rand())
+    return {f"{name} after {after}": value for name, value in told.items()}
 
 
 @check("backend")
@@ -112,39 +129,52 @@ def kinds_of_models(lab: Lab) -> str | None:
     return None
 
 
+def _pair(lab: Lab, seed: int) -> tuple[Accelerator, list[Any], list[Any]]:
+    """Return two prepared models, and an Adam for each."""
+    accelerator = lab.accelerator()
+    models = [lab.net(accelerator, seed), lab.net(accelerator, seed)]
+    optimizers = [torch.optim.Adam(model.parameters(), 0.01) for model in models]
+    made = accelerator.prepare(*models, *optimizers)
+    return accelerator, list(made[:2]), list(made[2:])
+
+
 @check("backend", needs="several_models")
 def several_models(lab: Lab) -> str | None:
     """Two models with an optimizer each train side by side, and both are saved and loaded."""
-    accelerator = lab.accelerator()
-    first, second = lab.net(accelerator), lab.net(accelerator)
-    optimizers = [torch.optim.SGD(m.parameters(), RATE) for m in (first, second)]
-    first, second, one, two = accelerator.prepare(first, second, *optimizers)
-    pairs: Any = (("first", first), ("second", second))
+    accelerator, models, optimizers = _pair(lab, 0)
     mine, whole = lab.batches(accelerator, 4)
     expected = [Net(0), Net(0)]
-    plain = [torch.optim.SGD(m.parameters(), RATE) for m in expected]
+    plain = [torch.optim.Adam(model.parameters(), 0.01) for model in expected]
     for index, (batch, all_of_it) in enumerate(zip(mine, whole, strict=True)):
         which = index % 2
-        model, optimizer = ((first, one), (second, two))[which]
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
+        accelerator.backward(loss_of(models[which], batch))
+        optimizers[which].step()
+        optimizers[which].zero_grad()
         torch.autograd.backward(loss_of(expected[which], all_of_it))
         plain[which].step()
         plain[which].zero_grad()
     if accelerator.backend.supports.get("exact", True):
-        for (name, model), its in zip(pairs, expected, strict=True):
+        for name, model, its in zip(("first", "second"), models, expected, strict=True):
             lab.close(lab.weights(accelerator, model), dict(its.state_dict()), f"{name} model")
-    saved = [lab.weights(accelerator, model) for _, model in pairs]
     path = accelerator.save_state(str(lab.scratch("several_models")))
-    with torch.no_grad():
-        for _, model in pairs:
-            for parameter in model.parameters():
-                parameter.add_(1.0)
+    after = _trained(lab, accelerator, models, optimizers, mine)
+    del models, optimizers
+    lab.end()
+    accelerator, models, optimizers = _pair(lab, 5)
     accelerator.load_state(path)
-    for (name, model), held in zip(pairs, saved, strict=True):
-        lab.close(lab.weights(accelerator, model), held, f"{name} model after load_state", 1e-7)
+    again = _trained(lab, accelerator, models, optimizers, mine)
+    for name, one, other in zip(("first", "second"), again, after, strict=True):
+        lab.close(one, other, f"{name} model, steps after load_state", 1e-6)
     return None
+
+
+def _trained(
+    lab: Lab, accelerator: Accelerator, models: Any, optimizers: Any, batches: Any
+) -> list[dict[str, torch.Tensor]]:
+    """Train each model on all batches; return the weights of all."""
+    for model, optimizer in zip(models, optimizers, strict=True):
+        lab.train(accelerator, model, optimizer, batches)
+    return [lab.weights(accelerator, model) for model in models]
 
 
 @check("backend")
@@ -177,6 +207,8 @@ def state_dict(lab: Lab) -> str | None:
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         lab.close(state, expected, "state dict")
+        for name, value in expected.items():
+            lab.equal(state[name].dtype, value.dtype, f"dtype of {name}")
     return f"{len(expected)} tensors"
 
 

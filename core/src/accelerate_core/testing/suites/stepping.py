@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_core.configuration import GradScalerKwargs
+from accelerate_core.configuration import AutocastKwargs, GradScalerKwargs
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.testing.checks import Skip, check
 from accelerate_core.testing.counting import count_communication
@@ -162,6 +162,14 @@ def no_sync(lab: Lab) -> str | None:
     if accelerator.backend.supports.get("exact", True):
         _, weights, _ = plain_training(whole, per_step=2)
         lab.close(lab.weights(accelerator, model), weights, "weights")
+        try:
+            with accelerator.no_sync(model):
+                raise KeyError("of the script")
+        except KeyError:
+            pass
+        accelerator.backward(loss_of(model, mine[0]))
+        optimizer.step()
+        lab.same_everywhere(accelerator, model, "a model whose no_sync was left by an exception")
     return None
 
 
@@ -180,17 +188,38 @@ def clip_norm(lab: Lab) -> str | None:
     _, weights, expected = plain_training(whole, max_norm=0.5)
     lab.close(norms, expected, "norms before clipping", 1e-4)
     lab.close(lab.weights(accelerator, model), weights, "weights")
-    accelerator.backward(loss_of(model, mine[0]))
-    try:
-        largest = accelerator.clip_grad_norm_(model.parameters(), 0.5, math.inf)
-    except ConfigurationError:  # in so many words
-        return f"norms {', '.join(f'{norm:.2f}' for norm in norms)}; the 2-norm only"
-    probe = Net(0)
-    probe.load_state_dict(weights)
-    torch.autograd.backward(loss_of(probe, whole[0]))
-    greatest = max(float(p.grad.abs().max()) for p in probe.parameters() if p.grad is not None)
-    lab.close([float(largest)], [greatest], "norm_type=inf", 1e-4)
-    return f"norms {', '.join(f'{norm:.2f}' for norm in norms)}"
+    line = f"norms {', '.join(f'{norm:.2f}' for norm in norms)}"
+    for kind in (math.inf, 1.0):
+        probe = Net(0)
+        probe.load_state_dict(lab.weights(accelerator, model))
+        torch.autograd.backward(loss_of(probe, whole[0]))
+        other = float(nn.utils.clip_grad_norm_(probe.parameters(), math.inf, kind))
+        accelerator.backward(loss_of(model, mine[0]))
+        try:
+            told = float(accelerator.clip_grad_norm_(model.parameters(), 0.5, kind))
+        except ConfigurationError:  # in so many words
+            line = f"{line}; the 2-norm only"
+            break
+        lab.close([told / other], [1.0], f"norm_type={kind}, as part of the right one", 1e-4)
+        optimizer.zero_grad()
+    return line
+
+
+@check("backend", needs="exact")
+def small_gradients(lab: Lab) -> str | None:
+    """Gradients within the bounds of clipping stay as they are."""
+    accelerator = lab.accelerator()
+    model, optimizer = lab.ready(accelerator)
+    mine, whole = lab.batches(accelerator, 3)
+    for batch in mine:
+        accelerator.backward(loss_of(model, batch))
+        accelerator.clip_grad_norm_(model.parameters(), 1e3)
+        if "optimizer" not in accelerator.backend.owns:
+            accelerator.clip_grad_value_(model.parameters(), 1e3)
+        optimizer.step()
+        optimizer.zero_grad()
+    lab.close(lab.weights(accelerator, model), plain_training(whole)[1], "weights")
+    return None
 
 
 @check("backend", needs="exact")
@@ -230,7 +259,30 @@ def schedule(lab: Lab) -> str | None:
     # It counts the steps one process would have taken; an engine steps schedulers itself.
     moves = 2 if "optimizer" in accelerator.backend.owns else 2 * count
     lab.close(scheduler.get_last_lr(), [1e-3 * 0.5**moves], "learning rate", 1e-12)
+    accelerator.end_training()
+    _plateau(lab)
     return None
+
+
+def _plateau(lab: Lab) -> None:
+    """A scheduler that is told a metric gets it."""
+    accelerator = lab.accelerator()
+    model = lab.net(accelerator)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    rates = []
+    for batch, metric in zip(lab.batches(accelerator, 3)[0], (2.0, 1.0, 3.0), strict=True):
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        scheduler.step(metric)
+        optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+    fell = [rate < 1e-3 for rate in rates]
+    lab.equal(
+        fell, [False, False, True], "where ReduceLROnPlateau, told 2, 1, 3, makes steps smaller"
+    )
+    lab.alike(accelerator, rates, "learning rates")
 
 
 @check("backend")
@@ -263,11 +315,21 @@ def precisions(lab: Lab) -> str | None:
             raise AssertionError(
                 f"under {name} the loss went from {losses[0]:.3g} to {losses[-1]:.3g}"
             )
+        if "precision" not in accelerator.backend.owns:
+            _without_autocast(lab, accelerator)
         accelerator.end_training()
         done.append(name)
     if not done:
         lab.skip("; ".join(refused))
     return ", ".join([*done, *refused])
+
+
+def _without_autocast(lab: Lab, accelerator: Any) -> None:
+    """`autocast(AutocastKwargs(enabled=False))` computes in the tensors' own dtype."""
+    x = torch.ones(2, 6, device=accelerator.device)
+    with accelerator.autocast(AutocastKwargs(enabled=False)), torch.no_grad():
+        out = nn.functional.linear(x, torch.ones(2, 6, device=accelerator.device))
+    lab.equal(out.dtype, torch.float32, "dtype under AutocastKwargs(enabled=False)")
 
 
 @check("backend", needs="exact")

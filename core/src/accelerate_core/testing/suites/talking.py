@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import namedtuple
+from collections.abc import Iterator
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from accelerate_core import Accelerator
 from accelerate_core.collectives import broadcast
 from accelerate_core.testing.checks import check
 from accelerate_core.testing.lab import Lab
@@ -63,6 +65,9 @@ def collectives(lab: Lab) -> str | None:
     lab.close(total["x"].tolist(), [count * (count + 1) / 2], "reduce by sum")
     mean = accelerator.reduce(torch.tensor([index + 1.0], device=device), "mean")
     lab.close(mean.tolist(), [(count + 1) / 2], "reduce by mean")
+    large = 2**24 + 1  # no float32
+    whole = accelerator.reduce(torch.tensor([large], device=device), "sum")
+    lab.equal(whole.tolist(), [large * count], "sum of large integers")
     comm = accelerator.communicator
     top = comm.reduce(torch.tensor([float(rank)], device=device), "max")
     low = comm.reduce(torch.tensor([float(rank)], device=device), "min")
@@ -70,6 +75,10 @@ def collectives(lab: Lab) -> str | None:
     for src in range(size):
         sent = broadcast({"x": torch.tensor([float(rank)], device=device)}, src, comm=comm)
         lab.equal(sent["x"].item(), float(src), f"broadcast from rank {src}")
+    many = torch.tensor([large + rank], device=device)
+    lab.equal(broadcast(many, 0, comm=comm).item(), large, "broadcast of a large integer")
+    lab.equal(accelerator.gather(torch.tensor([large + index], device=device)).tolist(),
+              [large + r for r in every], "gather of large integers")  # fmt: skip
     padded = accelerator.pad_across_processes(torch.ones(index + 1, device=device))
     lab.equal(padded.shape[0], count, "length after padding")
     lab.equal(float(padded.sum()), index + 1.0, "sum after padding with zeros")
@@ -139,6 +148,8 @@ def loader(lab: Lab) -> str | None:
             lab.equal(sorted(seen), list(range(SAMPLES)), "samples of an epoch")
             if not shuffle:
                 lab.equal(seen, list(range(SAMPLES)), "order of the samples")
+    _raises(lab, accelerator)
+    _streams(lab, accelerator)
     # Where batches are born on their device the core does not ask for this hook.
     given = [{"x": torch.full((2,), float(step))} for step in range(4)]
     fed = list(accelerator.hooks.feed_device(accelerator, iter(given), False))
@@ -146,3 +157,55 @@ def loader(lab: Lab) -> str | None:
     places = {one["x"].device.type for one in fed}
     lab.equal(places, {accelerator.device.type}, "where feed_device puts them")
     return f"{SAMPLES} samples, 4 epochs"
+
+
+class _Broken(Dataset[torch.Tensor]):
+    """Cannot read its last samples."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= SAMPLES // 2:
+            raise OSError("this sample cannot be read")
+        return torch.tensor(index)
+
+
+def _streams(lab: Lab, accelerator: Accelerator) -> None:
+    """The first batches are there before the last ones are read."""
+    read = 0
+
+    def source() -> Iterator[torch.Tensor]:
+        nonlocal read
+        while read < 64:
+            read += 1
+            yield torch.zeros(1)
+
+    fed = iter(accelerator.hooks.feed_device(accelerator, source(), False))
+    next(fed)
+    if read > 16:
+        raise AssertionError(f"feed_device reads {read} batches before it gives the first")
+    lab.equal(1 + sum(1 for _ in fed), 64, "batches of a stream")
+
+
+def _raises(lab: Lab, accelerator: Accelerator) -> None:
+    """An exception of the dataset reaches the script; an epoch does not just end."""
+    told: BaseException | None = None
+    try:
+        for _ in accelerator.prepare(DataLoader(_Broken(), batch_size=4)):
+            pass
+    except OSError as error:
+        told = error
+    lab.equal(str(told).partition("\n")[0], "this sample cannot be read", "what a dataset raised")
+    given = iter([torch.zeros(1)])
+
+    def source() -> Iterator[torch.Tensor]:
+        yield from given
+        raise OSError("this batch cannot be read")
+
+    told = None
+    try:
+        list(accelerator.hooks.feed_device(accelerator, source(), False))
+    except OSError as error:
+        told = error
+    lab.equal(str(told), "this batch cannot be read", "what feed_device does with an exception")
