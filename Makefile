@@ -10,11 +10,12 @@ MEMBERS := core $(BACKENDS) $(TRACKERS)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS ?=
 
-.PHONY: help quickstart test soak lint format docs dist bench downstream clean
+.PHONY: help quickstart test conformance soak lint format docs dist bench downstream clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
 	@echo "make test         all tests (ARGS='-k name' for some)"
+	@echo "make conformance  the suite on every plugin of ours, and the rest of the author's kit"
 	@echo "make lint         ruff, mypy, import layers, generated docs"
 	@echo "make format       let ruff format the tree"
 	@echo "make docs         regenerate the generated pages"
@@ -50,6 +51,9 @@ quickstart: $(VENV)/run.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+
+conformance: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest tests/conformance -m soak $(ARGS)
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(ARGS)

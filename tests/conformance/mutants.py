@@ -491,6 +491,25 @@ class JoinsNobody(Sound):
     supports = {**Sound.supports, "join": True}
 
 
+@caught_by("join")
+class JoinedRanksGoApart(Sound):
+    supports = {**Sound.supports, "join": True}
+    _joined = False
+
+    @contextmanager
+    def _join(self):
+        self._joined = True
+        yield
+        self._joined = False
+
+    def join_uneven_inputs(self, accelerator, joinables):
+        return self._join()
+
+    def _average(self, accelerator, model):
+        if not self._joined:
+            super()._average(accelerator, model)
+
+
 # --- keep --------------------------------------------------------------------------------------------
 
 
@@ -526,6 +545,58 @@ class KeepsMomentumOnly(Sound):
 class OptimizerHalfSaved(Sound):
     def optimizer_state(self, accelerator, optimizer):
         return {**super().optimizer_state(accelerator, optimizer), "state": {}}
+
+
+class WithMeans(Sound):
+    """Has a momentum of its own: sound."""
+
+    supports = {**Sound.supports, "exact": False}
+
+    def __init__(self, settings=None, handlers=()):
+        super().__init__(settings, handlers)
+        self.means = {}
+
+    def optimizer_step(self, accelerator, optimizer, closure):
+        for index, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+            if p.grad is not None:
+                mean = self.means.setdefault(index, torch.zeros_like(p.grad))
+                p.grad.copy_(mean.lerp_(p.grad, 0.5))
+        return super().optimizer_step(accelerator, optimizer, closure)
+
+    def save_state(self, accelerator, directory, options, later):
+        means = {index: mean.clone() for index, mean in self.means.items()}
+        return self._writes(accelerator, directory, means, later)
+
+    def _writes(self, accelerator, directory, means, later):
+        def write():
+            directory.mkdir(parents=True, exist_ok=True)
+            if accelerator.is_main_process:
+                torch.save(means, directory / "means.pt")
+
+        return write if later else write()
+
+    def load_state(self, accelerator, directory, options):
+        self.means = torch.load(directory / "means.pt", weights_only=True)
+
+
+@passes("save_later", "two_at_once", "resume", "learning")
+class KeepsItsMeans(WithMeans):
+    pass
+
+
+@caught_by("save_later")
+class WritesWhatTrainingMadeOfIt(WithMeans):
+    def save_state(self, accelerator, directory, options, later):
+        return self._writes(accelerator, directory, self.means, later)
+
+
+@caught_by("two_at_once")
+class SharesItsMeans(WithMeans):
+    _shared = {}
+
+    def __init__(self, settings=None, handlers=()):
+        super().__init__(settings, handlers)
+        self.means = self._shared
 
 
 @caught_by("resume")

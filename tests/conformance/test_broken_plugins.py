@@ -100,6 +100,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dummies.distribution(root, "void", FORGETTING, {"trackers": {"void": "Plugin"}}, "4.2")
     metadata = root / "dummy_void-4.2.dist-info" / "METADATA"
     metadata.write_text(metadata.read_text() + "Requires-Dist: accelerate-core\n")
+    write(root, "halving")
     write(root, "lopsided", condition=" and accelerator.process_index == 0")
     write(root, "amnesiac", extra=MOMENTUM)
     write(root, "future", api="(2, 0)")
@@ -130,13 +131,19 @@ def said(root: Path) -> dict[str, Any]:
         return dict(zip(wanted, made, strict=True))
 
 
-def check(root: Path, name: str, *only: str) -> tuple[int, dict[str, Any], str]:
+def check(
+    root: Path, name: str, *only: str, more: tuple[str, ...] = ()
+) -> tuple[int, dict[str, Any], str]:
     env = clean_environment(OMP_NUM_THREADS="1")
     env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
     names = [word for one in only for word in ("--only", one)]
     command = [sys.executable, "-m", "accelerate_core", "plugins", "check", name, "--json"]
     done = subprocess.run(
-        [*command, "--timeout", "4", *names], env=env, capture_output=True, text=True, timeout=150
+        [*command, "--timeout", "4", *names, *more],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     found = json.loads(done.stdout)["checks"] if done.stdout else []
     return done.returncode, {one["name"]: one for one in found}, done.stderr
@@ -186,6 +193,12 @@ def test_on_ranks_it_is_caught_by_the_check_meant_for_it(
     assert found[caught_by]["state"] == "failed"
     assert f"backend {name} (dummy-{name} 4.2)" in found[caught_by]["error"]
     assert words in found[caught_by]["error"]
+
+
+@pytest.mark.dist
+def test_one_that_is_right_on_two_ranks_only_is_caught_on_three(root: Path) -> None:
+    said = [check(root, "halving", "training", more=("--num_processes", n)) for n in ("2", "3")]
+    assert [found["training"]["state"] for _, found, _ in said] == ["passed", "failed"]
 
 
 def test_one_without_an_entry_point_is_told_what_it_lacks(root: Path) -> None:

@@ -24,6 +24,13 @@ class TestDDP(BackendSuite):
 
 
 @pytest.mark.dist
+@pytest.mark.soak
+class TestDDPOnThree(BackendSuite):
+    plugin = "ddp"
+    num_processes = 3
+
+
+@pytest.mark.dist
 class TestFSDP2(BackendSuite):
     plugin = "fsdp2"
 

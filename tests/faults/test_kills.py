@@ -102,7 +102,7 @@ def check(
 @pytest.mark.parametrize(
     ("nproc", "runs", "backend"),
     # An engine takes seconds to start.
-    [(1, 2, None), (2, 2, None), (2, 2, "fsdp2"), (2, 1, "deepspeed")],
+    [(1, 2, None), (2, 1, None), (2, 1, "fsdp2"), (2, 1, "deepspeed")],
 )
 def test_killed_runs_end_with_the_same_weights(
     tmp_path: Path, nproc: int, runs: int, backend: str | None

@@ -80,6 +80,8 @@ def test_every_member_has_a_wheel_with_its_types_and_no_tests(wheels: Path) -> N
         assert not [name for name in names if "test_" in Path(name).name], wheel.name
 
 
+# Of `make dist`, which selects all of this folder: `make test` need not make an environment again.
+@pytest.mark.soak
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> None:

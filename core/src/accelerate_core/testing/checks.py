@@ -143,6 +143,7 @@ _ABOUT = {
     "overflow": "unscale_gradients optimizer_step",
     "join": "join_uneven_inputs",
     "save_and_load": _KEEP_OWN,
+    "save_later": _KEEP_OWN,
     "resume": _KEEP_OWN,
     "kill": _KEEP_OWN,
     "save_fails": _KEEP_OWN,

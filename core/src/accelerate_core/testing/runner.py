@@ -27,7 +27,6 @@ from accelerate_core.testing.results import Result
 __all__ = ["choose_plugin", "run_suite"]
 
 _LAUNCHES = 6  # after so many that were lost, the rest is not run
-_RANKS = 2
 _START_UP = 60.0  # seconds until the first check runs: imports, on a machine with other work
 
 Watcher = Callable[[Result], None]
@@ -63,6 +62,7 @@ def run_suite(
     environ: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
     timeout: float = 20.0,
+    num_processes: int = 2,
     on_begin: Callable[[str], None] = lambda name: None,
     on_result: Watcher = lambda result: None,
 ) -> list[Result]:
@@ -73,12 +73,15 @@ def run_suite(
         environ: variables for the processes of the checks, such as the plugin's settings.
         options: what checks of some kinds can be told (see the suites in `accelerate_core.testing`).
         timeout: seconds a collective may wait.
+        num_processes: ranks of the checks on ranks.
         on_begin: told the name of a check that begins, at best.
         on_result: told each result as soon as it is there.
 
     Raises:
         ConfigurationError: `only` names a check that does not exist.
     """
+    if num_processes < 2:
+        raise ConfigurationError(f"The suite takes two processes or more, not {num_processes}.")
     every = checks_of(kind)
     for one in only or ():
         if one not in every:
@@ -90,7 +93,7 @@ def run_suite(
     with tempfile.TemporaryDirectory(prefix="accelerate-check-") as folder:
         session = _Session(
             kind, name, Path(folder), dict(environ or {}), dict(options or {}), timeout,
-            on_begin, on_result,
+            num_processes, on_begin, on_result,
         )  # fmt: skip
         return session.run(chosen)
 
@@ -106,6 +109,7 @@ class _Session:
         environ: dict[str, str],
         options: dict[str, Any],
         timeout: float,
+        num_processes: int,
         on_begin: Callable[[str], None],
         on_result: Watcher,
     ) -> None:
@@ -113,7 +117,7 @@ class _Session:
         self.environ = clean_environment(**environ)
         if kind == "extension":
             self.environ["ACCELERATE_PLUGINS"] = name
-        self.options = options
+        self.options, self.num_processes = options, num_processes
         self.on_begin, self.on_result = on_begin, on_result
         self.results: dict[str, Result] = {}
         self._now, self._since = "", 0.0
@@ -197,8 +201,14 @@ class _Session:
                 self._add(Result(made.name, "skipped", why))
 
     def _start(
-        self, names: Sequence[str], *, ranks: int = _RANKS, dying: str = "", collect: bool = True
+        self,
+        names: Sequence[str],
+        *,
+        ranks: int | None = None,
+        dying: str = "",
+        collect: bool = True,
     ) -> Run:
+        ranks = self.num_processes if ranks is None else ranks
         for path in [*self.folder.glob("*.json"), self.folder / "now"]:
             path.unlink(missing_ok=True)
         self._now, self._since = "", time.monotonic() + _START_UP

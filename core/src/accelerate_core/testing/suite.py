@@ -31,6 +31,7 @@ class _Suite:
         environ: variables for all processes of the checks, such as the plugin's settings.
         options: what some checks can be told.
         timeout: seconds a collective may wait.
+        num_processes: ranks of the checks on ranks.
     """
 
     kind: ClassVar[str]
@@ -38,6 +39,7 @@ class _Suite:
     environ: ClassVar[Mapping[str, str]] = {}
     options: ClassVar[Mapping[str, Any]] = {}
     timeout: ClassVar[float] = 20.0
+    num_processes: ClassVar[int] = 2
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -65,6 +67,7 @@ class _Suite:
                 environ=cls.environ,
                 options=cls.options,
                 timeout=cls.timeout,
+                num_processes=cls.num_processes,
             )
             cls._found = {result.name: result for result in found}
         made: Mapping[str, Result] = cls._found

@@ -30,6 +30,7 @@ _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 @click.option("--env", "env", multiple=True, metavar="NAME=VALUE", help="Set for the checks.")
 @click.option("--options", metavar="JSON", help="What checks of this kind can be told.")
 @click.option("--timeout", type=float, default=20.0, help="Seconds a collective may wait.")
+@click.option("--num_processes", type=int, default=2, help="Ranks of the checks on ranks.")
 @click.option("--junit", metavar="FILE", help="Write JUnit XML as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a report.")
 @click.option("--list", "as_list", is_flag=True, help="List the checks, and run none.")
@@ -40,6 +41,7 @@ def command(
     env: tuple[str, ...],
     options: str | None,
     timeout: float,
+    num_processes: int,
     junit: str | None,
     as_json: bool,
     as_list: bool,
@@ -60,7 +62,15 @@ def command(
     if junit is not None and not Path(junit).resolve().parent.is_dir():
         raise click.UsageError(f"--junit {junit}: there is no directory {Path(junit).parent}.")
     with contextlib.redirect_stdout(sys.stderr):  # a plugin may print where it is imported
-        results = _run(record, only, _pairs(env), _options(options), timeout, quiet=as_json)
+        results = _run(
+            record,
+            quiet=as_json,
+            only=list(only) or None,
+            environ=_pairs(env),
+            options=_options(options),
+            timeout=timeout,
+            num_processes=num_processes,
+        )
     if junit is not None:
         write_junit(junit, f"{record.kind} {record.label}", results)
     failed = [result for result in results if result.state == "failed"]
@@ -95,21 +105,13 @@ def _options(text: str | None) -> dict[str, Any]:
     return made
 
 
-def _run(
-    record: PluginRecord,
-    only: Sequence[str],
-    environ: dict[str, str],
-    options: dict[str, Any],
-    timeout: float,
-    *,
-    quiet: bool,
-) -> list[Result]:
+def _run(record: PluginRecord, *, quiet: bool, only: list[str] | None, **how: Any) -> list[Result]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from accelerate_core.testing.checks import checks_of
     from accelerate_core.testing.runner import run_suite
 
-    total = len(only) or len(checks_of(record.kind))
+    total = len(only or ()) or len(checks_of(record.kind))
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -122,12 +124,10 @@ def _run(
         return run_suite(
             record.kind,
             record.name,
-            only=list(only) or None,
-            environ=environ,
-            options=options,
-            timeout=timeout,
+            only=only,
             on_begin=lambda name: bar.update(task, description=name),
             on_result=lambda result: bar.advance(task),
+            **how,
         )
 
 

@@ -88,17 +88,25 @@ def _held() -> tuple[list[str], list[str]]:
 
 @check("backend")
 def two_at_once(lab: Lab) -> str | None:
-    """Two Accelerators of one process do not disturb each other."""
-    first, second = lab.accelerator(), lab.accelerator(gradient_accumulation_steps=2)
-    results = []
-    trained = [(one, *lab.ready(one)) for one in (first, second)]
-    for accelerator, model, optimizer in trained:
-        mine, _ = lab.batches(accelerator, 2)
-        results.append(lab.train(accelerator, model, optimizer, mine))
-    second.end_training()
-    accelerator, model, optimizer = trained[0]
-    lab.train(accelerator, model, optimizer, lab.batches(first, 2)[0])
-    lab.close(results[0][0], results[1][0], "first losses of both")
+    """Two Accelerators of one process, whose steps alternate, train as each does alone."""
+    cycles = (1, 2)
+    alone = []
+    for cycle in cycles:
+        accelerator = lab.accelerator(gradient_accumulation_steps=cycle)
+        model, optimizer = lab.ready(accelerator)
+        mine, _ = lab.batches(accelerator, 4)
+        alone.append(lab.train(accelerator, model, optimizer, mine))
+        accelerator.end_training()
+    both = [lab.accelerator(gradient_accumulation_steps=cycle) for cycle in cycles]
+    objects = [lab.ready(one) for one in both]
+    losses: list[list[float]] = [[], []]
+    for batch in lab.batches(both[0], 4)[0]:
+        for accelerator, (model, optimizer), told in zip(both, objects, losses, strict=True):
+            told += lab.train(accelerator, model, optimizer, [batch])
+    lab.close(losses, alone, "losses of both, in turn", 1e-6)
+    both[1].end_training()
+    model, optimizer = objects[0]
+    lab.train(both[0], model, optimizer, lab.batches(both[0], 2)[0])
     return None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +43,49 @@ def save_and_load(lab: Lab) -> str | None:
     lab.close(again, losses, "losses after load_state", 1e-6)
     lab.close(lab.weights(accelerator, model), after, "weights two steps later", 1e-6)
     return None
+
+
+@check("backend")
+def save_later(lab: Lab) -> str | None:
+    """`save_state(blocking=False)` keeps the state of the call, whatever training does meanwhile."""
+
+    def objects(seed: int) -> tuple[Accelerator, Any, Any]:
+        accelerator = lab.accelerator()
+        model: Any = lab.net(accelerator, seed)
+        made = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.01))
+        return accelerator, *made
+
+    accelerator, model, optimizer = objects(0)
+    mine, _ = lab.batches(accelerator, 6)
+    lab.train(accelerator, model, optimizer, mine[:2])
+    trained = threading.Event()
+    _hold(accelerator, trained)
+    path = accelerator.save_state(str(lab.scratch("save_later")), blocking=False)
+    lab.train(accelerator, model, optimizer, mine[2:])
+    expected = lab.weights(accelerator, model)
+    trained.set()
+    accelerator.wait_for_checkpoint()
+    del accelerator, model, optimizer
+    lab.end()
+    accelerator, model, optimizer = objects(5)
+    accelerator.load_state(path)
+    lab.train(accelerator, model, optimizer, mine[2:])
+    lab.close(lab.weights(accelerator, model), expected, "weights four steps later", 1e-6)
+    return None
+
+
+def _hold(accelerator: Accelerator, until: threading.Event) -> None:
+    """Let what writes beside training begin no earlier."""
+    run = accelerator.background.run
+
+    def later(work: Callable[[], Any]) -> Any:
+        def held() -> Any:
+            until.wait(60)
+            return work()
+
+        return run(held)
+
+    accelerator.background.run = later  # type: ignore[method-assign, assignment]
 
 
 def _objects(lab: Lab, seed: int) -> tuple[Accelerator, Any, Any, Any, Any]:

@@ -48,7 +48,7 @@ def learning(lab: Lab) -> str | None:
     losses = lab.train(accelerator, model, optimizer, mine * 10)
     lab.alike(accelerator, losses, "losses")
     first, last = sum(losses[:3]), sum(losses[-3:])
-    if not last < first / 2:
+    if not last < 0.8 * first:  # how fast is the algorithm's own affair
         raise AssertionError(f"the loss went from {first / 3:.3g} to {last / 3:.3g}")
     _, shares = accelerator.hooks.data_shard(accelerator)
     accelerator.end_training()
@@ -362,7 +362,9 @@ def overflow(lab: Lab) -> str | None:
 def join(lab: Lab) -> str | None:
     """Ranks may run out of batches at different steps."""
     accelerator = lab.accelerator()
-    model, optimizer = lab.ready(accelerator)
+    # Without momentum: who is out of batches does not step, and has none of the others' steps.
+    model: Any = lab.net(accelerator)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), RATE))
     mine, _ = lab.batches(accelerator, 2 + accelerator.process_index)
     with accelerator.join_uneven_inputs([model]):
         for batch in mine:
@@ -370,4 +372,7 @@ def join(lab: Lab) -> str | None:
             optimizer.step()
             optimizer.zero_grad()
     accelerator.wait_for_everyone()
+    lab.same_everywhere(accelerator, model, "the model after uneven inputs")
+    lab.train(accelerator, model, optimizer, lab.batches(accelerator, 1)[0])
+    lab.same_everywhere(accelerator, model, "the model a common step later")
     return f"{len(mine)} batches on rank {lab.rank}"
