@@ -6,7 +6,9 @@ import pytest
 from dummies import distribution, run
 
 CODE = """
-from accelerate_core import Backend, BackendSettings, Claim, settings
+import os
+from contextlib import nullcontext
+from accelerate_core import Backend, BackendSettings, Claim, Precision, settings
 
 class Raises(Backend):
     name = "raises"
@@ -20,6 +22,48 @@ class NoClaim(Raises):
     @classmethod
     def detect(cls, request):
         return True
+
+class Leaves(Raises):
+    name = "leaves"
+    @classmethod
+    def detect(cls, request):
+        raise SystemExit("no licence")
+
+class High(Raises):
+    name = "high"
+    @classmethod
+    def detect(cls, request):
+        return Claim("high", "because")
+
+class Faulty(Backend):
+    name = "faulty"
+    api_version = (1, 0)
+    at = ""
+    @classmethod
+    def detect(cls, request):
+        return None
+    def __getattribute__(self, name):
+        if name == Faulty.at:
+            return self._raises
+        return super().__getattribute__(name)
+    def _raises(self, *arguments):
+        raise ArithmeticError("boom")
+
+class Nearly(Precision):
+    name = "nearly"
+    api_version = (1, 0)
+    entered = 0
+    def autocast(self, device, options):
+        Nearly.entered += 1
+        if os.environ.get("NEARLY") == "autocast":
+            raise ArithmeticError("boom")
+        return nullcontext()
+    def check(self, device):
+        if os.environ.get("NEARLY") == "check":
+            raise ArithmeticError("boom")
+    def scaler(self, device, options):
+        if os.environ.get("NEARLY") == "scaler":
+            raise ArithmeticError("boom")
 
 class Init(Backend):
     name = "init"
@@ -61,9 +105,17 @@ else:
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("faulty")
     names = {"raises": "Raises", "noclaim": "NoClaim", "init": "Init", "nothing": "Nothing"}
+    names |= {"leaves": "Leaves", "high": "High", "faulty": "Faulty"}
     groups = {
         "backends": {**names, "mine": "Mine"},
-        "triggers": {"TRY_RAISES": "Raises", "TRY_NOCLAIM": "NoClaim", "mine_plugin": "Mine"},
+        "precisions": {"nearly": "Nearly"},
+        "triggers": {
+            "TRY_RAISES": "Raises",
+            "TRY_NOCLAIM": "NoClaim",
+            "TRY_LEAVES": "Leaves",
+            "TRY_HIGH": "High",
+            "mine_plugin": "Mine",
+        },
         "extensions": {"extra": "Extension"},
         "exports": {"LentAndGone": "Gone"},
     }
@@ -73,7 +125,9 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("variable", ["TRY_RAISES", "TRY_NOCLAIM", "TRY_EXITS"])
+@pytest.mark.parametrize(
+    "variable", ["TRY_RAISES", "TRY_NOCLAIM", "TRY_EXITS", "TRY_LEAVES", "TRY_HIGH"]
+)
 def test_who_cannot_answer_is_passed_over_and_listed(root, variable):
     assert run(root, TRY.format(arguments={}), {variable: "1"}) == ["", "single"]
     listed = run(
@@ -87,7 +141,8 @@ def test_who_cannot_answer_is_passed_over_and_listed(root, variable):
     name = variable.removeprefix("TRY_").lower()
     state, because = next((s, b) for n, s, b in listed if n == name)
     assert state == "broken"
-    assert any(word in because for word in ("boom", "returned True", "no such hardware"))
+    words = ("boom", "returned True", "no such hardware", "no licence", "not 'high'")
+    assert any(word in because for word in words)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +154,48 @@ def test_who_is_asked_for_by_name_is_named(root, name, kind, words):
     assert got == kind
     assert "dummy-faulty" in text
     assert words in text
+
+
+def test_methods_that_are_no_hooks_are_named_too(root):
+    code = """
+    from accelerate_core import Accelerator
+    from dummy_faulty import Faulty
+    said = {}
+    for Faulty.at in ("check", "core_defaults", "distributed_type"):
+        try:
+            Accelerator(cpu=True, backend="faulty").distributed_type
+        except ArithmeticError as error:
+            said[Faulty.at] = error.__notes__
+    out(said)
+    """
+    said = run(root, code)
+    assert len(said) == 3
+    for method, notes in said.items():
+        assert notes == [f"accelerate-core: hook {method!r} of plugin faulty (dummy-faulty 1.0)"]
+
+
+def test_a_precision_may_enter_forward_its_own_way_and_is_named_where_it_raises(root):
+    code = """
+    import os, torch
+    from accelerate_core import Accelerator
+    from dummy_faulty import Nearly
+    said = {}
+    for method in ("", "check", "scaler", "autocast"):
+        os.environ["NEARLY"] = method
+        try:
+            accelerator = Accelerator(cpu=True, mixed_precision="nearly")
+            accelerator.prepare(torch.nn.Linear(1, 1))(torch.ones(1, 1))
+        except ArithmeticError as error:
+            said[method] = error.__notes__
+        else:
+            said[method] = Nearly.entered
+    out(said)
+    """
+    said = run(root, code)
+    assert said.pop("") == 1
+    assert len(said) == 3
+    for method, notes in said.items():
+        assert notes == [f"accelerate-core: hook {method!r} of plugin nearly (dummy-faulty 1.0)"]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from accelerate_core.helpers.environment import follow_cpu_affinity
 from accelerate_core.helpers.memory import release_memory
 from accelerate_core.plugins import ActivePlugins
 from accelerate_core.plugins.digest import agree
+from accelerate_core.plugins.manager import blaming
 from accelerate_core.plugins.selection import plugin_arguments
 from accelerate_core.state import absent_attribute
 from accelerate_core.step import GradientState, ItemCount
@@ -147,7 +148,8 @@ class Accelerator(
         for record, extension, why in built.extensions:
             self.plugins.add(extension, record, why)
         self.hooks = self.plugins.bind_owner(built.backend, built.selection.record, Backend)
-        self.backend.check(self)
+        with blaming("check", built.selection.record):
+            self.backend.check(self)
         signals = self._check_preemption()
         trackers = normalise_log_with(log_with)
         self._start_runtime()
@@ -193,7 +195,8 @@ class Accelerator(
         follow_cpu_affinity(self._process.local_process_index, os.environ)
 
     def _agree(self) -> None:
-        self.precision.check(self.device)
+        with blaming("check", self._built.precision_record):
+            self.precision.check(self.device)
         agree(self._process, self._built.facts())
 
     def _set_up(self, arguments: Mapping[str, Any], log_with: Any) -> None:
@@ -214,7 +217,8 @@ class Accelerator(
         self._scaler = None
         if "precision" not in self.backend.owns:
             options = scaling.to_kwargs() if scaling else {}
-            self._scaler = self.precision.scaler(self.device, options)
+            with blaming("scaler", built.precision_record):
+                self._scaler = self.precision.scaler(self.device, options)
         self._unscaled: set[int] = set()
         self._scaled_steps: set[int] = set()
         self.gradient_state = GradientState(**_fields(built.accumulation))

@@ -42,7 +42,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_core.plugins.manager import blame
+from accelerate_core.plugins.manager import blame, blaming
 from accelerate_core.plugins.selection import (
     Request,
     Selection,
@@ -174,9 +174,11 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
         warn_near_misses(environ, [name for field in fields for name in field.env])
     handlers = _sort_handlers(given["kwargs_handlers"])
     backend, backend_because = _make_backend(selection, given, sources, handlers)
+    with blaming("core_defaults", selection.record):
+        own = backend.core_defaults()
     detected = {
         name: Because(value, f"backend {selection.record.name}")
-        for name, value in backend.core_defaults().items()
+        for name, value in own.items()
         if name != "parallelism_config"
     }
     values = resolve_core({**passed, "backend": None}, sources, detected)

@@ -19,6 +19,7 @@ from accelerate_core import runtime
 from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.feeding import feed
 from accelerate_core.hookspecs import API_VERSION, Scope
+from accelerate_core.plugins.manager import blame
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision, mark_hooks
 from accelerate_core.torch_talk import TorchTalk, host_group
@@ -244,7 +245,11 @@ class Backend:
         options: dict[str, Any] = {}
         if settings is not None:
             options = {"enabled": settings.enabled, "cache_enabled": settings.cache_enabled}
-        return accelerator.precision.autocast(accelerator.device, options)
+        try:  # in each step: no context manager around it
+            return accelerator.precision.autocast(accelerator.device, options)
+        except BaseException as error:
+            blame(error, "autocast", accelerator._built.precision_record)
+            raise
 
     def scale_loss(self, accelerator: Accelerator, loss: torch.Tensor) -> torch.Tensor:
         """Scale by the gradient scaler, where there is one."""

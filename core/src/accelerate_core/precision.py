@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -34,7 +35,7 @@ class Precision:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        mark_hooks(cls)
+        mark_hooks(cls, own=vars(Precision))
 
     @property
     def mixes(self) -> bool:
@@ -57,11 +58,16 @@ class Precision:
         return torch.autocast(device.type, dtype=self.dtype, **options)
 
 
-def mark_hooks(cls: type) -> None:
-    """Mark a class's own methods that are named like hooks as implementations of them."""
+def mark_hooks(cls: type, own: Container[str] = ()) -> None:
+    """Mark a class's methods that are named like hooks as implementations of them.
+
+    Args:
+        own: names that mean something else in its base, such as a precision's `autocast`.
+    """
     for name, value in list(vars(cls).items()):
         if (
-            hook_kind(name) is not None
+            name not in own
+            and hook_kind(name) is not None
             and callable(value)
             and not hasattr(value, "accelerate_core_impl")
         ):

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from accelerate_core.configuration import DistributedType
 from accelerate_core.facade.base import FacadeBase
+from accelerate_core.plugins.manager import blaming
 from accelerate_core.state import AcceleratorState
 
 __all__ = ["Place"]
@@ -23,7 +24,9 @@ class Place(FacadeBase):
     @property
     def distributed_type(self) -> DistributedType:
         """Which kind of setup runs, as the active backend names it."""
-        return cast(DistributedType, DistributedType(self.backend.distributed_type(self._whole)))
+        with blaming("distributed_type", self._built.selection.record):
+            said = self.backend.distributed_type(self._whole)
+            return cast(DistributedType, DistributedType(said))
 
     @property
     def multi_device(self) -> bool:

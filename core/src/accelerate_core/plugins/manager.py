@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pluggy
@@ -22,7 +23,7 @@ from accelerate_core.hookspecs import (
 )
 from accelerate_core.plugins.discovery import PluginRecord
 
-__all__ = ["ActivePlugins", "Hooks"]
+__all__ = ["ActivePlugins", "Hooks", "blame", "blaming"]
 
 
 class Hooks:
@@ -183,6 +184,16 @@ def _written_for(plugin: Any) -> str:
 def blame(error: BaseException, hook: str, record: PluginRecord) -> None:
     """Note on an exception which hook of which plugin let it out."""
     error.add_note(f"accelerate-core: hook {hook!r} of plugin {record.label}")
+
+
+@contextmanager
+def blaming(hook: str, record: PluginRecord) -> Iterator[None]:
+    """Note on whatever the block raises that it came out of this method of this plugin."""
+    try:
+        yield
+    except BaseException as error:
+        blame(error, hook, record)
+        raise
 
 
 def _bind(backend: Any, record: PluginRecord, name: str, base: type) -> Callable[..., Any]:

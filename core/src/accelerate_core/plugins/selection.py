@@ -39,6 +39,10 @@ class Claim:
     priority: int
     reason: str
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.priority, int | float):
+            raise TypeError(f"the priority of a Claim is a number, not {self.priority!r}")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -227,7 +231,7 @@ def _claim(record: PluginRecord, plugin: Any, request: Request) -> Claim | None:
         claim = plugin.detect(request)
     except AccelerateError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # vendors' stacks exit without hardware
         raise PluginError(
             f"The {record.kind} plugin {record.label} is broken: its detect() raised "
             f"{type(error).__name__}: {error}. Keep it out with "
