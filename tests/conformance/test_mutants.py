@@ -10,15 +10,15 @@ import pytest
 from accelerate_core.scaffold import write_repository
 from accelerate_core.testing import run_workers
 
-SCRIPT = Path(__file__).with_name("mutants.py")
-NAMES = re.findall(r"^@caught_by\(\"(\w+)\"\)\nclass (\w+)", SCRIPT.read_text(), re.MULTILINE)
+FOLDER = Path(__file__).with_name("mutants")
+SOURCE = "\n".join(path.read_text() for path in sorted(FOLDER.glob("of_*.py")))
+NAMES = re.findall(r"^@caught_by\(\"(\w+)\"\)\nclass (\w+)", SOURCE, re.MULTILINE)
 SOUND = [
     (check, f"{name}.{check}")
-    for checks, name in re.findall(
-        r"^@passes\((.+)\)\nclass (\w+)", SCRIPT.read_text(), re.MULTILINE
-    )
+    for checks, name in re.findall(r"^@passes\((.+)\)\nclass (\w+)", SOURCE, re.MULTILINE)
     for check in re.findall(r"\w+", checks)
 ]
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]
     write_repository("sound", "backend", folder / "sound")
     left, found = [name for _, name in NAMES + SOUND], {}
     for _ in range(4):
-        run = run_workers(SCRIPT, 2, [folder / "sound", *left], timeout=200)
+        run = run_workers(FOLDER / "run.py", 2, [folder / "sound", *left], timeout=500)
         for name in list(left):
             lines = [(rank or {}).get(name) for rank in run.results]
             if None in lines:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from accelerate_core.hookspecs import all_hooks
+
 if TYPE_CHECKING:
     from accelerate_core.testing.lab import Lab
     from accelerate_core.testing.processes import Run
@@ -124,6 +126,8 @@ _ABOUT = {
     "same_start": "prepare_model",
     "kinds_of_models": "prepare_model",
     "several_models": f"prepare_model {_STEP} {_KEEP}",
+    "one_of_two": "no_sync trigger_sync_in_backward backward",
+    "contexts": "init_model_context new_group",
     "unwrap": "unwrap_model",
     "state_dict": "consolidate",
     "compiled": "prepare_model compile",
@@ -158,12 +162,12 @@ _ABOUT = {
 
 
 def about(name: str, plugin: Any) -> str:
-    """Return which hooks a failed check is about: those the plugin has, or could have."""
-    hooks = _ABOUT.get(name, "").split()
+    """Return which of a backend's hooks a failed check is about, or else all it has."""
     own = [
         cls for cls in getattr(plugin, "__mro__", ()) if "accelerate_core." not in cls.__module__
     ]
-    mine = [hook for hook in hooks if any(hook in vars(cls) for cls in own)]
-    if mine:
-        return f"hooks to look at: {', '.join(mine)}"
-    return f"it implements none of the hooks this is about: {', '.join(hooks)}" if hooks else ""
+    mine = [hook for hook in all_hooks() if any(hook in vars(cls) for cls in own)]
+    meant = [hook for hook in _ABOUT.get(name, "").split() if hook in mine]
+    if meant:
+        return f"hooks to look at: {', '.join(meant)}"
+    return f"its hooks: {', '.join(mine)}" if mine else ""

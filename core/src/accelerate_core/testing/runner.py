@@ -27,6 +27,7 @@ from accelerate_core.testing.results import Result
 __all__ = ["choose_plugin", "run_suite"]
 
 _LAUNCHES = 6  # after so many that were lost, the rest is not run
+_HANGS = 2  # after so many that did not end by themselves, too: each costs all its time
 _START_UP = 60.0  # seconds until the first check runs: imports, on a machine with other work
 
 Watcher = Callable[[Result], None]
@@ -82,6 +83,8 @@ def run_suite(
     """
     if num_processes < 2:
         raise ConfigurationError(f"The suite takes two processes or more, not {num_processes}.")
+    if not timeout > 0:
+        raise ConfigurationError(f"The timeout is a number of seconds above 0, not {timeout:g}.")
     every = checks_of(kind)
     for one in only or ():
         if one not in every:
@@ -121,6 +124,7 @@ class _Session:
         self.on_begin, self.on_result = on_begin, on_result
         self.results: dict[str, Result] = {}
         self._now, self._since = "", 0.0
+        self._hung = 0
 
     def run(self, chosen: Sequence[Check]) -> list[Result]:
         alone = [made for made in chosen if made.place == "alone"]
@@ -143,6 +147,8 @@ class _Session:
                 return
             self._lost(left[len(done)], run)
             left = [name for name in left if name not in self.results]
+            if self._hung >= _HANGS:
+                break
         self._give_up(left)
 
     def _cannot_start(self, rest: Sequence[Check]) -> bool | None:
@@ -174,8 +180,11 @@ class _Session:
                 break
             self._lost(ranks_left[0], run)
             ranks = ranks_left[1:]
-        else:
-            self._give_up(ranks)
+            if self._hung >= _HANGS:
+                break
+        if self._hung >= _HANGS or any(name not in self.results for name in ranks):
+            self._give_up([made.name for made in left])
+            return
         for name in dying:
             if name not in self.results:
                 run = self._start([name])
@@ -260,6 +269,7 @@ class _Session:
             for path in sorted(self.folder.glob(f"{name}.*.json"))
         }
         said = [f"rank {rank}: {line['error']}" for rank, line in lines.items() if line["error"]]
+        self._hung += run.timed_out
         gone = "it did not end" if run.timed_out else f"the processes ended with {run.returncode}"
         error = "\n".join([*said, gone])
         self._add(Result(name, "failed", "", error, run.story, 0.0))
@@ -268,14 +278,15 @@ class _Session:
         """Return whose failure it is, and which of its hooks the check is about."""
         record = find(self.kind, self.name, because="the conformance suite")
         try:
-            hooks = about(name, record.load())
+            hooks = about(name, record.load()) if self.kind == "backend" else ""
         except AccelerateError:
             hooks = ""
         return f"{self.kind} {record.label}{f'; {hooks}' if hooks else ''}"
 
     def _give_up(self, names: Iterable[str]) -> None:
+        """What is left is not run, and no failure of its own."""
         for name in names:
-            self._add(Result(name, "failed", "", "not run: too many processes were lost before"))
+            self._add(Result(name, "skipped", "not run: too many processes were lost before"))
 
     def _add(self, result: Result) -> None:
         if result.name not in self.results:

@@ -6,12 +6,13 @@ import enum
 import functools
 import math
 import os
-import sys
 import tempfile
 import types
 import typing
 from pathlib import Path
 from typing import Any
+
+import click
 
 from accelerate_core.configuration.files import read_config
 from accelerate_core.configuration.resolve import Sources, resolve_settings
@@ -20,7 +21,7 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import installed
 from accelerate_core.testing.checks import check
 from accelerate_core.testing.lab import Lab
-from accelerate_core.testing.processes import clean_environment, run_command
+from accelerate_core.testing.processes import clean_environment
 
 #: Keys of `supports` and of `owns` that somebody reads.
 _SUPPORTS = (
@@ -187,6 +188,17 @@ def _launch_option(lab: Lab, field: SettingField, text: str) -> None:
 
 @functools.cache
 def _launch(*arguments: str) -> str:
-    command = [sys.executable, "-m", "accelerate_core", "launch", *arguments]
-    run = run_command(command, clean_environment(), 60)
-    return run.stdout + run.stderr
+    """Return what `launch` prints, in this process: one of its own for each field would take long."""
+    from click.testing import CliRunner
+
+    from accelerate_core.cli import main
+
+    clean = clean_environment(COLUMNS="400")
+    hidden = dict.fromkeys(name for name in os.environ if name not in clean)
+
+    @click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+    @click.argument("words", nargs=-1, type=click.UNPROCESSED)
+    def command(words: tuple[str, ...]) -> None:
+        main(["launch", *words])
+
+    return str(CliRunner().invoke(command, arguments, env={**hidden, **clean}).output)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import signal
 import sys
 import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -67,7 +69,19 @@ def _process() -> dict[str, Any]:
         "environment": dict(os.environ),
         "signal handlers": {one: signal.getsignal(one) for one in signal.valid_signals()},
         "torch.get_num_threads()": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "working directory": os.getcwd(),
+        "file mode mask": _umask(),
+        "filters of warnings": len(warnings.filters),
+        "handlers of the root logger": len(logging.getLogger().handlers),
     }
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _restore(before: dict[str, Any]) -> None:
@@ -77,6 +91,8 @@ def _restore(before: dict[str, Any]) -> None:
         if signal.getsignal(one) != handler:
             signal.signal(one, handler)
     torch.set_num_threads(before["torch.get_num_threads()"])
+    torch.use_deterministic_algorithms(before["deterministic algorithms"])
+    os.umask(before["file mode mask"])
 
 
 def _held() -> tuple[list[str], list[str]]:

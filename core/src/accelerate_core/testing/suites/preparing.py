@@ -168,6 +168,45 @@ def several_models(lab: Lab) -> str | None:
     return None
 
 
+@check("backend", needs="no_sync")
+def one_of_two(lab: Lab) -> str | None:
+    """`no_sync` of one model leaves the other alone, and `trigger_sync_in_backward` ends it."""
+    if not lab.supports.get("several_models", True):
+        lab.skip("it does not declare 'several_models'")
+    accelerator, models, optimizers = _pair(lab, 0)
+    mine, _ = lab.batches(accelerator, 2)
+    with accelerator.no_sync(models[0]):
+        accelerator.backward(loss_of(models[1], mine[0]))
+        accelerator.backward(loss_of(models[0], mine[0]))
+    if lab.supports.get("exact", True):
+        optimizers[1].step()
+        lab.same_everywhere(accelerator, models[1], "the model beside one under no_sync")
+    with accelerator.no_sync(models[0]):
+        loss = loss_of(models[0], mine[1])
+    with accelerator.trigger_sync_in_backward(models[0]):
+        accelerator.backward(loss)
+    optimizers[0].step()
+    if lab.supports.get("exact", True):
+        lab.same_everywhere(accelerator, models[0], "the model after trigger_sync_in_backward")
+    return None
+
+
+@check("backend")
+def contexts(lab: Lab) -> str | None:
+    """Models can be made inside of `init_model_context`, and groups of ranks are those asked for."""
+    accelerator = lab.accelerator()
+    with accelerator.hooks.init_model_context(accelerator):
+        model: Any = lab.net(accelerator)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), RATE))
+    lab.train(accelerator, model, optimizer, lab.batches(accelerator, 1)[0])
+    if lab.rank == lab.size - 1:  # only members ask for a group
+        alone = accelerator.hooks.new_group(accelerator, [lab.rank], None)
+        if alone is not None:
+            lab.equal(torch.distributed.get_world_size(alone), 1, "ranks of a group of one")
+    accelerator.wait_for_everyone()
+    return None
+
+
 def _trained(
     lab: Lab, accelerator: Accelerator, models: Any, optimizers: Any, batches: Any
 ) -> list[dict[str, torch.Tensor]]:

@@ -182,7 +182,9 @@ def clip_norm(lab: Lab) -> str | None:
     norms = []
     for batch in mine:
         accelerator.backward(loss_of(model, batch))
-        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        norm: Any = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        lab.equal((type(norm).__name__, norm.ndim), ("Tensor", 0), "what clip_grad_norm_ returns")
+        norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
     _, weights, expected = plain_training(whole, max_norm=0.5)

@@ -72,6 +72,8 @@ def collectives(lab: Lab) -> str | None:
     top = comm.reduce(torch.tensor([float(rank)], device=device), "max")
     low = comm.reduce(torch.tensor([float(rank)], device=device), "min")
     lab.equal((top.item(), low.item()), (size - 1.0, 0.0), "reduce by max and min")
+    most = comm.reduce(torch.tensor([rank - 5], device=device), "max")
+    lab.equal(most.item(), size - 6, "reduce of integers by max")
     for src in range(size):
         sent = broadcast({"x": torch.tensor([float(rank)], device=device)}, src, comm=comm)
         lab.equal(sent["x"].item(), float(src), f"broadcast from rank {src}")
@@ -95,9 +97,10 @@ def objects(lab: Lab) -> str | None:
     lab.equal(comm.gather_object(mine), expected, "gather_object")
     for src in range(lab.size):
         lab.equal(comm.broadcast_object(mine, src), expected[src], f"broadcast_object from {src}")
-    parts = [["part", r] for r in range(lab.size)] if rank == 0 else None
-    scattered = accelerator.hooks.scatter_object(accelerator, parts, 0, "world")
-    lab.equal(scattered, ["part", rank], "scatter_object")
+    for src in range(lab.size):
+        parts = [["part", src, r] for r in range(lab.size)] if rank == src else None
+        scattered = accelerator.hooks.scatter_object(accelerator, parts, src, "world")
+        lab.equal(scattered, ["part", src, rank], f"scatter_object from {src}")
     return None
 
 
@@ -107,12 +110,15 @@ def pieces(lab: Lab) -> str | None:
     accelerator = lab.accelerator()
     rank, size, hooks = accelerator.process_index, lab.size, accelerator.hooks
     like = torch.zeros(2, device=accelerator.device)
-    parts = [like + r for r in range(size)] if rank == 0 else None
-    part = hooks.scatter(accelerator, parts, like, 0, "world")
-    lab.equal(part.tolist(), [float(rank)] * 2, "scatter")
-    sent = torch.tensor([10.0 * rank + r for r in range(size)], device=accelerator.device)
-    got = hooks.all_to_all(accelerator, sent, "world")
-    lab.equal(got.tolist(), [10.0 * r + rank for r in range(size)], "all_to_all")
+    for src in range(size):
+        parts = [like + 10 * src + r for r in range(size)] if rank == src else None
+        part = hooks.scatter(accelerator, parts, like, src, "world")
+        lab.equal(part.tolist(), [10.0 * src + rank] * 2, f"scatter from {src}")
+    for length in (1, 3):
+        sent = torch.cat([torch.arange(length) + 100.0 * rank + 10 * r for r in range(size)])
+        got = hooks.all_to_all(accelerator, sent.to(accelerator.device), "world")
+        mine = torch.cat([torch.arange(length) + 100.0 * r + 10 * rank for r in range(size)])
+        lab.equal(got.tolist(), mine.tolist(), f"all_to_all, {length} to each")
     return None
 
 

@@ -61,7 +61,7 @@ class Counting(torch.optim.Optimizer):
     """Smaller steps each time; how many there were is a number, and no tensor."""
 
     def __init__(self, params: Iterable[Any], lr: float = RATE) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -71,13 +71,14 @@ class Counting(torch.optim.Optimizer):
                 if p.grad is not None:
                     times = self.state[p].setdefault("times", 0) + 1
                     self.state[p]["times"] = times
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
                     p.add_(p.grad, alpha=-group["lr"] / times)
 
 
 def _groups(model: Net) -> list[dict[str, Any]]:
     return [
-        {"params": list(model.inner.parameters()), "lr": 0.02},
-        {"params": list(model.out.parameters()), "lr": 0.002},
+        {"params": list(model.inner.parameters()), "lr": 0.02, "weight_decay": 0.25},
+        {"params": list(model.out.parameters()), "lr": 0.002, "weight_decay": 0.5},
     ]
 
 
@@ -103,12 +104,18 @@ def groups(lab: Lab) -> str | None:
     lab.train(accelerator, model, optimizer, mine[2:])
     after = lab.weights(accelerator, model)
     for group in optimizer.param_groups:
-        group["lr"] = 1.0
+        group["lr"] = group["weight_decay"] = 1.0
     accelerator.load_state(path)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    lab.close(rates, [0.02, 0.002], "rates after load_state", 1e-12)
+    for key, kept in (("lr", [0.02, 0.002]), ("weight_decay", [0.25, 0.5])):
+        rates = [group[key] for group in optimizer.param_groups]
+        lab.close(rates, kept, f"{key} after load_state", 1e-12)
     lab.train(accelerator, model, optimizer, mine[2:])
     lab.close(lab.weights(accelerator, model), after, "weights two steps later", 1e-6)
+    if own:
+        accelerator.backward(loss_of(model, mine[0]))
+        optimizer.zero_grad()
+        held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        lab.equal(held, [None] * len(held), "gradients of all groups after zero_grad()")
     return f"{len(rates)} groups"
 
 
@@ -142,4 +149,11 @@ def calls(lab: Lab) -> str | None:
         lab.equal(all(zeros), True, "gradients are zeros after zero_grad(set_to_none=False)")
     optimizer.zero_grad(set_to_none=True)
     lab.equal([p.grad for p in held], [None] * len(held), "gradients after zero_grad()")
+    loss = loss_of(model, mine[0])
+    accelerator.backward(loss, retain_graph=True)
+    try:
+        accelerator.backward(loss)
+    except RuntimeError as error:
+        raise AssertionError(f"backward(retain_graph=True) has not retained it: {error}") from None
+    optimizer.zero_grad()
     return None

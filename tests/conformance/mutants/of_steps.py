@@ -1,0 +1,165 @@
+"""Damage to the training step."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+
+import torch
+from registry import Sound, caught_by
+
+
+@caught_by("training")
+class OneRankSkipsACollective(Sound):
+    def _average(self, accelerator, model):
+        if accelerator.process_index == 0:
+            super()._average(accelerator, model)
+
+
+@caught_by("training")
+class GradientDividedTwice(Sound):
+    def backward(self, accelerator, loss, kwargs):
+        super().backward(accelerator, loss / accelerator.num_processes, kwargs)
+
+
+@caught_by("training")
+class GradientAddedUp(Sound):
+    def backward(self, accelerator, loss, kwargs):
+        super().backward(accelerator, loss * accelerator.num_processes, kwargs)
+
+
+@caught_by("training")
+class GradientsStayApart(Sound):
+    def _average(self, accelerator, model):
+        return None
+
+
+@caught_by("training")
+class GradientsAreNeverCleared(Sound):
+    def zero_grad(self, accelerator, optimizer, set_to_none):
+        return None
+
+
+@caught_by("no_sync")
+class ReducesEveryMicroBatch(Sound):
+    def no_sync(self, accelerator, model):
+        return nullcontext()
+
+
+@caught_by("no_sync")
+class AnExceptionKeepsItApart(Sound):
+    @contextmanager
+    def _apart(self, model):
+        self._unsynced.append(model)
+        yield
+        self._unsynced.remove(model)
+
+    def no_sync(self, accelerator, model):
+        return self._apart(model)
+
+
+@caught_by("accumulation")
+class NeverReducesAgain(Sound):
+    def no_sync(self, accelerator, model):
+        self._unsynced.append(model)
+        return nullcontext()
+
+
+@caught_by("accumulation")
+class DividesByTheCycleAgain(Sound):
+    def backward(self, accelerator, loss, kwargs):
+        super().backward(accelerator, loss / accelerator.gradient_accumulation_steps, kwargs)
+
+
+@caught_by("accumulation")
+class TheLastOfAnOddEpochStaysApart(Sound):
+    _seen = 0
+
+    def backward(self, accelerator, loss, kwargs):
+        self._seen += 1
+        super().backward(accelerator, loss, kwargs)
+
+    def _average(self, accelerator, model):
+        if self._seen % accelerator.gradient_accumulation_steps == 0:
+            super()._average(accelerator, model)
+
+
+@caught_by("learning")
+class RanksNeverMeet(Sound):
+    supports = {**Sound.supports, "exact": False}
+
+    def _average(self, accelerator, model):
+        return None
+
+
+@caught_by("counted_items")
+class ItemsAreNotCounted(Sound):
+    def scale_gradients(self, accelerator, models, factor):
+        return None
+
+
+@caught_by("clip_norm")
+class ClipsEachTensor(Sound):
+    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
+        norms = [torch.nn.utils.clip_grad_norm_([p], max_norm) for p in parameters]
+        return torch.stack(norms).norm()
+
+
+@caught_by("small_gradients")
+class MakesSmallGradientsLarge(Sound):
+    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
+        parameters = list(parameters)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type)
+        for p in parameters:
+            p.grad.mul_(max_norm / (norm + 1e-6))
+        return norm
+
+
+@caught_by("clip_norm")
+class TellsTheNormAfterwards(Sound):
+    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
+        super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters])
+
+
+@caught_by("clip_norm")
+class ANormThatIsANumber(Sound):
+    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
+        return float(super().clip_grad_norm(accelerator, parameters, max_norm, norm_type))
+
+
+@caught_by("clip_norm")
+class KnowsOneNorm(Sound):
+    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
+        return super().clip_grad_norm(accelerator, parameters, max_norm, 2.0)
+
+
+@caught_by("clip_value")
+class ClipsNoValues(Sound):
+    def clip_grad_value(self, accelerator, parameters, clip_value):
+        return None
+
+
+@caught_by("schedule")
+class SaysEveryStepWasSkipped(Sound):
+    def optimizer_step(self, accelerator, optimizer, closure):
+        super().optimizer_step(accelerator, optimizer, closure)
+        return False
+
+
+@caught_by("overflow")
+class SaysNoStepWasSkipped(Sound):
+    def optimizer_step(self, accelerator, optimizer, closure):
+        super().optimizer_step(accelerator, optimizer, closure)
+        return True
+
+
+@caught_by("overflow")
+class OverflowStaysOnItsRank(Sound):
+    def _average(self, accelerator, model):
+        return None
+
+
+@caught_by("precisions")
+class AutocastCannotBeSwitchedOff(Sound):
+    def autocast(self, accelerator, settings):
+        return super().autocast(accelerator, None)
