@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import math
 import os
 import tempfile
@@ -12,12 +11,12 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import click
-
 from accelerate_core.configuration.files import read_config
 from accelerate_core.configuration.resolve import Sources, resolve_settings
 from accelerate_core.configuration.schema import SettingField, settings_fields
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.launch.contributed import contributed_options
+from accelerate_core.launch.resolve import make_plan
 from accelerate_core.plugins.discovery import installed
 from accelerate_core.testing.checks import check
 from accelerate_core.testing.lab import Lab
@@ -172,33 +171,25 @@ def _refuses(cls: type[Any], field: SettingField, owner: str) -> None:
 
 def _launch_option(lab: Lab, field: SettingField, text: str) -> None:
     """Where `launch` has an option for the field, it hands on the same."""
-    shown = _launch("--help")
-    option = next((one for name in field.cli if (one := f"--{name.lstrip('-')}") in shown), None)
-    if option is None:
+    environ = clean_environment()
+    options = contributed_options(environ)
+    mine = next((one for one in options if one.field is not None and one.env == field.env[0]), None)
+    if mine is None:
         return
-    chosen = {
-        "backend": ["--backend", lab.name],
-        "launcher": ["--launcher", lab.name],
-        "precision": ["--mixed_precision", lab.name],
-    }.get(lab.kind, [f"--use_{lab.name}"] if f"--use_{lab.name}" in shown else [])
-    said = _launch(*chosen, option, text, "--dry_run", __file__)
-    if field.env[0] not in said:
-        raise AssertionError(f"launch {option} {text} hands on no {field.env[0]}: {said[-500:]}")
+    given: dict[str, Any] = {mine.key: text}
+    if lab.kind in ("backend", "launcher"):
+        given[lab.kind] = lab.name
+    elif lab.kind == "precision":
+        given["mixed_precision"] = lab.name
+    given.update(
+        {one.key: True for one in options if one.field is None and one.env in _switches(lab)}
+    )
+    plan = make_plan(__file__, (), given, environ)
+    lab.equal(
+        plan.environment.get(mine.env), text, f"{mine.env} by launch --{mine.names[0]} {text}"
+    )
 
 
-@functools.cache
-def _launch(*arguments: str) -> str:
-    """Return what `launch` prints, in this process: one of its own for each field would take long."""
-    from click.testing import CliRunner
-
-    from accelerate_core.cli import main
-
-    clean = clean_environment(COLUMNS="400")
-    hidden = dict.fromkeys(name for name in os.environ if name not in clean)
-
-    @click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
-    @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-    def command(words: tuple[str, ...]) -> None:
-        main(["launch", *words])
-
-    return str(CliRunner().invoke(command, arguments, env={**hidden, **clean}).output)
+def _switches(lab: Lab) -> list[str]:
+    """Return the variables that ask for the plugin, and have a switch of `launch`."""
+    return [f"ACCELERATE_USE_{lab.name.upper()}"] if lab.kind == "extension" else []
