@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import dummies
 import pytest
+from support import clean_environment
 
 from accelerate_core.plugins.contract import contract, differences
 
@@ -64,14 +67,26 @@ def test_a_change_against_the_policy_is_named(
 VERSIONS = {"older": (0, 9), "equal": (1, 0), "newer": (1, 7), "next": (2, 0)}
 FUTURE = "    def of_the_future(self, accelerator): raise AssertionError\n"
 MATRIX = """
-import os
+import os, warnings
 from accelerate_core import Accelerator
-from accelerate_core.plugins import report
+from accelerate_core.configuration.provenance import Because
+from accelerate_core.launch import LaunchPlan, Target, choose_launcher
+from accelerate_core.plugins import installed, report
 def attempt(f):
     try:
         return ["fine", str(f())]
     except Exception as error:
         return [type(error).__name__, str(error)]
+def tracked(name):
+    known = os.environ["ACCELERATE_DISABLED_PLUGINS"] = ",".join(
+        r.name for r in installed().of_kind("tracker") if r.name != "t" + name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        a = Accelerator(log_with="all")
+        a.init_trackers("x")
+    names = [tracker.name for tracker in a.trackers]
+    a.end_training()
+    return [names, [str(w.message) for w in caught if "'t" + name in str(w.message)]]
 def extensions(a): return [r.name for r, _, _ in a.plugins.plugins if r.kind == "extension"]
 result = {}
 for name in ("older", "equal", "newer", "next"):
@@ -90,6 +105,12 @@ for name in ("older", "equal", "newer", "next"):
         lambda: Accelerator(mixed_precision="p" + name).mixed_precision)
     result["tracker", name, "named"] = attempt(
         lambda: Accelerator(log_with="t" + name, project_dir=".").init_trackers("x"))
+    result["tracker", name, "automatic"] = attempt(lambda: tracked(name))
+    result["launcher", name, "named"] = attempt(
+        lambda: choose_launcher(LaunchPlan(Target("x"), launcher="l" + name)).name)
+    wanted = {"START_" + name.upper(): Because("1", "the test")}
+    result["launcher", name, "automatic"] = attempt(
+        lambda: choose_launcher(LaunchPlan(Target("x"), contributed=wanted)).name)
 result["rows"] = {row.name: [row.state, row.api_version] for row in report()}
 out([[list(key) if isinstance(key, tuple) else key, value] for key, value in result.items()])
 """
@@ -111,6 +132,13 @@ class T(GeneralTracker):
     api_version = {api}
     requires_logging_directory = False
     tracker = None
+    def store_init_configuration(self, values): ...
+    def log(self, values, step=None, **kwargs): ...
+class L:
+    name = "l{name}"
+    api_version = {api}
+    def accepts(self, plan): return True
+    def launch_command(self, plan): return ["{name}"]
 """
 
 
@@ -125,7 +153,8 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
             "extensions": {f"e{name}": "E"},
             "precisions": {f"p{name}": "P"},
             "trackers": {f"t{name}": "T"},
-            "triggers": {f"EXTEND_{name.upper()}": "E"},
+            "launchers": {f"l{name}": "L"},
+            "triggers": {f"EXTEND_{name.upper()}": "E", f"START_{name.upper()}": "L"},
         }
         dummies.distribution(root, f"o{name}", code, groups)
     code = "import os; KEPT = dict(os.environ)\n" + MATRIX
@@ -133,7 +162,10 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     return {tuple(key) if isinstance(key, list) else key: value for key, value in pairs}
 
 
-@pytest.mark.parametrize("kind", ["backend", "extension", "precision", "tracker"])
+KINDS = ["backend", "extension", "precision", "tracker", "launcher"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["older", "next"])
 def test_another_major_version_is_refused_by_name(
     matrix: dict[Any, Any], kind: str, name: str
@@ -155,6 +187,10 @@ def test_another_major_version_is_passed_over_where_nobody_named_it(
 ) -> None:
     assert matrix["backend", name, "automatic"] == ["fine", "single"]
     assert matrix["extension", name, "automatic"] == ["fine", "[]"]
+    assert matrix["launcher", name, "automatic"] == ["fine", "simple"]
+    how, said = matrix["tracker", name, "automatic"]
+    assert (how, said[:4]) == ("fine", "[[],")
+    assert f"version {'.'.join(map(str, VERSIONS[name]))}" in said
 
 
 @pytest.mark.parametrize("name", ["equal", "newer"])
@@ -162,8 +198,10 @@ def test_the_same_and_a_newer_minor_version_work(matrix: dict[Any, Any], name: s
     for how in ("named", "automatic"):
         assert matrix["backend", name, how] == ["fine", name]
         assert matrix["extension", name, how] == ["fine", f"['e{name}']"]
+        assert matrix["launcher", name, how] == ["fine", f"l{name}"]
     assert matrix["precision", name, "named"] == ["fine", f"p{name}"]
     assert matrix["tracker", name, "named"] == ["fine", "None"]
+    assert matrix["tracker", name, "automatic"] == ["fine", f"[['t{name}'], []]"]
 
 
 def test_the_table_tells_the_version_without_an_import(matrix: dict[Any, Any]) -> None:
@@ -174,6 +212,49 @@ def test_the_table_tells_the_version_without_an_import(matrix: dict[Any, Any]) -
         "newer": ["available", "1.7"],
         "next": ["refused", "2.0"],
     }
+
+
+LAUNCHER = """
+class L:
+    name = "{name}"
+    {stated}
+    def accepts(self, plan): return True
+    def launch_command(self, plan): return ["echo", "started by {name}"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("stated", "refused"),
+    [("", "states no api_version"), ("api_version = (2, 0)", "a newer contract, version 2.0")],
+)
+def test_a_launcher_that_is_refused_is_passed_over_unless_it_is_named(
+    tmp_path: Path, stated: str, refused: str
+) -> None:
+    groups = {"launchers": {"odd": "L"}, "triggers": {"ODD": "L"}}
+    dummies.distribution(tmp_path, "odd", LAUNCHER.format(name="odd", stated=stated), groups)
+    groups = {"launchers": {"sound": "L"}, "triggers": {"SOUND": "L"}}
+    stated = "api_version = (1, 0)"
+    dummies.distribution(tmp_path, "sound", LAUNCHER.format(name="sound", stated=stated), groups)
+    script = tmp_path / "script.py"
+    script.write_text("print('started by the core')")
+
+    def launch(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        env = clean_environment(**environ)
+        env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
+        command = [sys.executable, "-m", "accelerate_core", "launch", *options, str(script)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+    for environ, by in ({"ODD": "1"}, "the core"), ({"ODD": "1", "SOUND": "1"}, "sound"):
+        done = launch(**environ)
+        assert (done.returncode, done.stdout.strip()) == (0, f"started by {by}")
+        assert refused in done.stderr
+        assert done.stderr.count("The launch goes on with") == 1
+        assert "odd (dummy-odd 1.0)" in done.stderr
+    named = launch("--launcher", "odd")
+    assert named.returncode == 2
+    assert refused in named.stderr
+    kept_out = launch(ODD="1", ACCELERATE_DISABLED_PLUGINS="odd")
+    assert (kept_out.stdout.strip(), kept_out.stderr) == ("started by the core", "")
 
 
 def test_an_older_minor_version_works_and_is_told_what_is_deprecated(tmp_path: Path) -> None:

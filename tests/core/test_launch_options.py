@@ -177,6 +177,7 @@ class Plugin(Backend):
 
 class Launcher:
     name = "halo"
+    api_version = (1, 0)
     def accepts(self, plan):
         return plan.num_machines == 1
     def launch_command(self, plan):

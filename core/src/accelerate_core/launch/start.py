@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, PluginError, PluginVersionError
 from accelerate_core.launch.mpi import MpirunLauncher
 from accelerate_core.launch.plan import LaunchPlan
 from accelerate_core.launch.simple import SimpleLauncher
 from accelerate_core.launch.slurm import SrunLauncher
 from accelerate_core.launch.torchrun import TorchrunLauncher
 
-__all__ = ["LAUNCHERS", "Launcher", "child_environment", "choose_launcher", "start"]
+if TYPE_CHECKING:
+    from accelerate_core.plugins.discovery import PluginRecord
+    from accelerate_core.plugins.selection import Considered
+
+__all__ = [
+    "LAUNCHERS",
+    "Launcher",
+    "child_environment",
+    "choose_launcher",
+    "consider_launchers",
+    "start",
+]
+
+logger = logging.getLogger(__name__)
 
 
 class Launcher(Protocol):
@@ -48,36 +63,118 @@ def choose_launcher(plan: LaunchPlan) -> Launcher:
     """Return the launcher that starts `plan`: the one it names, else the first that accepts it.
 
     A plugin's launcher goes before ours if one of its triggers is among what the plan says to
-    plugins, and it accepts the plan.
-    """
-    from accelerate_core.plugins.discovery import find, installed
+    plugins, and it accepts the plan. One that is broken, or speaks another major version of the
+    contract, is then passed over, with a warning.
 
-    if plan.launcher is None:
-        for record in installed().of_kind("launcher"):
-            if record.triggers & plan.contributed.keys():
-                theirs = _made(record, plan)
-                if theirs.accepts(plan):
-                    return theirs
-        return next(launcher for launcher in LAUNCHERS.values() if launcher.accepts(plan))
-    if plan.launcher in LAUNCHERS:
-        return LAUNCHERS[plan.launcher]
+    Raises:
+        PluginError: the one that is named is broken or has no `api_version`.
+        PluginVersionError: the one that is named speaks another major version of the contract.
+        ConfigurationError: the one that is named does not take this launch.
+    """
+    launcher, considered = consider_launchers(plan)
+    for one in considered:
+        if one.state in ("refused", "broken"):
+            _warn_once(f"{one.because} The launch goes on with {launcher.name!r}.")
+    return launcher
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
+
+
+def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, list[Considered]]:
+    """Return the launcher that starts `plan`, and what became of each one that is installed.
+
+    Raises:
+        PluginError, PluginVersionError, ConfigurationError: as `choose_launcher`.
+    """
+    from accelerate_core.plugins.discovery import OWN_DISTRIBUTION, installed
+    from accelerate_core.plugins.selection import Considered
+
+    if plan.launcher is not None:
+        launcher, because = _named(plan)
+        return launcher, [
+            Considered(record, "active", because)
+            if record.name == plan.launcher
+            else Considered(record, "available", f"{plan.launcher!r} is asked for by {because}")
+            for record in installed().of_kind("launcher")
+        ]
+    theirs: Launcher | None = None
+    considered: list[Considered] = []
+    for record in installed().of_kind("launcher"):
+        if record.distribution == OWN_DISTRIBUTION:
+            continue
+        made, one = _triggered(record, plan)
+        considered.append(one)
+        if made is not None and theirs is None:
+            theirs, one.state = made, "active"
+        elif made is not None:
+            one.because = "another launcher that is asked for accepts the plan before it"
+    ours = next(launcher for launcher in LAUNCHERS.values() if launcher.accepts(plan))
+    for record in installed().of_kind("launcher"):
+        if record.distribution != OWN_DISTRIBUTION:
+            continue
+        if theirs is None and record.name == ours.name:
+            what = f"{plan.num_processes} processes on {plan.num_machines} machine(s)"
+            considered.append(Considered(record, "active", f"the first that accepts {what}"))
+        else:
+            considered.append(Considered(record, "available", "not asked for"))
+    return theirs or ours, considered
+
+
+def _named(plan: LaunchPlan) -> tuple[Launcher, str]:
+    """Return the launcher the plan names, and where its name came from."""
+    from accelerate_core.plugins.discovery import find
+
+    name = str(plan.launcher)
     origin = plan.because["launcher"].origin if "launcher" in plan.because else "the launch plan"
-    record = find("launcher", plan.launcher, because=origin)
+    if name in LAUNCHERS:
+        return LAUNCHERS[name], origin
+    record = find("launcher", name, because=origin)
     launcher = _made(record, plan)
     if not launcher.accepts(plan):
         raise ConfigurationError(
             f"The launcher {record.label} (asked for by {origin}) does not take this launch: "
             f"{plan.num_processes} processes on {plan.num_machines} machine(s)."
         )
-    return launcher
+    return launcher, origin
 
 
-def _made(record: Any, plan: LaunchPlan) -> Launcher:
+def _triggered(record: PluginRecord, plan: LaunchPlan) -> tuple[Launcher | None, Considered]:
+    """Ask a plugin's launcher whether it takes a plan, if one of its triggers is set."""
+    from accelerate_core.plugins.discovery import disabled_names
+    from accelerate_core.plugins.selection import Considered
+
+    hits = sorted(record.triggers & plan.contributed.keys())
+    if record.name in disabled_names():
+        return None, Considered(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
+    if not hits:
+        return None, Considered(record, "available", "not asked for")
+    try:
+        _checked(record)
+    except PluginVersionError as error:
+        return None, Considered(record, "refused", str(error))
+    except PluginError as error:
+        return None, Considered(record, "broken", str(error))
+    launcher, origin = _made(record, plan), plan.contributed[hits[0]].origin
+    if launcher.accepts(plan):
+        return launcher, Considered(record, "passed over", f"asked because of {origin}")
+    why = f"asked because of {origin}; it does not take this launch"
+    return None, Considered(record, "passed over", why)
+
+
+def _checked(record: PluginRecord) -> Any:
+    """Import a launcher's class; one without a version of the contract is refused, too."""
     from accelerate_core.plugins.discovery import check_api_version
 
     cls = record.load()
-    if getattr(cls, "api_version", None) is not None:
-        check_api_version(record, cls)
+    check_api_version(record, cls)
+    return cls
+
+
+def _made(record: PluginRecord, plan: LaunchPlan) -> Launcher:
+    cls = _checked(record)
     launcher: Launcher = cls(*_settings_of(cls, record.name, plan))
     return launcher
 
