@@ -123,6 +123,94 @@ def test_why_reads_configuration_and_the_number_of_processes(root: Path, tmp_pat
     assert (two["state"], two["because"]) == ("active", "2 processes")
 
 
+LAUNCHER = """
+class L:
+    name = "{name}"
+    api_version = (1, 0)
+    def accepts(self, plan): return plan.num_machines == 1
+    def launch_command(self, plan): return ["echo", "{name} starts", str(plan.num_processes)]
+"""
+
+
+@pytest.mark.parametrize("key", ["launcher", "trigger", "neither"])
+def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
+    tmp_path: Path, key: str
+) -> None:
+    for name in ("rope", "tape"):
+        groups = {"launchers": {name: "L"}, "triggers": {name.upper(): "L"}}
+        dummies.distribution(tmp_path, name, LAUNCHER.format(name=name), groups)
+    config = tmp_path / "config.yaml"
+    config.write_text("num_processes: 2\nuse_cpu: true\n" + "launcher: rope" * (key == "launcher"))
+    environ = {"ROPE": "1"} if key == "trigger" else {}
+    script = tmp_path / "script.py"
+    script.write_text("from accelerate_core import Accelerator\nprint(Accelerator().backend.name)")
+    env = clean_environment(**environ)
+    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
+    command = [sys.executable, "-m", "accelerate_core", "launch", "--config_file", str(config)]
+    done = subprocess.run(
+        [*command, str(script)], env=env, capture_output=True, text=True, timeout=120
+    )
+    file = ("--config_file", str(config))
+    rows = json.loads(plugins(tmp_path, "--json", *file, **environ).stdout)
+    active = {row["kind"]: row["name"] for row in rows if row["state"] == "active"}
+    assert (active["backend"], active["precision"]) == ("ddp", "no")
+    ddp = decision(tmp_path, "ddp", *file, **environ)
+    assert (ddp["state"], ddp["steps"]["processes"]) == ("active", f"2, {config} line 1")
+    starter = "torchrun" if key == "neither" else "rope"
+    assert active["launcher"] == starter
+    said = "ddp\nddp" if key == "neither" else "rope starts 2"
+    assert done.stdout.strip() == said, done.stderr
+    rope = decision(tmp_path, "rope", *file, **environ)
+    because = {
+        "launcher": f"{config} line 3",
+        "trigger": "asked because of environment variable ROPE",
+    }
+    expected = ("active", because[key]) if key in because else ("available", "not asked for")
+    assert (rope["state"], rope["because"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "said", "undecided"),
+    [
+        ({"ACCELERATE_BACKEND": "nosuch"}, "no backend named 'nosuch'", {"backend", "launcher"}),
+        ({"ACCELERATE_MIXED_PRECISION": "bf61"}, "Did you mean 'bf16'", {"precision", "launcher"}),
+        ({"ACCELERATE_PLUGINS": "nosuch"}, "no extension named 'nosuch'", set()),
+        ({"WORLD_SIZE": "2"}, "part of a world of 2", {"launcher"}),
+        ({"USE_LEFT": "1", "USE_TIED": "1"}, "equal priority 70", {"backend"}),
+    ],
+)
+def test_an_environment_that_decides_nothing_is_told(
+    root: Path, environ: dict[str, str], said: str, undecided: set[str]
+) -> None:
+    done = plugins(root, "--json", **environ)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: ")
+    assert said in done.stderr
+    rows = json.loads(done.stdout)
+    assert {row["kind"] for row in rows if row["state"] == "undecided"} == undecided
+    assert all(said in row["because"] for row in rows if row["state"] == "undecided")
+    assert not any(row["kind"] in undecided and row["state"] == "available" for row in rows)
+
+
+def test_a_world_size_that_is_no_number_is_an_error(root: Path) -> None:
+    for more in ((), ("why", "left")):
+        done = plugins(root, *more, WORLD_SIZE="abc")
+        assert done.returncode == 2
+        assert "WORLD_SIZE='abc' must be a number" in done.stderr
+
+
+def test_a_config_file_that_launch_refuses_decides_nothing(root: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("num_procesess: 2\n")
+    done = plugins(root, "--json", "--config_file", str(config))
+    assert done.returncode == 1
+    assert "Did you mean 'num_processes'?" in done.stderr
+    assert not any(row["state"] == "active" for row in json.loads(done.stdout))
+    left = decision(root, "left", "--config_file", str(config))
+    assert left["state"] == "undecided"
+    assert "Unknown key 'num_procesess'" in left["because"]
+
+
 def test_why_names_what_is_broken_missing_or_twice_there(root: Path) -> None:
     assert decision(root, "gone")["state"] == "broken"
     assert "dummy-twin2 2.5" in decision(root, "twin")["steps"]["name"]

@@ -76,6 +76,9 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
         ConfigurationError: a variable is not a number, or the rank is outside the world.
     """
     for rank_name, size_name, local_name, local_size_name in _RANK_VARIABLES:
+        for name in (rank_name, size_name):
+            if environ.get(name):
+                _number(environ, name)  # also where the other one is not set
         if rank_name not in environ or size_name not in environ:
             continue
         rank, size = _number(environ, rank_name), _number(environ, size_name)

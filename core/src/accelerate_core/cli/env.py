@@ -103,9 +103,13 @@ def _devices() -> dict[str, Any]:
 
 
 def _plugins(environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    from accelerate_core.plugins import report
+    from accelerate_core.configuration.files import CONFIG_VARIABLE, read_config
+    from accelerate_core.launch.outlook import outlook
+    from accelerate_core.plugins.report import survey
 
-    return [row.as_dict() for row in report(environ)]
+    named = environ.get(CONFIG_VARIABLE)
+    situation = outlook(environ, read_config(named) if named else None)
+    return [row.as_dict() for row in survey(situation).rows]
 
 
 def _configuration(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:

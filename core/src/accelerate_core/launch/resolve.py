@@ -19,13 +19,21 @@ from accelerate_core.errors import ConfigurationError
 from accelerate_core.launch import checks, devices, mpi
 from accelerate_core.launch.contributed import check_sections, take
 from accelerate_core.launch.options import LAUNCH_OPTIONS, LaunchOption
-from accelerate_core.launch.plan import LaunchPlan
+from accelerate_core.launch.plan import LaunchPlan, Target
 from accelerate_core.launch.start import LAUNCHERS
 from accelerate_core.launch.surroundings import Surroundings, look_around
 from accelerate_core.launch.target import find_target
 from accelerate_core.plugins.discovery import find, installed
 
-__all__ = ["Decision", "decide", "find_config", "make_plan", "peers_config", "refuse_nesting"]
+__all__ = [
+    "Decision",
+    "decide",
+    "draft_plan",
+    "find_config",
+    "make_plan",
+    "peers_config",
+    "refuse_nesting",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +75,32 @@ def make_plan(
     local_addr = None
     if value["num_machines"] > 1 and value["launcher"] in (None, "torchrun"):
         local_addr = devices.local_address(value["main_process_ip"], value["main_process_port"])
+    return _plan(made, target, environ, config, local_addr)
+
+
+def draft_plan(
+    given: Mapping[str, Any], environ: Mapping[str, str], config: ConfigFile | None = None
+) -> LaunchPlan:
+    """Decide what `make_plan` would, of whatever script and without a look at ports and addresses.
+
+    Raises:
+        ConfigurationError: as `make_plan`.
+    """
+    made = decide(given, environ, config)
+    if not made.around.ranks:
+        _refuse_rank(environ, made.chosen["num_machines"].value)
+    return _plan(made, Target("SCRIPT"), environ, config, None)
+
+
+def _plan(
+    made: Decision,
+    target: Target,
+    environ: Mapping[str, str],
+    config: ConfigFile | None,
+    local_addr: str | None,
+) -> LaunchPlan:
+    chosen = made.chosen
+    value = {name: because.value for name, because in chosen.items()}
     return LaunchPlan(
         target=target,
         num_processes=value["num_processes"],

@@ -7,19 +7,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from accelerate_core.configuration.provenance import Because
 from accelerate_core.errors import AccelerateError, PluginError
 from accelerate_core.hookspecs import API_VERSION
 from accelerate_core.plugins.discovery import (
     OWN_DISTRIBUTION,
     PluginRecord,
     disabled_names,
+    find,
     installed,
 )
-from accelerate_core.plugins.selection import Request, select_backend, select_extensions
+from accelerate_core.plugins.selection import select_backend, select_extensions
+from accelerate_core.plugins.situation import Situation
 from accelerate_core.plugins.static import stated
-from accelerate_core.runtime import read_topology
 
-__all__ = ["PluginRow", "api_of", "report", "tracker_state"]
+__all__ = ["PluginRow", "Survey", "api_of", "precision_state", "report", "survey", "tracker_state"]
 
 
 @dataclass(frozen=True)
@@ -39,50 +41,47 @@ class PluginRow:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Survey:
+    """Every installed plugin with its state, and what keeps a choice from being made."""
+
+    rows: list[PluginRow]
+    problems: list[str]
+
+
 def report(
     environ: Mapping[str, str] | None = None, *, ask_trackers: bool = False
 ) -> list[PluginRow]:
-    """List every installed plugin with its state under this environment.
+    """List every installed plugin with its state in a script started with this environment.
 
-    States: active, available, passed over, refused, broken, disabled.
+    States: active, available, passed over, undecided, refused, broken, disabled.
     Only what the environment asks for is imported; with `ask_trackers` the trackers too, which
     then say whether `log_with="all"` can use them, but not their libraries.
     """
-    # Here, not above: the launcher imports this package, and not what resolving costs.
-    from accelerate_core.configuration.resolve import Sources, resolve_core
-
     environ = dict(os.environ if environ is None else environ)
-    sources = Sources.of(environ)
-    values = resolve_core({}, sources, {})
-    request = Request({}, environ, read_topology(environ), sources.config)
-    states: dict[tuple[str, str], tuple[str, str]] = {}
-    try:
-        chosen = select_backend(values["backend"].value, values["backend"].origin, request)
-        for entry in chosen.considered:
-            states[entry.record.kind, entry.record.name] = (entry.state, entry.because)
-    except AccelerateError as error:
-        named = values["backend"].value
-        if named is not None:
-            states["backend", str(named)] = ("refused", str(error))
-    try:
-        for record, _, because in select_extensions(request):
-            states["extension", record.name] = ("active", because)
-    except AccelerateError:
-        pass  # a broken extension shows below by its failure
-    precision = values["mixed_precision"]
-    states["precision", str(precision.value)] = ("active", precision.origin)
-    disabled = disabled_names(environ)
+    return survey(Situation.of(environ), ask_trackers=ask_trackers).rows
+
+
+def survey(situation: Situation, *, ask_trackers: bool = False) -> Survey:
+    """List every installed plugin with its state in a situation.
+
+    A kind of which none can be chosen has its plugins undecided, with the error.
+    """
+    states, failed = _chosen(situation)
+    disabled = disabled_names(situation.environ)
     rows = []
     for record in installed().plugins:
         state, because = states.get((record.kind, record.name), ("available", "not asked for"))
+        if record.kind in failed:
+            state, because = "undecided", failed[record.kind]
         if ask_trackers and record.kind == "tracker" and record.name not in disabled:
-            state, because = tracker_state(record, environ)
+            state, because = tracker_state(record, situation.environ)
         if record.name in disabled:
             state, because = "disabled", "ACCELERATE_DISABLED_PLUGINS"
         elif record.failure is not None:
             state, because = "broken", f"{type(record.failure).__name__}: {record.failure}"
-        elif state == "available":
-            state, because = _from_source(record, because)
+        elif state in ("available", "undecided"):
+            state, because = _from_source(record, state, because)
         rows.append(
             PluginRow(
                 record.kind,
@@ -94,7 +93,54 @@ def report(
                 because,
             )
         )
-    return rows
+    return Survey(rows, list(dict.fromkeys(failed.values())))
+
+
+_States = dict[tuple[str, str], tuple[str, str]]
+
+
+def _chosen(situation: Situation) -> tuple[_States, dict[str, str]]:
+    """Return what became of the plugins that were looked at, and why a kind has no choice."""
+    # Here, not above: the launcher imports this package, and not what resolving costs.
+    from accelerate_core.configuration.resolve import Sources, resolve_core
+
+    failed = {}
+    if situation.problem:
+        kinds = ("backend", "precision", "extension") if situation.launched else ()
+        failed = dict.fromkeys((*kinds, "launcher"), situation.problem)
+    values = resolve_core({}, Sources(situation.environ, situation.config), {})
+    request = situation.request(cpu=bool(values["cpu"].value))
+    states = {
+        (one.record.kind, one.record.name): (one.state, one.because) for one in situation.launchers
+    }
+    try:
+        chosen = select_backend(values["backend"].value, values["backend"].origin, request)
+        for entry in chosen.considered:
+            states[entry.record.kind, entry.record.name] = (entry.state, entry.because)
+    except AccelerateError as error:
+        failed["backend"] = str(error)
+    try:
+        for record, _, because in select_extensions(request):
+            states["extension", record.name] = ("active", because)
+    except AccelerateError as error:
+        failed["extension"] = str(error)
+    precision = values["mixed_precision"]
+    try:
+        states["precision", str(precision.value)] = precision_state(precision, situation.environ)
+    except AccelerateError as error:
+        failed["precision"] = str(error)
+    return states, failed
+
+
+def precision_state(wanted: Because, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return what becomes of the precision that is asked for, without importing it.
+
+    Raises:
+        MissingPluginError: there is none of that name.
+        PluginError: it is disabled, or two distributions bring it.
+    """
+    record = find("precision", str(wanted.value), because=wanted.origin, environ=environ)
+    return _from_source(record, "active", wanted.origin)
 
 
 def api_of(record: PluginRecord) -> str:
@@ -106,14 +152,14 @@ def api_of(record: PluginRecord) -> str:
     return ".".join(str(part) for part in version) if version else ""
 
 
-def _from_source(record: PluginRecord, because: str) -> tuple[str, str]:
-    """Tell without an import what would not work if it were asked for."""
+def _from_source(record: PluginRecord, state: str, because: str) -> tuple[str, str]:
+    """Tell without an import what would not work if it were asked for; else what was said."""
     if not record.is_loaded and (missing := stated(record.target).missing):
         return "broken", f"its entry point names {record.target}, but {missing}"
     api = api_of(record)
     if api and int(api.split(".")[0]) != API_VERSION[0]:
         return "refused", _other_version(api)
-    return "available", because
+    return state, because
 
 
 def tracker_state(record: PluginRecord, environ: Mapping[str, str]) -> tuple[str, str]:

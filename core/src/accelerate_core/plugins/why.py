@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate_core.configuration.files import ConfigFile
 from accelerate_core.configuration.provenance import Because
 from accelerate_core.configuration.resolve import Sources, resolve_core
 from accelerate_core.errors import AccelerateError, MissingPluginError, did_you_mean, listing
@@ -18,7 +17,7 @@ from accelerate_core.plugins.discovery import (
     installed,
     without_entry_point,
 )
-from accelerate_core.plugins.report import api_of, report, tracker_state
+from accelerate_core.plugins.report import api_of, precision_state, survey, tracker_state
 from accelerate_core.plugins.selection import (
     Considered,
     Request,
@@ -26,8 +25,8 @@ from accelerate_core.plugins.selection import (
     select_backend,
     select_extensions,
 )
+from accelerate_core.plugins.situation import Situation
 from accelerate_core.plugins.static import stated
-from accelerate_core.runtime import Topology, read_topology
 
 __all__ = ["Decision", "why"]
 
@@ -57,19 +56,12 @@ class Decision:
         return dataclasses.asdict(self)
 
 
-def why(
-    name: str,
-    environ: Mapping[str, str],
-    *,
-    config: ConfigFile | None = None,
-    num_processes: int | None = None,
-) -> list[Decision]:
+def why(name: str, situation: Situation) -> list[Decision]:
     """Tell the decision about every installed plugin of that name.
 
     Args:
-        environ: the environment to decide under.
-        config: a config file; default: the one `environ` names.
-        num_processes: decide as in a run of so many; default: as `environ` says.
+        situation: under what is decided: `Situation.of` a script's environment, or the
+            `outlook` of a launch.
 
     Raises:
         MissingPluginError: there is none of that name; with the nearest, or the pip command.
@@ -77,15 +69,8 @@ def why(
     records = [record for record in installed().plugins if record.name == name]
     if not records:
         raise _missing(name)
-    sources = Sources.of(environ)
-    if config is not None:
-        sources = dataclasses.replace(sources, config=config)
-    topology = read_topology(environ)
-    if num_processes is not None:
-        topology = Topology(0, num_processes, 0, num_processes, "as asked here")
-    request = Request({}, environ, topology, sources.config)
-    values = resolve_core({}, sources, {})
-    return [_decide(record, request, values) for record in records]
+    values = resolve_core({}, Sources(situation.environ, situation.config), {})
+    return [_decide(record, situation, values) for record in records]
 
 
 def _missing(name: str) -> MissingPluginError:
@@ -104,7 +89,8 @@ def _missing(name: str) -> MissingPluginError:
     )
 
 
-def _decide(record: PluginRecord, request: Request, values: Mapping[str, Because]) -> Decision:
+def _decide(record: PluginRecord, situation: Situation, values: Mapping[str, Because]) -> Decision:
+    request = situation.request(cpu=bool(values["cpu"].value))
     steps = [("installed", _installed(record)), ("contract", _contract(record))]
     twins = [
         f"{one.distribution} {one.version}"
@@ -122,6 +108,10 @@ def _decide(record: PluginRecord, request: Request, values: Mapping[str, Because
         steps.append(("kept out", "ACCELERATE_DISABLED_PLUGINS names it"))
         decision.advice = "take it out of ACCELERATE_DISABLED_PLUGINS"
         return decision
+    if situation.problem and (situation.launched or record.kind == "launcher"):
+        decision.state, decision.because = "undecided", situation.problem
+        steps.append(("launch", f"it fails: {situation.problem}"))
+        return decision
     tell = {"backend": _backend, "precision": _precision, "extension": _extension}
     if record.kind in tell:
         tell[record.kind](decision, record, request, values)
@@ -129,15 +119,9 @@ def _decide(record: PluginRecord, request: Request, values: Mapping[str, Because
         decision.state, decision.because = tracker_state(record, request.environ)
         steps.append(("log_with='all'", decision.because))
     elif record.kind == "launcher":
-        steps.append(("named", "launch decides: --launcher, or the first that accepts the plan"))
-    row = next(
-        (
-            row
-            for row in report(request.environ)
-            if (row.kind, row.name) == (record.kind, record.name)
-        ),
-        None,
-    )
+        _launcher(decision, record, situation)
+    rows = survey(situation).rows
+    row = next((r for r in rows if (r.kind, r.name) == (record.kind, record.name)), None)
     if row is not None and decision.state == "available" and row.state in ("broken", "refused"):
         decision.state, decision.because = row.state, row.because
     return decision
@@ -205,8 +189,28 @@ def _precision(
 ) -> None:
     wanted = values["mixed_precision"]
     decision.steps.append(("mixed_precision", f"{wanted.value!r}, {wanted.origin}"))
+    try:
+        said = precision_state(wanted, request.environ)
+    except AccelerateError as error:
+        decision.steps.append(("selection", f"it fails: {error}"))
+        return
     if wanted.value == record.name:
-        decision.state, decision.because = "active", wanted.origin
+        decision.state, decision.because = said
+
+
+def _launcher(decision: Decision, record: PluginRecord, situation: Situation) -> None:
+    """Tell what `launch` would do; without an outlook on one, only how it decides."""
+    steps = decision.steps
+    if not situation.launchers:
+        steps.append(("named", "launch decides: --launcher, or the first that accepts the plan"))
+    for trigger in sorted(record.triggers):
+        said = situation.environ.get(trigger)
+        steps.append((f"trigger {trigger}", f"is {said!r}" if said else "is not set"))
+    for one in situation.launchers:
+        if one.record is record:
+            decision.state, decision.because = one.state, one.because
+        elif one.state == "active":
+            steps.append(("chosen", f"{one.record.label}, because of {one.because}"))
 
 
 def _extension(

@@ -48,9 +48,10 @@ def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
             "with --kind."
         )
     if kind is None and not kinds:
+        from accelerate_core.plugins.situation import Situation
         from accelerate_core.plugins.why import why
 
-        why(name, os.environ)
+        why(name, Situation.of(os.environ))
         raise MissingPluginError(name)
     return find(kind or kinds[0], name, because="the conformance suite", environ=os.environ)
 

@@ -50,8 +50,9 @@ class PluginCommands(click.Group):
 @click.group("plugins", cls=PluginCommands, invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--kind", default=None, help="Only plugins of this kind.")
+@click.option("--config_file", metavar="FILE", help="Decide with this config file, as launch.")
 @click.pass_context
-def command(ctx: click.Context, as_json: bool, kind: str | None) -> None:
+def command(ctx: click.Context, as_json: bool, kind: str | None, config_file: str | None) -> None:
     """Show which plugins are installed, which are active in this environment, and why."""
     if ctx.invoked_subcommand is None:
-        show(as_json, kind)
+        show(as_json, kind, config_file)

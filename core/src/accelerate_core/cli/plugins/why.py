@@ -20,13 +20,14 @@ __all__ = ["command"]
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def command(name: str, num_processes: int | None, config_file: str | None, as_json: bool) -> None:
     """Tell the whole decision about the plugin NAME, for this environment and configuration."""
+    from accelerate_core.launch.outlook import outlook
     from accelerate_core.launch.resolve import find_config
     from accelerate_core.plugins.why import why
 
     environ = dict(os.environ)
     # What `launch` would hand on: a file named here or by the environment, or the default one.
     config = find_config(config_file, environ)
-    decisions = why(name, environ, config=config, num_processes=num_processes)
+    decisions = why(name, outlook(environ, config, num_processes))
     if as_json:
         click.echo(json.dumps([decision.as_dict() for decision in decisions], indent=2))
         return
