@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core import crash, data
 from accelerate_core import runtime as runtimes
-from accelerate_core.assemble import CORE_ARGUMENTS, assemble
+from accelerate_core.assemble import CORE_ARGUMENTS, assemble, check_device
 from accelerate_core.backend import Backend
 from accelerate_core.checkpoint import Background, Boundary, Preemption, own_state, read_signals
 from accelerate_core.collectives import Communicator, TalkHooks
@@ -180,6 +180,14 @@ class Accelerator(
     def _start_runtime(self) -> None:
         built, values = self._built, self.because
         group = built.handler(InitProcessGroupKwargs)
+        if (running := runtimes.running()) is not None:
+            check_device(built, running.device.type, "where this process runs already")
+
+        def choose(topology: runtimes.Topology, cpu: bool) -> Any:
+            chosen = self.hooks.device(self, topology, cpu)
+            check_device(built, chosen.type, "what torch finds on this machine")
+            return chosen
+
         self._process = runtimes.acquire(
             self,
             cpu=values["cpu"].value,
@@ -189,7 +197,7 @@ class Accelerator(
             comm_backend=group.backend if group else None,
             init_method=group.init_method if group else None,
             needs_group=self.backend.needs_group,
-            choose_device=partial(self.hooks.device, self),
+            choose_device=choose,
             init_group=partial(self.hooks.init_process_group, self),
         )
         follow_cpu_affinity(self._process.local_process_index, os.environ)

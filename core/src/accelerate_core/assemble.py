@@ -54,7 +54,7 @@ from accelerate_core.plugins.selection import (
 from accelerate_core.precision import Precision
 from accelerate_core.runtime import Topology
 
-__all__ = ["CORE_ARGUMENTS", "Assembly", "assemble"]
+__all__ = ["CORE_ARGUMENTS", "Assembly", "assemble", "check_device"]
 
 #: Arguments of `Accelerator` the core takes itself, with the defaults the signature shows.
 CORE_ARGUMENTS: dict[str, Any] = {
@@ -540,9 +540,40 @@ def _timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> t
         ) from None
 
 
+def check_device(assembly: Assembly, kind: str, origin: str) -> None:
+    """Refuse to run a backend on a type of device it does not declare.
+
+    Args:
+        kind: the type, such as "cpu".
+        origin: why it would be that.
+
+    Raises:
+        ConfigurationError: with what the backend declares, and the way out.
+    """
+    declared = assembly.backend.supports.get("devices")
+    if declared is None or kind in declared:
+        return
+    ways = "Choose another backend"
+    if "cpu" in declared:
+        ways += " or the CPU: Accelerator(cpu=True), ACCELERATE_USE_CPU=1, launch --cpu"
+    elif kind == "cpu":
+        ways += f" or a machine with {listing(declared)}, and do not ask for the CPU"
+    else:
+        ways += " or one of these, such as by ACCELERATE_TORCH_DEVICE"
+    raise ConfigurationError(
+        f"Backend {assembly.selection.record.label} does not run on the device type {kind!r} "
+        f"({origin}); it declares devices={listing(declared)}. {ways}."
+    )
+
+
 def _check_supported(assembly: Assembly) -> None:
     """Refuse combinations the backend declares it cannot do, before anything is started."""
     backend, name = assembly.backend, assembly.selection.record.name
+    device, cpu = assembly.because["torch_device"], assembly.because["cpu"]
+    if device.value is not None:
+        check_device(assembly, str(device.value).split(":")[0], device.origin)
+    elif cpu.value:
+        check_device(assembly, "cpu", cpu.origin)
     precisions = backend.supports.get("precisions")
     if precisions is not None and assembly.precision_record.name not in precisions:
         raise ConfigurationError(

@@ -40,8 +40,9 @@ class Backend:
     Class attributes are declarations the core, its error texts and the docs read:
 
     * `supports`: `precisions` (names, or None for all), `mesh` (dimension names),
-      `devices` (device types, or None for all), `no_sync`, `join`, `compile`, `num_items` (of
-      one that owns accumulation: whether it can divide by a number of items), `gradients`
+      `devices` (types such as "cuda", or None for all: on another one the core does not start
+      it), `no_sync`, `join`, `compile`, `num_items` (of one that owns accumulation: whether it
+      can divide by a number of items), `gradients`
       (True unless False: gradients of a begun cycle are in `parameter.grad`, or saved by a
       backend that owns checkpoints; without them the last step boundary is what is saved),
       `several_models`, `exact` (True unless False: a step is that of one process on the samples

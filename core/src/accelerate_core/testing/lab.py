@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from accelerate_core.accelerator import Accelerator
 from accelerate_core.testing.checks import Skip
+from accelerate_core.testing.devices import missing_device, runs_on_cpu
 
 __all__ = ["BATCH", "Lab", "Net", "loss_of", "plain_training"]
 
@@ -109,7 +111,13 @@ class Lab:
     # --- Accelerators ---------------------------------------------------------------------------
 
     def accelerator(self, **arguments: Any) -> Accelerator:
-        """Return an Accelerator under the plugin; it ends with the check."""
+        """Return an Accelerator under the plugin; it ends with the check.
+
+        Raises:
+            Skip: this machine has no device the plugin runs on.
+        """
+        if self.missing_device:
+            self.skip(self.missing_device)
         given: dict[str, Any] = {"cpu": self.on_cpu}
         if self.size > 1:
             given["process_group_timeout"] = self.timeout
@@ -121,11 +129,15 @@ class Lab:
         self._made.append(made)
         return made
 
-    @property
+    @cached_property
     def on_cpu(self) -> bool:
-        """Whether the checks run on the CPU: unless the backend says it cannot."""
-        devices = self.supports.get("devices")
-        return devices is None or "cpu" in devices
+        """Whether the checks run on the CPU: unless the plugin says it cannot."""
+        return runs_on_cpu(self.found)
+
+    @cached_property
+    def missing_device(self) -> str:
+        """Why this machine has no device the plugin runs on, "" if it has."""
+        return missing_device(self.found)
 
     @property
     def supports(self) -> Mapping[str, Any]:

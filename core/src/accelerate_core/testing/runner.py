@@ -205,8 +205,13 @@ class _Session:
         plugin = find(self.kind, self.name, because="the conformance suite").load()
         said = getattr(plugin, "supports", {})
         supports = said if isinstance(said, Mapping) else {}
+        lacking = ""
+        if self.kind in ("backend", "precision"):
+            from accelerate_core.testing.devices import missing_device  # it imports torch
+
+            lacking = missing_device(plugin)
         for made in checks:
-            why = missing_capability(made, supports, getattr(plugin, "owns", ()))
+            why = missing_capability(made, supports, getattr(plugin, "owns", ())) or lacking
             if why:
                 self._add(Result(made.name, "skipped", why))
 

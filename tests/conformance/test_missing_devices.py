@@ -1,0 +1,83 @@
+"""A plugin that cannot run on this machine is neither green by the CPU nor red: skipped by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import clean_environment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+import dummies
+
+PLUGINS = """
+from accelerate_core import Backend, BackendSettings, Precision, option, settings
+from accelerate_core.errors import ConfigurationError
+
+@settings(env_prefix="ACCELERATE_FAR_", section="far_config", argument="far_plugin")
+class Far(BackendSettings):
+    every: int = option(default=1, help="steps between two of something", ge=1)
+
+class B(Backend):
+    name = "far"
+    api_version = (1, 0)
+    supports = {"devices": ("cuda",), "join": True}
+    Settings = Far
+
+class P(Precision):
+    name = "narrow"
+    api_version = (1, 0)
+    def check(self, device):
+        if device.type == "cpu":
+            raise ConfigurationError("narrow has no kernels for the CPU.")
+"""
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a device")
+@pytest.mark.parametrize(
+    ("name", "general", "why"),
+    [
+        (
+            "far",
+            {
+                "imports",
+                "metadata",
+                "api_version",
+                "hooks",
+                "selection",
+                "declarations",
+                "settings",
+            },
+            "it needs a cuda device",
+        ),
+        (
+            "narrow",
+            {"imports", "metadata", "api_version", "hooks"},
+            "it needs another device: narrow has no kernels for the CPU.",
+        ),
+    ],
+)
+def test_checks_that_need_a_device_are_skipped_by_name(
+    tmp_path: Path, name: str, general: set[str], why: str
+) -> None:
+    points = {"backends": {"far": "B"}, "precisions": {"narrow": "P"}}
+    dummies.distribution(tmp_path, "far", PLUGINS, points)
+    metadata = tmp_path / "dummy_far-1.0.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text() + "Requires-Dist: accelerate-core\n")
+    env = clean_environment()
+    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
+    command = [sys.executable, "-m", "accelerate_core", "plugins", "check", name, "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    checks = {one["name"]: one for one in json.loads(done.stdout)["checks"]}
+    failed = {check: one["error"] for check, one in checks.items() if one["state"] == "failed"}
+    assert (done.returncode, failed) == (0, {})
+    assert {check for check, one in checks.items() if one["state"] == "passed"} == general
+    skipped = {check: one["detail"] for check, one in checks.items() if check not in general}
+    assert len(skipped) > 4
+    undeclared = {check for check, said in skipped.items() if "does not declare" in said}
+    own = {"settings"} if name == "narrow" else set()  # it has none
+    assert {skipped[check] for check in skipped.keys() - undeclared - own} == {why}

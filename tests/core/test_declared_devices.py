@@ -1,0 +1,77 @@
+"""`supports={"devices": ...}`: a backend runs on the device types it declares, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelerate_core import Accelerator, Backend, PartialState
+from accelerate_core import runtime as runtimes
+from accelerate_core.errors import ConfigurationError
+
+
+class OnDevices(Backend):
+    name = "on_devices"
+    api_version = (1, 0)
+    supports = {"devices": ("cuda", "xpu")}
+
+    def init_process_group(self, accelerator, start):
+        raise AssertionError("started before it was refused")
+
+    needs_group = True
+
+
+class OnCpu(Backend):
+    name = "on_cpu"
+    api_version = (1, 0)
+    supports = {"devices": ("cpu",)}
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "origin"),
+    [
+        ({}, {"cpu": True}, "constructor argument cpu"),
+        ({"ACCELERATE_USE_CPU": "1"}, {}, "environment variable ACCELERATE_USE_CPU"),
+        ({"ACCELERATE_TORCH_DEVICE": "cpu"}, {}, "environment variable ACCELERATE_TORCH_DEVICE"),
+    ],
+)
+def test_a_device_that_is_asked_for_and_not_declared_is_refused(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], given: dict[str, bool], origin: str
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError) as caught:
+        Accelerator(backend=OnDevices, **given)
+    said = str(caught.value)
+    assert "Backend on_devices" in said
+    assert f"does not run on the device type 'cpu' ({origin})" in said
+    assert "it declares devices='cuda', 'xpu'" in said
+    assert "another backend or a machine with 'cuda', 'xpu'" in said
+    assert runtimes.running() is None
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a device")
+def test_what_this_machine_has_is_compared_before_a_group_is_started() -> None:
+    with pytest.raises(ConfigurationError, match=r"'cpu' \(what torch finds on this machine"):
+        Accelerator(backend=OnDevices)
+    assert runtimes.running() is None
+
+
+def test_a_device_this_process_runs_on_already_is_compared_too() -> None:
+    state = PartialState(cpu=True)
+    try:
+        with pytest.raises(ConfigurationError, match="where this process runs already"):
+            Accelerator(backend=OnDevices)
+    finally:
+        state.destroy_process_group()
+
+
+def test_a_declared_device_is_taken_and_the_way_to_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = Accelerator(backend=OnCpu, cpu=True)
+    assert accelerator.device.type == "cpu"
+    accelerator.end_training()
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+    with pytest.raises(ConfigurationError, match=r"'meta'.*Accelerator\(cpu=True\)"):
+        Accelerator(backend=OnCpu)
