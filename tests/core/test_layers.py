@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from accelerate_core.plugins import installed
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "accelerate_core"
@@ -53,6 +56,7 @@ def test_the_word_search_finds_what_it_looks_for() -> None:
         "import accelerate_core.plugins; accelerate_core.plugins.installed()",
         "import accelerate_core.cli",
         "import accelerate_core.utils",
+        "from accelerate_core.launch import LaunchPlan, Launcher, Target, target_command",
     ],
 )
 def test_what_needs_no_torch_does_not_import_it(code: str) -> None:
@@ -67,6 +71,37 @@ def test_importing_a_plugin_loads_nothing_heavier_than_torch() -> None:
 def test_an_accelerator_of_one_process_imports_no_plugin() -> None:
     code = "from accelerate_core import Accelerator; Accelerator(cpu=True)"
     assert "accelerate_ddp" not in modules_after(code)
+
+
+#: The modules that docs/contract.md lets a plugin import from.
+PUBLIC = ("", ".errors", ".tracking", ".testing", ".checkpoint", ".collectives", ".launch")
+IMPORT = re.compile(
+    r"^\s*from accelerate_core([\w.]*) import (.+)$|^\s*import (accelerate_core\S*)", re.M
+)
+
+
+def test_what_authors_are_shown_imports_public_names_only() -> None:
+    policy = (ROOT / "docs" / "contract.md").read_text()
+    assert all(f"`{module[1:]}`" in policy for module in PUBLIC if module)
+    names = {m: import_module(f"accelerate_core{m}").__all__ for m in PUBLIC}
+    templates = (CORE / "scaffold" / "templates").rglob("*.py.in")
+    examples = (ROOT / "examples").glob("*/**/src/**/*.py")
+    pages = (
+        ROOT / "docs" / f"{name}.md" for name in ("plugins", "write_a_backend", "write_a_tracker")
+    )
+    lent = set(installed().exports)  # public names of the plugins themselves
+    found = set()
+    for path in (*templates, *examples, *pages):
+        for module, imported, whole in IMPORT.findall(path.read_text()):
+            assert not whole or whole == "accelerate_core", f"{path}: import {whole}"
+            for name in imported.split(",") if imported else ():
+                name = name.strip().split(" as ")[0]
+                found.add((module, name))
+                known = "@" in name or (
+                    module == "" and (name in lent or name.startswith("DiLoCo"))
+                )
+                assert known or name in names.get(module, ()), f"{path}: {name} of {module!r}"
+    assert {(".launch", "LaunchPlan"), (".launch", "target_command"), ("", "Backend")} <= found
 
 
 def test_layers_hold() -> None:

@@ -3,6 +3,7 @@
 `make_plan` decides what is to run and why, a launcher turns the plan into a
 command and `start` runs it; `notebook_launcher` and `debug_launcher` start a
 function instead. Nothing here imports torch before a function is launched.
+A launcher of a plugin needs `LaunchPlan`, `Target` and `target_command`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     )
     from accelerate_core.launch.plan import LaunchPlan, Target
     from accelerate_core.launch.resolve import make_plan
-    from accelerate_core.launch.start import child_environment, choose_launcher, start
+    from accelerate_core.launch.simple import target_command
+    from accelerate_core.launch.start import Launcher, child_environment, choose_launcher, start
 
 __all__ = [
     "LaunchPlan",
+    "Launcher",
     "PrepareForLaunch",
     "Target",
     "child_environment",
@@ -29,12 +32,15 @@ __all__ = [
     "make_plan",
     "notebook_launcher",
     "start",
+    "target_command",
 ]
 
 _HOME = {
     "LaunchPlan": "plan",
     "Target": "plan",
     "make_plan": "resolve",
+    "target_command": "simple",
+    "Launcher": "start",
     "child_environment": "start",
     "choose_launcher": "start",
     "start": "start",
