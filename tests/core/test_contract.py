@@ -6,14 +6,18 @@ import copy
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import dummies
 import pytest
+from click.testing import CliRunner
 from support import clean_environment
 
+from accelerate_core.cli import cli
 from accelerate_core.plugins.contract import contract, differences
+from accelerate_core.testing.surface import surface
 
 SNAPSHOT = Path(__file__).with_name("contract.json")
 
@@ -23,7 +27,7 @@ def test_the_contract_is_what_was_committed() -> None:
 
     accelerate-core plugins hooks --json > tests/core/contract.json
     """
-    was, now = json.loads(SNAPSHOT.read_text()), contract()
+    was, now = json.loads(SNAPSHOT.read_text()), contract(surface())
     assert differences(was, now) == []
     for made in (was, now):
         for hook in made["hooks"].values():
@@ -31,36 +35,101 @@ def test_the_contract_is_what_was_committed() -> None:
     assert now == was
 
 
-def changed(**hooks: Any) -> dict[str, Any]:
-    made = copy.deepcopy(contract())
-    for name, change in hooks.items():
+def test_the_contract_holds_the_classes_plugins_are_made_of() -> None:
+    public = surface()
+    assert public["Precision"]["scaler"] == {
+        "kind": "method",
+        "parameters": ["device", "options"],
+        "deprecated": {},
+    }
+    assert public["LaunchPlan"]["target"]["kind"] == "field"
+    assert public["LaunchPlan"]["processes_per_machine"]["kind"] == "property"
+    assert public["Backend"]["detect"]["kind"] == "classmethod"
+    assert "prepare_model" not in public["Backend"]  # a hook
+    assert public["GeneralTracker"]["main_process_only"]["kind"] == "attribute"
+    assert public["Launcher"]["accepts"]["parameters"] == ["plan"]
+    whole = json.loads(CliRunner().invoke(cli, ["plugins", "hooks", "--json"]).stdout)
+    assert whole == contract(public)
+
+
+def entry(since: tuple[int, int], on: str = "2026-01-15", gone_in: int = 2) -> dict[str, Any]:
+    return {"since": list(since), "instead": "another", "gone_in": gone_in, "on": on}
+
+
+def changed(
+    base: dict[str, Any], version: tuple[int, int], changes: dict[str, Any]
+) -> dict[str, Any]:
+    """Change hooks by name, or public names by `Class.name`; None drops one."""
+    made = copy.deepcopy(base)
+    made["version"] = list(version)
+    for name, change in changes.items():
+        owner, _, member = name.rpartition(".")
+        part = made["public"][owner] if owner else made["hooks"]
         if change is None:
-            del made["hooks"][name]
+            del part[member]
         else:
-            made["hooks"].setdefault(name, {"kind": "broadcast", "deprecated": []}).update(change)
+            new = {"kind": "broadcast", "arguments": [], "since": list(version), "deprecated": {}}
+            part.setdefault(member, {} if owner else new).update(change)
     return made
 
 
+#: What was deprecated in version 1.2, before the version the change starts from.
+OLD = {
+    "barrier": {"deprecated": {"barrier": entry((1, 2))}},
+    "zero_grad": {"deprecated": {"zero_grad(set_to_none)": entry((1, 2))}},
+    "on_end": {"deprecated": {"on_end": entry((1, 3))}},
+    "reduce": {"deprecated": {"reduce": entry((1, 2), gone_in=3)}},
+    "gather": {"deprecated": {"gather": entry((1, 2), on="2026-09-15")}},
+    "Precision.scaler": {"deprecated": {"Precision.scaler": entry((1, 2))}},
+}
+NO_ARGUMENT = {"arguments": ["accelerator", "optimizer"], "deprecated": {}}
+
+
 @pytest.mark.parametrize(
-    ("version", "hooks", "said"),
+    ("version", "changes", "said"),
     [
-        ([1, 0], {"on_pause": {"arguments": [], "since": [1, 1]}}, "raise the minor"),
-        ([1, 1], {"on_pause": {"arguments": [], "since": [1, 1]}}, None),
-        ([1, 1], {"on_pause": {"arguments": [], "since": [1, 0]}}, "say since=(1, 1)"),
-        ([1, 1], {"barrier": None}, "needs version 2.0"),
-        ([2, 0], {"barrier": None}, "without having been deprecated"),
-        ([1, 1], {"barrier": {"arguments": ["accelerator"]}}, "lost its argument 'scope'"),
-        ([1, 0], {"on_end": {"arguments": ["accelerator", "how"]}}, "raise the minor"),
-        ([1, 1], {"on_end": {"arguments": ["accelerator", "how"]}}, None),
-        ([1, 1], {"on_end": {"kind": "owner"}}, "changed its kind"),
-        ([0, 9], {}, "went back"),
+        ((1, 3), {"on_pause": {"since": [1, 4]}}, "raise the minor"),
+        ((1, 4), {"on_pause": {}}, None),
+        ((1, 4), {"on_pause": {"since": [1, 0]}}, "say since=(1, 4)"),
+        ((1, 4), {"barrier": None}, "needs version 2.0"),
+        ((2, 0), {"barrier": None}, None),
+        ((2, 0), {"broadcast": None}, "without having been deprecated"),
+        ((2, 0), {"zero_grad": None}, "without having been deprecated"),  # one argument was
+        ((2, 0), {"zero_grad": NO_ARGUMENT}, None),
+        ((1, 4), {"zero_grad": NO_ARGUMENT}, "lost its argument 'set_to_none': that needs"),
+        ((2, 0), {"scatter": {"arguments": ["accelerator"]}}, "without having been deprecated"),
+        ((2, 0), {"on_end": None}, "deprecated in 1.3: a minor version has to lie between"),
+        ((2, 0), {"gather": None}, "deprecated on 2026-09-15: six months"),
+        ((2, 0), {"reduce": None}, "was to go in 3.0"),
+        ((1, 3), {"on_save": {"arguments": ["accelerator", "how"]}}, "raise the minor"),
+        ((2, 0), {"on_end": {"kind": "owner"}}, "changed its kind from broadcast to owner"),
+        ((1, 4), {"on_start": {"since": [1, 4]}}, "since when it is there may not be moved"),
+        ((1, 3), {"on_save": {"deprecated": {"on_save": entry((1, 3))}}}, "raise the minor"),
+        ((1, 4), {"on_save": {"deprecated": {"on_save": entry((1, 4))}}}, None),
+        ((1, 4), {"on_save": {"deprecated": {"on_save": entry((1, 2))}}}, "say since=(1, 4)"),
+        ((1, 4), {"on_save": {"deprecated": {"on_save": entry((1, 4), "")}}}, "on which day"),
+        ((1, 4), {"on_save": {"deprecated": {"on_save": entry((1, 4), gone_in=1)}}}, "earliest"),
+        ((1, 4), {"on_save": {"deprecated": {"on_save(x)": entry((1, 4))}}}, "no such name"),
+        ((1, 4), {"barrier": {"deprecated": {"barrier": entry((1, 1))}}}, "may not be moved"),
+        ((1, 2), {}, "went back"),
+        ((1, 4), {"LaunchPlan.target": None}, "LaunchPlan.target is gone: that needs version 2.0"),
+        ((2, 0), {"LaunchPlan.target": None}, "without having been deprecated"),
+        ((2, 0), {"Precision.scaler": None}, None),
+        ((1, 3), {"Target.shell": {"kind": "field"}}, "Target.shell is new: raise the minor"),
+        ((1, 4), {"Target.shell": {"kind": "field"}}, None),
+        ((1, 4), {"Backend.supports": {"kind": "property"}}, "from attribute to property"),
+        ((1, 4), {"Precision.check": {"parameters": ["device", "how"]}}, "demands the parameter"),
+        ((1, 4), {"Precision.check": {"parameters": ["device", "how="]}}, None),
+        ((1, 3), {"Precision.check": {"parameters": ["device", "how="]}}, "raise the minor"),
+        ((1, 4), {"Precision.check": {"parameters": []}}, "lost its parameter 'device'"),
+        ((1, 4), {"Precision.autocast": {"parameters": ["options", "device"]}}, "another order"),
     ],
 )
 def test_a_change_against_the_policy_is_named(
-    version: list[int], hooks: dict[str, Any], said: str | None
+    version: tuple[int, int], changes: dict[str, Any], said: str | None
 ) -> None:
-    new = {**changed(**hooks), "version": version}
-    found = " ".join(differences(contract(), new))
+    old = changed(contract(surface()), (1, 3), OLD)
+    found = " ".join(differences(old, changed(old, version, changes), date(2026, 11, 1)))
     assert (said in found) if said else (found == "")
 
 

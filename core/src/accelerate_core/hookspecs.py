@@ -58,14 +58,19 @@ _SINCE: dict[str, tuple[int, int]] = {}
 
 @dataclass(frozen=True)
 class Deprecation:
-    """Since which version something is to be left, what to write instead, and when it goes."""
+    """Since which version something is to be left, what to write instead, and when it goes.
+
+    `on` is the day of the entry, such as "2026-01-31": six months lie between it and the removal.
+    """
 
     since: tuple[int, int]
     instead: str
     gone_in: int
+    on: str = ""
 
 
 #: `hook` or `hook(argument)` -> why not to use it any more. Whoever does is told once, by name.
+#: Also `Class.member` and `Class.member(parameter)` of the classes plugins are made of.
 DEPRECATED: dict[str, Deprecation] = {}
 
 
