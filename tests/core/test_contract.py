@@ -294,7 +294,11 @@ class L:
 
 @pytest.mark.parametrize(
     ("stated", "refused"),
-    [("", "states no api_version"), ("api_version = (2, 0)", "a newer contract, version 2.0")],
+    [
+        ("", "states no api_version"),
+        ("api_version = (2, 0)", "a newer contract, version 2.0"),
+        ("api_version = (1, 0); __init__ = lambda self: 1 / 0", "raised ZeroDivisionError"),
+    ],
 )
 def test_a_launcher_that_is_refused_is_passed_over_unless_it_is_named(
     tmp_path: Path, stated: str, refused: str

@@ -10,7 +10,12 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from accelerate_core.errors import ConfigurationError, PluginError, PluginVersionError
+from accelerate_core.errors import (
+    AccelerateError,
+    ConfigurationError,
+    PluginError,
+    PluginVersionError,
+)
 from accelerate_core.launch.mpi import MpirunLauncher
 from accelerate_core.launch.plan import LaunchPlan
 from accelerate_core.launch.simple import SimpleLauncher
@@ -132,8 +137,8 @@ def _named(plan: LaunchPlan) -> tuple[Launcher, str]:
     if name in LAUNCHERS:
         return LAUNCHERS[name], origin
     record = find("launcher", name, because=origin)
-    launcher = _made(record, plan)
-    if not launcher.accepts(plan):
+    launcher = _asked(record, plan)
+    if launcher is None:
         raise ConfigurationError(
             f"The launcher {record.label} (asked for by {origin}) does not take this launch: "
             f"{plan.num_processes} processes on {plan.num_machines} machine(s)."
@@ -152,31 +157,41 @@ def _triggered(record: PluginRecord, plan: LaunchPlan) -> tuple[Launcher | None,
     if not hits:
         return None, Considered(record, "available", "not asked for")
     try:
-        _checked(record)
+        launcher = _asked(record, plan)
     except PluginVersionError as error:
         return None, Considered(record, "refused", str(error))
     except PluginError as error:
         return None, Considered(record, "broken", str(error))
-    launcher, origin = _made(record, plan), plan.contributed[hits[0]].origin
-    if launcher.accepts(plan):
-        return launcher, Considered(record, "passed over", f"asked because of {origin}")
-    why = f"asked because of {origin}; it does not take this launch"
-    return None, Considered(record, "passed over", why)
+    why = f"asked because of {plan.contributed[hits[0]].origin}"
+    if launcher is None:
+        why += "; it does not take this launch"
+    return launcher, Considered(record, "passed over", why)
 
 
-def _checked(record: PluginRecord) -> Any:
-    """Import a launcher's class; one without a version of the contract is refused, too."""
+def _asked(record: PluginRecord, plan: LaunchPlan) -> Launcher | None:
+    """Return a launcher of a plugin, None if it does not take the plan.
+
+    Raises:
+        PluginError: it cannot be imported or made, states no version of the contract, or raised.
+        PluginVersionError: it speaks another major version of the contract.
+        ConfigurationError: a value of its settings is wrong.
+    """
     from accelerate_core.plugins.discovery import check_api_version
 
     cls = record.load()
     check_api_version(record, cls)
-    return cls
-
-
-def _made(record: PluginRecord, plan: LaunchPlan) -> Launcher:
-    cls = _checked(record)
-    launcher: Launcher = cls(*_settings_of(cls, record.name, plan))
-    return launcher
+    settings = _settings_of(cls, record.name, plan)
+    try:
+        launcher: Launcher = cls(*settings)
+        return launcher if launcher.accepts(plan) else None
+    except AccelerateError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"The launcher plugin {record.label} is broken: asking it whether it accepts the plan "
+            f"raised {type(error).__name__}: {error}. Keep it out with "
+            f"ACCELERATE_DISABLED_PLUGINS={record.name}."
+        ) from error
 
 
 def _settings_of(launcher: Any, name: str, plan: LaunchPlan) -> list[Any]:
