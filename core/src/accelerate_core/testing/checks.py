@@ -51,10 +51,10 @@ _MODULES = {
         "general", "configuring", "one_process", "talking", "preparing", "stepping", "tuning",
         "keeping", "ending",
     ),
-    "precision": ("general", "configuring", "precisions"),
+    "precision": ("general", "configuring", "precisions", "preparing", "ending"),
     "tracker": ("general", "trackers"),
     "launcher": ("general", "configuring", "launchers"),
-    "extension": ("general", "configuring", "extensions"),
+    "extension": ("general", "configuring", "extensions", "preparing", "ending"),
 }  # fmt: skip
 #: Kinds of plugins for which there are checks.
 KINDS = tuple(_MODULES)
@@ -150,6 +150,7 @@ _ABOUT = {
     "two_at_once": "on_start on_end",
     "error_on_one_rank": "on_start on_error on_end",
     "names_stay": "convert",
+    "modes_stay": "convert",
     "evaluation": "convert autocast",
     "two_processes": f"convert on_start on_step_end on_save on_load {_STEP}",
     "errors": "on_error",

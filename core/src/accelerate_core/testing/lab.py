@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from accelerate_core.accelerator import Accelerator
+from accelerate_core.errors import ConfigurationError
 from accelerate_core.testing.checks import Skip
 
 __all__ = ["BATCH", "Lab", "Net", "loss_of", "plain_training"]
@@ -53,6 +54,7 @@ def plain_training(
     per_epoch: int | None = None,
     max_norm: float | None = None,
     clip_value: float | None = None,
+    skipped: Collection[int] = (),
 ) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
     """Train `Net(0)` in one process with nothing but torch.
 
@@ -60,6 +62,7 @@ def plain_training(
         batches: whole batches, of all ranks together.
         per_step: batches per optimizer step.
         per_epoch: batches per epoch, after which there is a step in any case.
+        skipped: batches after which there is no step, as where a scaled loss has overflowed.
 
     Returns:
         The loss of each batch, the weights in the end, the norms before clipping.
@@ -77,7 +80,8 @@ def plain_training(
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
             if clip_value is not None:
                 nn.utils.clip_grad_value_(model.parameters(), clip_value)
-            optimizer.step()
+            if index not in skipped:
+                optimizer.step()
             optimizer.zero_grad()
     return losses, dict(model.state_dict()), norms
 
@@ -117,9 +121,18 @@ class Lab:
             given["backend"] = self.plugin
         elif self.kind == "precision":
             given["mixed_precision"] = self.name
+            self._ask_precision()
         made = Accelerator(**{**given, **arguments})
         self._made.append(made)
         return made
+
+    def _ask_precision(self) -> None:
+        """Skip, by its own words, where the precision refuses the device of the checks."""
+        if self.on_cpu or not torch.accelerator.is_available():
+            try:
+                self.found().check(torch.device("cpu"))
+            except ConfigurationError as error:
+                self.skip(f"it refuses the device: {error}")
 
     @property
     def on_cpu(self) -> bool:
