@@ -102,8 +102,10 @@ class PrecisionSuite(_Suite):
 class TrackerSuite(_Suite):
     """The suite of a tracker.
 
-    `options`: `init`, arguments of its constructor; `read`, a function `module:name` that reads
-    what it wrote; `elsewhere`, True if that is not in the run's directory, or packed.
+    `options`: `init`, arguments of its constructor; `read` and `read_config`, functions
+    `module:name` of a directory that read what it wrote there: `{key: [[step, value], ...]}` in
+    order (the step None where there was none), and the config as a dict; `elsewhere`, True if what
+    it writes is not in the run's directory, or packed.
     """
 
     kind = "tracker"
@@ -118,7 +120,9 @@ class LauncherSuite(_Suite):
 class ExtensionSuite(_Suite):
     """The suite of an extension.
 
-    `options`: `changes_training`, True if losses are not those of a run without it.
+    `options`: `changes_training`, True if losses are not those of a run without it; `not_saved`,
+    the attributes it serves that are no state of the run; `ranks_differ`, True if the ranks' models
+    may be apart; `prints`, True if it prints without being asked to.
     """
 
     kind = "extension"
