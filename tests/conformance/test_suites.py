@@ -138,7 +138,7 @@ class TestClearML(_Offline):
 @pytest.mark.soak
 class TestDVCLive(_Offline):
     plugin = "dvclive"
-    options = {"init": {"save_dvc_exp": False, "dvcyaml": None}}
+    options = {"init": {"save_dvc_exp": False, "dvcyaml": None}, "overwrites": True}
 
 
 @pytest.mark.soak

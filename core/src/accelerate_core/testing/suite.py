@@ -105,7 +105,8 @@ class TrackerSuite(_Suite):
     `options`: `init`, arguments of its constructor; `read` and `read_config`, functions
     `module:name` of a directory that read what it wrote there: `{key: [[step, value], ...]}` in
     order (the step None where there was none), and the config as a dict; `elsewhere`, True if what
-    it writes is not in the run's directory, or packed.
+    it writes is not in the run's directory, or packed; `overwrites`, True if a run replaces one of
+    the same name, as in a library that keeps its history elsewhere.
     """
 
     kind = "tracker"

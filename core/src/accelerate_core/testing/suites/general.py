@@ -55,12 +55,12 @@ def imports(lab: Lab) -> str | None:
         record.load()
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
     own = record.target.split(":")[0].split(".")[0]
-    allowed = {own, *sys.stdlib_module_names, *_packages_of(own), *_bases_of(own)}
+    allowed = {own, *sys.stdlib_module_names, *_packages_of(own), *_bases_of(record)}
     allowed |= {"accelerate_core"} if lab.kind == "launcher" else _packages(_BROUGHT)
     new = [(name.split(".")[0], name) for name in set(sys.modules) - before]
     foreign = [(top, name) for top, name in new if top not in allowed and top[0] != "_"]
     if foreign:
-        declared = _packages(importlib.metadata.packages_distributions().get(own, ()))
+        declared = _packages([record.distribution])
         light = len(foreign) <= _MODULES and busy < _SECONDS
         heavy = {top for top, _ in foreign if not light or top not in declared}
         if heavy:
@@ -85,10 +85,10 @@ def _packages_of(package: str) -> set[str]:
     return {name for name, dists in owners.items() if mine & set(dists)}
 
 
-def _bases_of(package: str) -> set[str]:
-    """Return the packages of other plugins that a package requires, to build on them."""
+def _bases_of(record: PluginRecord) -> set[str]:
+    """Return the packages of other plugins that its distribution requires, to build on them."""
     owners = importlib.metadata.packages_distributions()
-    wanted = {name for dist in owners.get(package, ()) for name in required(dist)}
+    wanted = set(required(record.distribution))
     found = set()
     for name, dists in owners.items():
         for dist in dists:
