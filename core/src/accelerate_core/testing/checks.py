@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from accelerate_core.testing.lab import Lab
     from accelerate_core.testing.processes import Run
 
-__all__ = ["KINDS", "Check", "Skip", "about", "check", "checks_of", "missing_capability"]
+__all__ = [
+    "KINDS", "Check", "Skip", "about", "changed", "check", "checks_of", "missing_capability",
+]  # fmt: skip
 
 #: `alone`: one process, not started by a launcher. `ranks`: two, all checks in one launch.
 #: `kill`: `before` is the last of that launch and dies by SIGKILL; the check runs in the next.
@@ -91,6 +93,11 @@ def checks_of(kind: str) -> dict[str, Check]:
         importlib.import_module(f"accelerate_core.testing.suites.{module}")
         checks.update((made.name, made) for kinds, made in _found[module] if kind in kinds)
     return checks
+
+
+def changed(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[str]:
+    """Return the keys whose values differ; the values may be nobody's business."""
+    return sorted(str(k) for k in {*now, *before} if now.get(k) != before.get(k))
 
 
 def missing_capability(made: Check, supports: Mapping[str, Any], owns: Iterable[str]) -> str:
