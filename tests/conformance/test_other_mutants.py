@@ -14,6 +14,7 @@ from support import clean_environment
 from accelerate_core.plugins.discovery import installed
 from accelerate_core.scaffold import write_repository
 from accelerate_core.testing import run_suite, run_workers
+from accelerate_core.testing.checks import about
 from accelerate_core.testing.processes import run_command
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
@@ -82,6 +83,16 @@ def test_it_is_told_what_it_is(said: Said, name: str, check: str, state: str) ->
     assert state in {one for one, _ in found}, found
     # By what the check compares, and not because something else goes wrong on the way there.
     assert not [error for _, error in found if re.match(r"\w+Error: ", error)], found
+
+
+def test_the_blame_names_hooks_of_the_kind() -> None:
+    class Plugin:
+        def on_end(self, accelerator): ...
+
+    assert about("once_more", Plugin, "extension") == "hooks to look at: on_end"
+    assert "prepare_model" not in about("one_process", object, "precision")
+    assert "convert" in about("one_process", object, "precision")
+    assert about("ranks", Plugin, "launcher") == ""
 
 
 PLUGIN = """

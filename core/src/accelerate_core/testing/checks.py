@@ -164,9 +164,13 @@ _ABOUT = {
 }
 
 
-def about(name: str, plugin: Any) -> str:
+def about(name: str, plugin: Any, kind: str = "backend") -> str:
     """Return which hooks a failed check is about: those the plugin has, or could have."""
-    hooks = _ABOUT.get(name, "").split()
+    from accelerate_core.hookspecs import hook_kind
+
+    hooks = _ABOUT.get(name, "").split() if kind not in ("tracker", "launcher") else []
+    if kind != "backend":  # the others are answered by the backend alone
+        hooks = [h for h in hooks if hook_kind(h) not in (None, "owner") or hasattr(plugin, h)]
     own = [
         cls for cls in getattr(plugin, "__mro__", ()) if "accelerate_core." not in cls.__module__
     ]
