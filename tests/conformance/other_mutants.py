@@ -173,6 +173,25 @@ class ForgetsHowFarItWas(TallyExtension):
         shrink(optimizer, 1.0 - 0.01 * self.age)
 
 
+@caught_by("extension", "save_and_load")
+class SavesNoTensor(TallyExtension):
+    mean = torch.zeros(3)
+
+    @hookimpl
+    def on_step_end(self, accelerator):
+        self.mean = self.mean + 1.0
+
+    @hookimpl
+    def state_attributes(self):
+        return {"mean": self.mean}
+
+
+@passes("extension", "settings")
+class HandsItsSettingsOn(TallyExtension):
+    def __init__(self, settings=None):
+        self.later = [lambda: settings.every]
+
+
 @caught_by("extension", "randomness")
 class ReseedsAtEachStep(TallyExtension):
     @hookimpl

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import types
 import typing
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -121,18 +122,19 @@ def _is_kept(lab: Lab, cls: type[Any], field: SettingField, value: Any, expected
         read.append(name)
         return object.__getattribute__(self, name)
 
-    watched = type(cls.__name__, (cls,), {"__getattribute__": look})
     given = cls(**{field.name: value})
-    given.__class__ = watched
+    watched = type(cls.__name__, (cls,), {"__slots__": (), "__getattribute__": look})
+    object.__setattr__(given, "__class__", watched)
+    held = weakref.ref(given)
     try:
         made = lab.found(given)
     except ConfigurationError:  # with other settings, perhaps
         return
-    kept = list(getattr(made, "__dict__", {}).values())
-    its = next((one for one in kept if isinstance(one, cls)), None)
-    if its is not None:
+    del given
+    its = getattr(made, "settings", None)
+    if isinstance(its, cls):
         lab.equal(getattr(its, field.name), expected, f"{field.name} of the settings it keeps")
-    elif field.name not in read:
+    elif held() is None and not {field.name, "__dict__"} & set(read):
         raise AssertionError(
             f"made with {cls.__name__}({field.name}={value!r}), it neither keeps the settings (as "
             f"`self.settings`) nor reads {field.name!r}"

@@ -7,9 +7,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from accelerate_core.testing.checks import check
 from accelerate_core.testing.lab import Lab, plain_training
 
+#: Elements up to which a tensor is compared as a list.
+_ELEMENTS = 1024
 #: Seconds after which a clock that is served, in whole seconds too, has moved.
 _STILL = 1.1
 
@@ -73,10 +77,14 @@ def _served(lab: Lab, accelerator: Any) -> dict[str, Any]:
 
 
 def _plain_attributes(accelerator: Any) -> dict[str, Any]:
-    """Return a copy of the attributes that are numbers, texts, or containers of such."""
+    """Return a copy of the attributes that are numbers, texts, small tensors, or hold such."""
     found: dict[str, Any] = {}
     for attributes in accelerator.plugins.call_each("state_attributes", accelerator=accelerator):
-        found.update({key: copy.deepcopy(it) for key, it in attributes.items() if _is_plain(it)})
+        for key, value in attributes.items():
+            small = isinstance(value, torch.Tensor) and value.numel() <= _ELEMENTS
+            told = value.tolist() if small else value
+            if _is_plain(told):
+                found[key] = copy.deepcopy(told)
     return found
 
 

@@ -188,7 +188,11 @@ def read_back(lab: Lab) -> str | None:
     seen = [f"{STEPS} steps"]
     with _run(lab, "read_marks") as accelerator:
         _log_marks(accelerator)
-    got = _read(read, lab.scratch("read_marks"))
+    try:
+        got = _read(read, lab.scratch("read_marks"))
+    except Exception as error:  # a reader of numbers with steps, perhaps: the traces have to do
+        got = {}
+        seen.append(f"nothing more ({type(error).__name__}: {error})")
     for key in set(MARKS) & set(got):  # of the others `kept` has to find traces
         _is_mark(lab, key, got[key])
         seen.append(key)
