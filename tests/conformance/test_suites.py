@@ -53,14 +53,17 @@ class TestDeepSpeed(BackendSuite):
 @pytest.mark.dist
 class TestJsonl(TrackerSuite):
     plugin = "jsonl"
-    options = {"read": "suite_readers:jsonl"}
+    options = {"read": "suite_readers:jsonl", "read_config": "suite_readers:jsonl_config"}
     environ = READERS
 
 
 @pytest.mark.dist
 class TestTensorBoard(TrackerSuite):
     plugin = "tensorboard"
-    options = {"read": "suite_readers:tensorboard"}
+    options = {
+        "read": "suite_readers:tensorboard",
+        "read_config": "suite_readers:tensorboard_config",
+    }
     environ = READERS
 
 
@@ -142,7 +145,7 @@ class TestClearML(_Offline):
 @pytest.mark.soak
 class TestDVCLive(_Offline):
     plugin = "dvclive"
-    options = {"init": {"save_dvc_exp": False, "dvcyaml": None}}
+    options = {"init": {"save_dvc_exp": False, "dvcyaml": None}, "overwrites": True}
 
 
 @pytest.mark.soak

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from accelerate_core.testing.lab import Lab
     from accelerate_core.testing.processes import Run
 
-__all__ = ["KINDS", "Check", "Skip", "about", "check", "checks_of", "missing_capability"]
+__all__ = [
+    "KINDS", "Check", "Skip", "about", "changed", "check", "checks_of", "missing_capability",
+]  # fmt: skip
 
 #: `alone`: one process, not started by a launcher. `ranks`: two, all checks in one launch.
 #: `kill`: `before` is the last of that launch and dies by SIGKILL; the check runs in the next.
@@ -53,10 +55,10 @@ _MODULES = {
         "general", "configuring", "one_process", "talking", "preparing", "stepping", "tuning",
         "keeping", "ending",
     ),
-    "precision": ("general", "configuring", "precisions"),
+    "precision": ("general", "configuring", "precisions", "preparing", "ending"),
     "tracker": ("general", "trackers"),
     "launcher": ("general", "configuring", "launchers"),
-    "extension": ("general", "configuring", "extensions"),
+    "extension": ("general", "configuring", "extensions", "preparing", "ending"),
 }  # fmt: skip
 #: Kinds of plugins for which there are checks.
 KINDS = tuple(_MODULES)
@@ -93,6 +95,11 @@ def checks_of(kind: str) -> dict[str, Check]:
         importlib.import_module(f"accelerate_core.testing.suites.{module}")
         checks.update((made.name, made) for kinds, made in _found[module] if kind in kinds)
     return checks
+
+
+def changed(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[str]:
+    """Return the keys whose values differ; the values may be nobody's business."""
+    return sorted(str(k) for k in {*now, *before} if now.get(k) != before.get(k))
 
 
 def missing_capability(made: Check, supports: Mapping[str, Any], owns: Iterable[str]) -> str:
@@ -155,6 +162,7 @@ _ABOUT = {
     "two_at_once": "on_start on_end",
     "error_on_one_rank": "on_start on_error on_end",
     "names_stay": "convert",
+    "modes_stay": "convert",
     "evaluation": "convert autocast",
     "two_processes": f"convert on_start on_step_end on_save on_load {_STEP}",
     "errors": "on_error",

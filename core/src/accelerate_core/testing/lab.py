@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +55,7 @@ def plain_training(
     per_epoch: int | None = None,
     max_norm: float | None = None,
     clip_value: float | None = None,
+    skipped: Collection[int] = (),
 ) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
     """Train `Net(0)` in one process with nothing but torch.
 
@@ -62,6 +63,7 @@ def plain_training(
         batches: whole batches, of all ranks together.
         per_step: batches per optimizer step.
         per_epoch: batches per epoch, after which there is a step in any case.
+        skipped: batches after which there is no step, as where a scaled loss has overflowed.
 
     Returns:
         The loss of each batch, the weights in the end, the norms before clipping.
@@ -79,7 +81,8 @@ def plain_training(
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
             if clip_value is not None:
                 nn.utils.clip_grad_value_(model.parameters(), clip_value)
-            optimizer.step()
+            if index not in skipped:
+                optimizer.step()
             optimizer.zero_grad()
     return losses, dict(model.state_dict()), norms
 

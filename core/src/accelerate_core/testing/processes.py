@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -194,6 +195,13 @@ def _marked(mark: str) -> list[psutil.Process]:
         if mark in (one.info["environ"] or {}).get(_MARK, "")
         and one.info["status"] != psutil.STATUS_ZOMBIE
     ]
+
+
+def free_port() -> int:
+    """Return a port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _read(path: Path) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from accelerate_core.errors import (
 )
 from accelerate_core.plugins.discovery import PluginRecord, find, installed
 from accelerate_core.testing.checks import KINDS, Check, about, checks_of, missing_capability
-from accelerate_core.testing.processes import Run, clean_environment, run_command
+from accelerate_core.testing.processes import Run, clean_environment, free_port, run_command
 from accelerate_core.testing.results import Result
 
 __all__ = ["choose_plugin", "run_suite"]
@@ -242,7 +241,7 @@ class _Session:
         limit = _START_UP + self._patience * len(names)
         watched = names if collect else ()
         # A backend may start a group for one process, too: not at the port everybody uses.
-        environ = {**self.environ, "MASTER_PORT": str(_free_port())} if ranks == 1 else self.environ
+        environ = {**self.environ, "MASTER_PORT": str(free_port())} if ranks == 1 else self.environ
         return run_command(command, environ, limit, meanwhile=lambda: self._watch(watched, ranks))
 
     @property
@@ -284,7 +283,7 @@ class _Session:
         """Return whose failure it is, and which of its hooks the check is about."""
         record = find(self.kind, self.name, because="the conformance suite")
         try:
-            hooks = about(name, record.load()) if self.kind == "backend" else ""
+            hooks = about(name, record.load())
         except AccelerateError:
             hooks = ""
         return f"{self.kind} {record.label}{f'; {hooks}' if hooks else ''}"
@@ -300,12 +299,6 @@ class _Session:
                 result.error = f"{result.error}\n{self._blamed(result.name)}"
             self.results[result.name] = result
             self.on_result(result)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _joined(name: str, lines: Sequence[Mapping[str, Any]]) -> Result:

@@ -105,8 +105,11 @@ class PrecisionSuite(_Suite):
 class TrackerSuite(_Suite):
     """The suite of a tracker.
 
-    `options`: `init`, arguments of its constructor; `read`, a function `module:name` that reads
-    what it wrote; `elsewhere`, True if that is not in the run's directory, or packed.
+    `options`: `init`, arguments of its constructor; `read` and `read_config`, functions
+    `module:name` of a directory that read what it wrote there: `{key: [[step, value], ...]}` in
+    order (the step None where there was none), and the config as a dict; `elsewhere`, True if what
+    it writes is not in the run's directory, or packed; `overwrites`, True if a run replaces one of
+    the same name, as in a library that keeps its history elsewhere.
     """
 
     kind = "tracker"
@@ -121,7 +124,9 @@ class LauncherSuite(_Suite):
 class ExtensionSuite(_Suite):
     """The suite of an extension.
 
-    `options`: `changes_training`, True if losses are not those of a run without it.
+    `options`: `changes_training`, True if losses are not those of a run without it; `not_saved`,
+    the attributes it serves that are no state of the run; `ranks_differ`, True if the ranks' models
+    may be apart; `prints`, True if it prints without being asked to.
     """
 
     kind = "extension"

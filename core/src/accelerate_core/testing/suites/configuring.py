@@ -8,6 +8,7 @@ import os
 import tempfile
 import types
 import typing
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ def settings(lab: Lab) -> str | None:
         lab.equal(getattr(made, field.name), field.default, f"{field.name} by the constructor")
         if lab.kind == "backend" and not lab.missing_device:
             _reaches_the_instance(lab, field, text, expected)
+        else:
+            _is_kept(lab, cls, field, value, expected)
         tried.append(field.name)
         if _kind(field) is not str:  # of which any is a value, and may be no file
             _launch_option(lab, field, text)
@@ -109,6 +112,33 @@ def _reaches_the_instance(lab: Lab, field: SettingField, text: str, expected: An
     held = getattr(accelerator.backend.settings, field.name, None)
     accelerator.end_training()
     lab.equal(held, expected, f"settings.{field.name} of the backend, by {name}={text}")
+
+
+def _is_kept(lab: Lab, cls: type[Any], field: SettingField, value: Any, expected: Any) -> None:
+    """The plugin keeps the settings it is made with, or reads the field while it is made."""
+    read: list[str] = []
+
+    def look(self: Any, name: str) -> Any:
+        read.append(name)
+        return object.__getattribute__(self, name)
+
+    given = cls(**{field.name: value})
+    watched = type(cls.__name__, (cls,), {"__slots__": (), "__getattribute__": look})
+    object.__setattr__(given, "__class__", watched)
+    held = weakref.ref(given)
+    try:
+        made = lab.found(given)
+    except ConfigurationError:  # with other settings, perhaps
+        return
+    del given
+    its = getattr(made, "settings", None)
+    if isinstance(its, cls):
+        lab.equal(getattr(its, field.name), expected, f"{field.name} of the settings it keeps")
+    elif held() is None and not {field.name, "__dict__"} & set(read):
+        raise AssertionError(
+            f"made with {cls.__name__}({field.name}={value!r}), it neither keeps the settings (as "
+            f"`self.settings`) nor reads {field.name!r}"
+        )
 
 
 def _kind(field: SettingField) -> Any:

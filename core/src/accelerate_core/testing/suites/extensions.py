@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import time
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from accelerate_core.testing.checks import check
 from accelerate_core.testing.lab import Lab, plain_training
+
+#: Elements up to which a tensor is compared as a list.
+_ELEMENTS = 1024
+#: Seconds after which a clock that is served, in whole seconds too, has moved.
+_STILL = 1.1
 
 
 def _active(lab: Lab, **arguments: Any) -> Any:
@@ -31,28 +41,59 @@ def one_process(lab: Lab) -> str | None:
 
 @check("extension", place="alone")
 def save_and_load(lab: Lab) -> str | None:
-    """What it writes into a checkpoint is read again, also by a run that never wrote one."""
+    """What it serves and what it does to training go on after a load in another Accelerator."""
     accelerator = _active(lab)
     model, optimizer = lab.ready(accelerator)
-    mine, _ = lab.batches(accelerator, 2)
+    mine, _ = lab.batches(accelerator, 3)
     lab.train(accelerator, model, optimizer, mine)
     path = accelerator.save_state(str(lab.scratch("extension")))
-    served = _served(accelerator)
+    served = _served(lab, accelerator)
+    losses = lab.train(accelerator, model, optimizer, mine)
     lab.end()
     accelerator = _active(lab)
     model, optimizer = lab.ready(accelerator)
     accelerator.load_state(path)
-    lab.equal(_served(accelerator), served, "attributes it serves, after load_state")
-    lab.train(accelerator, model, optimizer, mine)
+    now = _plain_attributes(accelerator)
+    lab.equal(
+        {key: now.get(key) for key in served}, served,
+        "attributes it serves, after load_state (options: not_saved names those that are no state)",
+    )  # fmt: skip
+    again = lab.train(accelerator, model, optimizer, mine)
+    lab.close(again, losses, "losses after load_state", 1e-6)
     return ", ".join(served) or None
 
 
-def _served(accelerator: Any) -> dict[str, Any]:
-    """Return the plain values the extension serves as attributes."""
+def _served(lab: Lab, accelerator: Any) -> dict[str, Any]:
+    """Return the plain values it serves that stand still while nothing happens."""
+    first = _plain_attributes(accelerator)
+    time.sleep(_STILL)
+    second = _plain_attributes(accelerator)
+    no_state = lab.options.get("not_saved", ())
+    return {
+        key: value
+        for key, value in first.items()
+        if key not in no_state and key in second and second[key] == value
+    }
+
+
+def _plain_attributes(accelerator: Any) -> dict[str, Any]:
+    """Return a copy of the attributes that are numbers, texts, small tensors, or hold such."""
     found: dict[str, Any] = {}
     for attributes in accelerator.plugins.call_each("state_attributes", accelerator=accelerator):
-        found.update({k: v for k, v in attributes.items() if isinstance(v, int | str | bool)})
+        for key, value in attributes.items():
+            small = isinstance(value, torch.Tensor) and value.numel() <= _ELEMENTS
+            told = value.tolist() if small else value
+            if _is_plain(told):
+                found[key] = copy.deepcopy(told)
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return _is_plain(list(value)) and _is_plain(list(value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | str | bytes)
 
 
 @check("extension", place="alone")
@@ -71,15 +112,20 @@ def errors(lab: Lab) -> str | None:
 
 @check("extension")
 def two_processes(lab: Lab) -> str | None:
-    """Two processes train, save and load with it, and end."""
-    from accelerate_core.testing.suites.precisions import _some_backend
+    """Two processes train, save and load with it, and have the same model after each."""
+    from accelerate_core.testing.suites.precisions import some_backend
 
-    _some_backend()
+    some_backend()
     accelerator = _active(lab)
     model, optimizer = lab.ready(accelerator)
     mine, _ = lab.batches(accelerator, 2)
     lab.alike(accelerator, lab.train(accelerator, model, optimizer, mine), "losses")
+    apart = lab.options.get("ranks_differ", False)
+    if not apart:
+        lab.same_everywhere(accelerator, model, "the trained model (options: ranks_differ)")
     path = accelerator.save_state(str(lab.scratch("extension_ranks")))
     accelerator.load_state(path)
     lab.alike(accelerator, lab.train(accelerator, model, optimizer, mine), "losses after loading")
+    if not apart:
+        lab.same_everywhere(accelerator, model, "the model that was loaded and trained on")
     return f"over {accelerator.backend.name}"

@@ -60,6 +60,7 @@ def prepare(lab: Lab) -> str | None:
     return None
 
 
+@check("precision", "extension", place="alone")
 @check("backend")
 def randomness(lab: Lab) -> str | None:
     """What is drawn at random depends on the seed of the script, after `prepare` and after steps."""
