@@ -90,9 +90,33 @@ def test_the_blame_names_hooks_of_the_kind() -> None:
         def on_end(self, accelerator): ...
 
     assert about("once_more", Plugin, "extension") == "hooks to look at: on_end"
-    assert "prepare_model" not in about("one_process", object, "precision")
-    assert "convert" in about("one_process", object, "precision")
+    assert about("ranks", Plugin, "extension") == "its hooks: on_end"
+    assert about("one_process", object, "precision") == ""
     assert about("ranks", Plugin, "launcher") == ""
+
+
+DERIVED = """
+from accelerate_ddp import DDPBackend
+class Plugin(DDPBackend):
+    name = "derived"
+    api_version = (1, 0)
+"""
+
+
+@pytest.mark.dist
+def test_a_plugin_may_be_built_on_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dummies.distribution(tmp_path, "derived", DERIVED, {"backends": {"derived": "Plugin"}})
+    metadata = tmp_path / "dummy_derived-1.0.dist-info" / "METADATA"
+    needs = "Requires-Dist: accelerate-core\nRequires-Dist: accelerate-ddp>=0.1\n"
+    metadata.write_text(metadata.read_text() + needs)
+    path = f"{tmp_path}:{clean_environment()['PYTHONPATH']}"
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.cache_clear()
+    results = run_suite("backend", "derived", only=["imports"], environ={"PYTHONPATH": path})
+    installed.cache_clear()
+    assert [result.state for result in results] == ["passed"], results
 
 
 PLUGIN = """

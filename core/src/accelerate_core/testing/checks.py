@@ -169,8 +169,10 @@ _ABOUT = {
 }
 
 
-def about(name: str, plugin: Any) -> str:
-    """Return which of a backend's hooks a failed check is about, or else all it has."""
+def about(name: str, plugin: Any, kind: str = "backend") -> str:
+    """Return which of a plugin's hooks a failed check is about, or else all it has."""
+    if kind in ("tracker", "launcher"):
+        return ""
     own = [
         cls for cls in getattr(plugin, "__mro__", ()) if "accelerate_core." not in cls.__module__
     ]

@@ -283,7 +283,7 @@ class _Session:
         """Return whose failure it is, and which of its hooks the check is about."""
         record = find(self.kind, self.name, because="the conformance suite")
         try:
-            hooks = about(name, record.load())
+            hooks = about(name, record.load(), self.kind)
         except AccelerateError:
             hooks = ""
         return f"{self.kind} {record.label}{f'; {hooks}' if hooks else ''}"

@@ -86,18 +86,16 @@ def _packages_of(package: str) -> set[str]:
 
 
 def _bases_of(record: PluginRecord) -> set[str]:
-    """Return the packages of other plugins that its distribution requires, to build on them."""
-    owners = importlib.metadata.packages_distributions()
+    """Return the packages of other plugins that its distribution requires, to build on them.
+
+    Told from the entry points: of what is installed for editing, metadata names no packages.
+    """
     wanted = set(required(record.distribution))
-    found = set()
-    for name, dists in owners.items():
-        for dist in dists:
-            points = importlib.metadata.distribution(dist).entry_points
-            if _plain(dist) in wanted and any(
-                p.group.startswith("accelerate_core.") for p in points
-            ):
-                found.add(name)
-    return found
+    return {
+        one.target.split(":")[0].split(".")[0]
+        for one in installed().plugins
+        if _plain(one.distribution) in wanted
+    }
 
 
 def _packages(distributions: Iterable[str]) -> set[str]:
