@@ -330,6 +330,23 @@ def test_a_launcher_that_is_refused_is_passed_over_unless_it_is_named(
     assert (kept_out.stdout.strip(), kept_out.stderr) == ("started by the core", "")
 
 
+@pytest.mark.parametrize("method", ["launch_command", "launch_environment"])
+def test_a_launcher_that_raises_is_named(tmp_path: Path, method: str) -> None:
+    code = LAUNCHER.format(name="odd", stated="api_version = (1, 0)")
+    code += f"    def {method}(self, plan): raise KeyError('no such thing')\n"
+    dummies.distribution(tmp_path, "odd", code, {"launchers": {"odd": "L"}})
+    (tmp_path / "script.py").touch()
+    env = clean_environment()
+    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
+    command = [sys.executable, "-m", "accelerate_core", "launch", "--launcher", "odd", "script.py"]
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"odd (dummy-odd 1.0) is broken: its {method}() raised KeyError" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_older_minor_version_works_and_is_told_what_is_deprecated(tmp_path: Path) -> None:
     extra = (
         "    def on_step_end(self, accelerator, optimizer): ...\n"

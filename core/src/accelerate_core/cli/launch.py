@@ -54,9 +54,9 @@ def print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     from rich.text import Text
 
     from accelerate_core.configuration.provenance import decode
-    from accelerate_core.launch.start import child_environment, choose_launcher
+    from accelerate_core.launch.start import child_environment, command_of
 
-    click.echo(shlex.join(choose_launcher(plan).launch_command(plan)))
+    click.echo(shlex.join(command_of(plan)))
     origins = decode(plan.environment)
     made = child_environment(plan, environ)
     added = {name: text for name, text in made.items() if environ.get(name) != text}

@@ -146,13 +146,13 @@ def _run(
 ) -> tuple[int, str]:
     from accelerate_core.cli.launch import print_reasons
     from accelerate_core.launch.resolve import make_plan
-    from accelerate_core.launch.start import child_environment, choose_launcher
+    from accelerate_core.launch.start import child_environment, command_of
 
     plan = make_plan(_SELF_CHECK, [str(file)], given, environ, config)
     if given["explain"]:
         print_reasons(plan, environ)
     child = subprocess.Popen(
-        choose_launcher(plan).launch_command(plan),
+        command_of(plan),
         env=child_environment(plan, environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -31,6 +31,7 @@ __all__ = [
     "Launcher",
     "child_environment",
     "choose_launcher",
+    "command_of",
     "consider_launchers",
     "start",
 ]
@@ -204,15 +205,45 @@ def _settings_of(launcher: Any, name: str, plan: LaunchPlan) -> list[Any]:
     return [resolve_settings(launcher.Settings, None, sources, owner=name)[0]]
 
 
+def command_of(plan: LaunchPlan) -> list[str]:
+    """Return the command that starts `plan`.
+
+    Raises:
+        PluginError: the launcher of a plugin raised.
+    """
+    return list(_answer(choose_launcher(plan), "launch_command", plan))
+
+
 def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of the children; `environ` is left as it is."""
-    contribute = getattr(choose_launcher(plan), "launch_environment", None)
-    return {**environ, **plan.environment, **(contribute(plan) if contribute else {})}
+    """Return the whole environment of the children; `environ` is left as it is.
+
+    Raises:
+        PluginError: the launcher of a plugin raised.
+    """
+    launcher = choose_launcher(plan)
+    more = hasattr(launcher, "launch_environment")
+    its = _answer(launcher, "launch_environment", plan) if more else {}
+    return {**environ, **plan.environment, **its}
+
+
+def _answer(launcher: Any, method: str, plan: LaunchPlan) -> Any:
+    try:
+        return getattr(launcher, method)(plan)
+    except Exception as error:
+        if isinstance(error, AccelerateError) or launcher in LAUNCHERS.values():
+            raise
+        from accelerate_core.plugins.discovery import find
+
+        record = find("launcher", launcher.name, because="this launch")
+        raise PluginError(
+            f"The launcher plugin {record.label} is broken: its {method}() raised "
+            f"{type(error).__name__}: {error}."
+        ) from error
 
 
 def start(plan: LaunchPlan, environ: Mapping[str, str]) -> NoReturn:
     """Replace this process by the plan's command, so that signals reach it directly."""
-    command = choose_launcher(plan).launch_command(plan)
+    command = command_of(plan)
     environment = child_environment(plan, environ)
     sys.stdout.flush()
     sys.stderr.flush()
