@@ -52,6 +52,18 @@ class TheLastModelOnly(Sound):
 
 
 @caught_by("several_models")
+class ScalesTheFirstModelOnly(Sound):
+    def scale_gradients(self, accelerator, models, factor):
+        super().scale_gradients(accelerator, models[:1], factor)
+
+
+@caught_by("several_models")
+class ClipsFourTensors(Sound):
+    def clip_grad_value(self, accelerator, parameters, clip_value):
+        super().clip_grad_value(accelerator, list(parameters)[:4], clip_value)
+
+
+@caught_by("several_models")
 class LoadsTheFirstModelOnly(Sound):
     def load_model_state(self, accelerator, model, state, strict):
         if model is accelerator.models[0]:

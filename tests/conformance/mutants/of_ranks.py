@@ -59,6 +59,12 @@ class GatherInAnotherOrder(Sound):
 
 
 @caught_by("collectives")
+class GathersFloats(Sound):
+    def gather(self, accelerator, tensor, scope):
+        return super().gather(accelerator, tensor.float(), scope).to(tensor.dtype)
+
+
+@caught_by("collectives")
 class EverythingTravelsAsFloat(Sound):
     def reduce(self, accelerator, tensor, op, scope):
         return super().reduce(accelerator, tensor.float(), op, scope).to(tensor.dtype)

@@ -177,7 +177,11 @@ def about(name: str, plugin: Any, kind: str = "backend") -> str:
         cls for cls in getattr(plugin, "__mro__", ()) if "accelerate_core." not in cls.__module__
     ]
     mine = [hook for hook in all_hooks() if any(hook in vars(cls) for cls in own)]
-    meant = [hook for hook in _ABOUT.get(name, "").split() if hook in mine]
+    could = [hook for hook in _ABOUT.get(name, "").split() if kind == "backend" or hook in mine]
+    meant = [hook for hook in could if hook in mine]
     if meant:
         return f"hooks to look at: {', '.join(meant)}"
-    return f"its hooks: {', '.join(mine)}" if mine else ""
+    parts = [f"its hooks: {', '.join(mine)}"] if mine else []
+    if could:
+        parts.append(f"the check is about {', '.join(could)}, which it leaves to the core")
+    return "; ".join(parts)

@@ -34,6 +34,7 @@ def once_more(lab: Lab) -> str | None:
         some_backend()
     seen, held = [], []
     before, printed = _process(), io.StringIO()
+    handlers = list(logging.getLogger().handlers)
     for turn in range(3):
         with contextlib.redirect_stdout(printed if turn else sys.stdout):
             losses, model = _life(lab, turn)
@@ -42,7 +43,7 @@ def once_more(lab: Lab) -> str | None:
         held.append(_held())
         lab.equal(model() is None, True, "the model is gone with its last user")
         if turn == 0:
-            _restore(before)  # what a library does where it is first used is its own
+            _restore(before, handlers)  # what a library does where it is first used is its own
         for what, now in _process().items():
             lab.equal(changed(now, before[what]), [], f"{what} that are not as they were")
     if not lab.options.get("prints", False):
@@ -83,10 +84,15 @@ def _process() -> dict[str, dict[Any, Any]]:
         "settings of the process": {
             "working directory": os.getcwd(),
             "file mode mask": _umask(),
-            "number of filters of warnings": len(warnings.filters),
+            "filters of all warnings": _filters(),
             "number of handlers of the root logger": len(logging.getLogger().handlers),
         },
     }
+
+
+def _filters() -> list[str]:
+    """Return the filters that are about every warning; a library's own about some are its affair."""
+    return [f[0] for f in warnings.filters if (f[1], f[2], f[3]) == (None, Warning, None)]
 
 
 def _umask() -> int:
@@ -95,7 +101,7 @@ def _umask() -> int:
     return mask
 
 
-def _restore(before: dict[str, dict[Any, Any]]) -> None:
+def _restore(before: dict[str, dict[Any, Any]], handlers: list[Any]) -> None:
     os.environ.clear()
     os.environ.update(before["variables of the environment"])
     for one, handler in before["signal handlers"].items():
@@ -105,6 +111,7 @@ def _restore(before: dict[str, dict[Any, Any]]) -> None:
     torch.set_num_threads(ours["get_num_threads"])
     torch.use_deterministic_algorithms(ours["are_deterministic_algorithms_enabled"])
     os.umask(before["settings of the process"]["file mode mask"])
+    logging.getLogger().handlers[:] = handlers
 
 
 def _held() -> list[str]:

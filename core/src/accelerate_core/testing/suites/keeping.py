@@ -42,6 +42,10 @@ def save_and_load(lab: Lab) -> str | None:
     again = lab.train(accelerator, model, optimizer, mine[2:])
     lab.close(again, losses, "losses after load_state", 1e-6)
     lab.close(lab.weights(accelerator, model), after, "weights two steps later", 1e-6)
+    if "checkpoint" not in accelerator.backend.owns:
+        state = dict(accelerator.hooks.model_state(accelerator, model))
+        if state:  # one that writes shards of its own hands the core nothing
+            _is_strict(lab, accelerator, model, state)
     return None
 
 
@@ -86,6 +90,19 @@ def _hold(accelerator: Accelerator, until: threading.Event) -> None:
         return run(held)
 
     accelerator.background.run = later  # type: ignore[method-assign, assignment]
+
+
+def _is_strict(lab: Lab, accelerator: Accelerator, model: Any, state: dict[str, Any]) -> None:
+    """A state that lacks a tensor is refused, unless `strict` is False."""
+    lacking = dict(list(state.items())[1:])
+    accelerator.hooks.load_model_state(accelerator, model, lacking, False)
+    try:
+        accelerator.hooks.load_model_state(accelerator, model, lacking, True)
+    except Exception:  # whichever says so
+        return
+    raise AssertionError(
+        f"load_model_state(strict=True) takes a state without {next(iter(state))!r}"
+    )
 
 
 def _objects(lab: Lab, seed: int) -> tuple[Accelerator, Any, Any, Any, Any]:

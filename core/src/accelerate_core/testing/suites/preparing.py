@@ -157,6 +157,8 @@ def several_models(lab: Lab) -> str | None:
     if accelerator.backend.supports.get("exact", True):
         for name, model, its in zip(("first", "second"), models, expected, strict=True):
             lab.close(lab.weights(accelerator, model), dict(its.state_dict()), f"{name} model")
+    if "optimizer" not in accelerator.backend.owns:
+        _on_all(accelerator, models, mine[0])
     path = accelerator.save_state(str(lab.scratch("several_models")))
     after = _trained(lab, accelerator, models, optimizers, mine)
     del models, optimizers
@@ -206,6 +208,32 @@ def contexts(lab: Lab) -> str | None:
             lab.equal(torch.distributed.get_world_size(alone), 1, "ranks of a group of one")
     accelerator.wait_for_everyone()
     return None
+
+
+def _on_all(accelerator: Accelerator, models: Any, batch: Any) -> None:
+    """Scaling and clipping reach the gradients of all models, and of all their parameters."""
+
+    def largest() -> list[float]:
+        grads = [p.grad for model in models for p in model.parameters() if p.grad is not None]
+        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+        return [float(grad.abs().max()) if grad.numel() else 0.0 for grad in local]
+
+    for model in models:
+        accelerator.backward(loss_of(model, batch))
+    before = largest()
+    accelerator.hooks.scale_gradients(accelerator, models, torch.tensor(0.5))
+    ratios = [one / other for one, other in zip(largest(), before, strict=True) if other > 1e-6]
+    if max(ratios) > 0.51 or max(ratios) - min(ratios) > 1e-3:  # less, where it divides by ranks
+        raise AssertionError(
+            f"scale_gradients by 0.5 scales the gradients of two models by {ratios}"
+        )
+    parameters = [p for model in models for p in model.parameters()]
+    accelerator.clip_grad_value_(parameters, 1e-4)
+    if max(largest()) > 1.01e-4:
+        raise AssertionError(f"clip_grad_value_ by 1e-4 of two models leaves {max(largest())}")
+    for model in models:
+        for p in model.parameters():
+            p.grad = None
 
 
 def _trained(

@@ -81,6 +81,11 @@ def collectives(lab: Lab) -> str | None:
     lab.equal(broadcast(many, 0, comm=comm).item(), large, "broadcast of a large integer")
     lab.equal(accelerator.gather(torch.tensor([large + index], device=device)).tolist(),
               [large + r for r in every], "gather of large integers")  # fmt: skip
+    hooks = accelerator.hooks  # as they are, without what the core packs together
+    told = hooks.gather(accelerator, torch.tensor([large + rank], device=device), "world")
+    lab.equal(told.tolist(), [large + r for r in range(size)], "hook gather, of large integers")
+    told = hooks.broadcast(accelerator, torch.tensor([large + rank], device=device), 0, "world")
+    lab.equal(told.tolist(), [large], "hook broadcast, of a large integer")
     padded = accelerator.pad_across_processes(torch.ones(index + 1, device=device))
     lab.equal(padded.shape[0], count, "length after padding")
     lab.equal(float(padded.sum()), index + 1.0, "sum after padding with zeros")
