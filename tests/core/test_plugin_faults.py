@@ -35,6 +35,12 @@ class High(Raises):
     def detect(cls, request):
         return Claim("high", "because")
 
+class NotANumber(Raises):
+    name = "nan"
+    @classmethod
+    def detect(cls, request):
+        return Claim(float("nan"), "because")
+
 class Faulty(Backend):
     name = "faulty"
     api_version = (1, 0)
@@ -105,7 +111,7 @@ else:
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("faulty")
     names = {"raises": "Raises", "noclaim": "NoClaim", "init": "Init", "nothing": "Nothing"}
-    names |= {"leaves": "Leaves", "high": "High", "faulty": "Faulty"}
+    names |= {"leaves": "Leaves", "high": "High", "nan": "NotANumber", "faulty": "Faulty"}
     groups = {
         "backends": {**names, "mine": "Mine"},
         "precisions": {"nearly": "Nearly"},
@@ -114,6 +120,7 @@ def root(tmp_path_factory):
             "TRY_NOCLAIM": "NoClaim",
             "TRY_LEAVES": "Leaves",
             "TRY_HIGH": "High",
+            "TRY_NAN": "NotANumber",
             "mine_plugin": "Mine",
         },
         "extensions": {"extra": "Extension"},
@@ -126,7 +133,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "variable", ["TRY_RAISES", "TRY_NOCLAIM", "TRY_EXITS", "TRY_LEAVES", "TRY_HIGH"]
+    "variable", ["TRY_RAISES", "TRY_NOCLAIM", "TRY_EXITS", "TRY_LEAVES", "TRY_HIGH", "TRY_NAN"]
 )
 def test_who_cannot_answer_is_passed_over_and_listed(root, variable):
     assert run(root, TRY.format(arguments={}), {variable: "1"}) == ["", "single"]
@@ -141,7 +148,7 @@ def test_who_cannot_answer_is_passed_over_and_listed(root, variable):
     name = variable.removeprefix("TRY_").lower()
     state, because = next((s, b) for n, s, b in listed if n == name)
     assert state == "broken"
-    words = ("boom", "returned True", "no such hardware", "no licence", "not 'high'")
+    words = ("boom", "returned True", "no such hardware", "no licence", "not 'high'", "not nan")
     assert any(word in because for word in words)
 
 

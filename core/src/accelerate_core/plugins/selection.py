@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +41,8 @@ class Claim:
     reason: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.priority, int | float):
-            raise TypeError(f"the priority of a Claim is a number, not {self.priority!r}")
+        if not isinstance(self.priority, int | float) or not math.isfinite(self.priority):
+            raise TypeError(f"the priority of a Claim is a finite number, not {self.priority!r}")
 
 
 @dataclass(frozen=True)

@@ -246,8 +246,12 @@ class _Session:
 
     @property
     def _patience(self) -> float:
-        """Seconds a check may take: a collective in it waits, and says so, before it is over."""
-        return 2 * self.timeout + 10
+        """Seconds a check may take: a collective in it waits, and says so, before it is over.
+
+        More where other work takes the cores.
+        """
+        busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        return (2 * self.timeout + 10) * max(1.0, busy / (os.cpu_count() or 1))
 
     def _watch(self, names: Sequence[str], ranks: int) -> bool:
         """Collect what is there; tell whether the check that runs takes too long."""
