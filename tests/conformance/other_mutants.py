@@ -26,6 +26,7 @@ from accelerate_tally import TallyExtension, TallySettings
 from accelerate_core import hookimpl
 from accelerate_core.launch.simple import target_command
 from accelerate_core.testing import Lab, checks_of
+from accelerate_core.testing.suites import ending
 from accelerate_core.testing.worker import Ranks, run_check
 
 READERS = {"read": "reading:read", "read_config": "reading:read_config"}
@@ -440,6 +441,7 @@ def main(place: str, folder: Path) -> None:
             here.mkdir(exist_ok=True)
             if kind == "extension":
                 os.environ["ACCELERATE_PLUGINS"] = name
+            ending.began = ending.Began.now()  # as in a process of its own
             lab = Lab(kind, name, name, here, 10.0, READERS if kind == "tracker" else {})
             line = run_check(made.function, lab)
             ranks.say(here.name, line)

@@ -51,6 +51,10 @@ LEAVING = """
     def on_start(self, accelerator):
         subprocess.Popen(["sleep", "543"])
 """
+STAINING = """
+    def on_end(self, accelerator):
+        os.environ["STAINED"] = "1"
+"""
 FORGETTING = """
 from accelerate_core.tracking import GeneralTracker
 class Plugin(GeneralTracker):
@@ -96,6 +100,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(root, "forgetful", points={})
     write(root, "heavy", above="import yaml, xxhash, rich.table, matplotlib\n")
     write(root, "noisy", above="print('one more backend')\n")
+    write(root, "staining", above="import os\n", extra=STAINING)
     write(root, "leaving", above="import subprocess\n", extra=LEAVING)
     dummies.distribution(root, "void", FORGETTING, {"trackers": {"void": "Plugin"}}, "4.2")
     metadata = root / "dummy_void-4.2.dist-info" / "METADATA"
@@ -118,6 +123,8 @@ ON_RANKS = {
     "lopsided": ("hooks", "training"),
     "amnesiac": ("hooks", "resume"),
     "leaving": ("hooks", "error_on_one_rank"),
+    # What it leaves is there since the first check: the second must not take it for given.
+    "staining": ("hooks", "learning", "once_more"),
 }
 BROKEN = ("wrongarg", "misspelt", "heavy", "noisy", "future", "unsaid", "left")
 
@@ -182,6 +189,7 @@ def test_it_is_caught_by_the_check_meant_for_it(
         ("lopsided", "training", "backward"),
         ("amnesiac", "resume", "save_state"),
         ("leaving", "error_on_one_rank", "still run: sleep 543"),
+        ("staining", "once_more", "STAINED"),
     ],
 )
 def test_on_ranks_it_is_caught_by_the_check_meant_for_it(

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -33,8 +34,8 @@ def once_more(lab: Lab) -> str | None:
     if lab.kind != "backend":
         some_backend()
     seen, held = [], []
-    before, printed = _process(), io.StringIO()
-    handlers = list(logging.getLogger().handlers)
+    printed = io.StringIO()
+    _restore(began)  # what earlier checks left would hide that it is left again
     for turn in range(3):
         with contextlib.redirect_stdout(printed if turn else sys.stdout):
             losses, model = _life(lab, turn)
@@ -43,9 +44,9 @@ def once_more(lab: Lab) -> str | None:
         held.append(_held())
         lab.equal(model() is None, True, "the model is gone with its last user")
         if turn == 0:
-            _restore(before, handlers)  # what a library does where it is first used is its own
+            _restore(began)  # what a library does where it is first used is its own
         for what, now in _process().items():
-            lab.equal(changed(now, before[what]), [], f"{what} that are not as they were")
+            lab.equal(changed(now, began.told[what]), [], f"{what} that are not as they were")
     if not lab.options.get("prints", False):
         lab.equal(printed.getvalue(), "", "what it prints where the script prints")
     for turn in (1, 2):
@@ -83,6 +84,7 @@ def _process() -> dict[str, dict[Any, Any]]:
         },
         "settings of the process": {
             "working directory": os.getcwd(),
+            "sys.path": list(sys.path),
             "file mode mask": _umask(),
             "filters of all warnings": _filters(),
             "number of handlers of the root logger": len(logging.getLogger().handlers),
@@ -92,7 +94,11 @@ def _process() -> dict[str, dict[Any, Any]]:
 
 def _filters() -> list[str]:
     """Return the filters that are about every warning; a library's own about some are its affair."""
-    return [f[0] for f in warnings.filters if (f[1], f[2], f[3]) == (None, Warning, None)]
+    return [f[0] for f in warnings.filters if _is_for_all(f)]
+
+
+def _is_for_all(warnings_filter: Any) -> bool:
+    return tuple(warnings_filter[1:4]) == (None, Warning, None)
 
 
 def _umask() -> int:
@@ -101,7 +107,8 @@ def _umask() -> int:
     return mask
 
 
-def _restore(before: dict[str, dict[Any, Any]], handlers: list[Any]) -> None:
+def _restore(to: Began) -> None:
+    before = to.told
     os.environ.clear()
     os.environ.update(before["variables of the environment"])
     for one, handler in before["signal handlers"].items():
@@ -111,7 +118,11 @@ def _restore(before: dict[str, dict[Any, Any]], handlers: list[Any]) -> None:
     torch.set_num_threads(ours["get_num_threads"])
     torch.use_deterministic_algorithms(ours["are_deterministic_algorithms_enabled"])
     os.umask(before["settings of the process"]["file mode mask"])
-    logging.getLogger().handlers[:] = handlers
+    os.chdir(before["settings of the process"]["working directory"])
+    if not before["settings of the process"]["filters of all warnings"]:
+        warnings.filters[:] = [one for one in warnings.filters if not _is_for_all(one)]  # type: ignore[index]
+    logging.getLogger().handlers[:] = to.handlers
+    sys.path[:] = to.path
 
 
 def _held() -> list[str]:
@@ -126,6 +137,22 @@ def _held() -> list[str]:
 
 def _more(earlier: list[str], now: list[str]) -> str:
     return ", ".join(one for one in now if one not in earlier)
+
+
+@dataclass(frozen=True)
+class Began:
+    """What the process was before its first check: this module is imported ahead of that."""
+
+    told: dict[str, dict[Any, Any]]
+    handlers: list[Any]
+    path: list[str]
+
+    @classmethod
+    def now(cls) -> Began:
+        return cls(_process(), list(logging.getLogger().handlers), list(sys.path))
+
+
+began = Began.now()
 
 
 @check("backend")
