@@ -10,6 +10,12 @@ from accelerate_core import runtime as runtimes
 from accelerate_core.errors import ConfigurationError
 
 
+@pytest.fixture(autouse=True)
+def not_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has had no Accelerator: other tests of this one may have left theirs."""
+    monkeypatch.setattr(runtimes, "_current", None)
+
+
 class OnDevices(Backend):
     name = "on_devices"
     api_version = (1, 0)
