@@ -18,7 +18,8 @@ SOUND = [
     for checks, name in re.findall(r"^@passes\((.+)\)\nclass (\w+)", SOURCE, re.MULTILINE)
     for check in re.findall(r"\w+", checks)
 ]
-pytestmark = pytest.mark.timeout(1200)
+#: Of `make conformance`: some minutes.
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
