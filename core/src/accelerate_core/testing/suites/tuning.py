@@ -47,14 +47,19 @@ def fine_tuning(lab: Lab) -> str | None:
     lab.train(accelerator, model, optimizer, mine)
     expected = Tuned(0)
     plain = torch.optim.SGD(expected.head.parameters(), RATE)
-    for batch in whole:
-        torch.autograd.backward(loss_of(expected, batch))
-        plain.step()
-        plain.zero_grad()
+    _train_plainly(expected, plain, whole)
     lab.close(lab.weights(accelerator, model), dict(expected.state_dict()), "weights")
     lab.alike(accelerator, inner.get_buffer("seen").tolist(), "a buffer of integers")
     lab.same_everywhere(accelerator, model, "a model with a frozen part")
     return None
+
+
+def _train_plainly(model: nn.Module, optimizer: Any, batches: Iterable[Batch]) -> None:
+    """Step with nothing but torch."""
+    for batch in batches:
+        torch.autograd.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Counting(torch.optim.Optimizer):
@@ -95,10 +100,7 @@ def groups(lab: Lab) -> str | None:
     if accelerator.backend.supports.get("exact", True):
         expected = Net(0)
         plain = (Counting if own else torch.optim.AdamW)(_groups(expected))
-        for batch in whole[:2]:
-            torch.autograd.backward(loss_of(expected, batch))
-            plain.step()
-            plain.zero_grad()
+        _train_plainly(expected, plain, whole[:2])
         lab.close(lab.weights(accelerator, model), dict(expected.state_dict()), "weights")
     path = accelerator.save_state(str(lab.scratch("groups")))
     lab.train(accelerator, model, optimizer, mine[2:])
@@ -121,7 +123,7 @@ def groups(lab: Lab) -> str | None:
 
 @check("backend")
 def calls(lab: Lab) -> str | None:
-    """`step(closure)` calls the closure; `zero_grad` sets to zero or to None as it is told."""
+    """`step` calls a closure, `zero_grad` sets to zero or None as told, `backward` keeps its arguments."""
     accelerator = lab.accelerator()
     if "optimizer" in accelerator.backend.owns:
         lab.skip("its engine owns the optimizer")
