@@ -143,7 +143,11 @@ def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
     config.write_text("num_processes: 2\nuse_cpu: true\n" + "launcher: rope" * (key == "launcher"))
     environ = {"ROPE": "1"} if key == "trigger" else {}
     script = tmp_path / "script.py"
-    script.write_text("from accelerate_core import Accelerator\nprint(Accelerator().backend.name)")
+    # One write each: print() makes two of an unbuffered line, and two processes share the pipe.
+    script.write_text(
+        "import sys\nfrom accelerate_core import Accelerator\n"
+        "sys.stdout.write(Accelerator().backend.name + '\\n')\n"
+    )
     env = clean_environment(**environ)
     env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
     command = [sys.executable, "-m", "accelerate_core", "launch", "--config_file", str(config)]
