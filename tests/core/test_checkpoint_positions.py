@@ -35,6 +35,15 @@ class Run:
                     self.accelerator.save_state()
         return epochs
 
+    def end(self) -> None:
+        """Let go of the loader, and so of persistent workers.
+
+        A worker inherits the iterators that are open when it is forked, and waits five seconds for
+        the workers of each when it ends.
+        """
+        del self.loader
+        self.accelerator.free_memory()
+
 
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(11)
@@ -52,6 +61,7 @@ def test_workers(tmp_path: Path, persistent: bool, own: bool) -> None:
     points = (2, BATCHES, BATCHES + 1, 2 * BATCHES, 2 * BATCHES + 2)
     run = make("whole")
     whole = run.read([run.loader] * EPOCHS, points)
+    run.end()
     for number, at in enumerate(points):
         resumed = make("resumed")
         set_seed(99)
@@ -59,6 +69,7 @@ def test_workers(tmp_path: Path, persistent: bool, own: bool) -> None:
         first = (at - 1) // BATCHES
         rest = resumed.read([resumed.loader] * (EPOCHS - first))
         done = (at - first * BATCHES) * 3
+        resumed.end()
         assert rest == [whole[first][done:], *whole[first + 1 :]], at
 
 
