@@ -10,19 +10,20 @@ MEMBERS := core $(BACKENDS) $(TRACKERS)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS ?=
 
-.PHONY: help quickstart test conformance soak lint format docs dist bench downstream clean
+.PHONY: help quickstart test conformance faults soak lint format docs dist bench downstream clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
-	@echo "make test         all tests (ARGS='-k name' for some)"
+	@echo "make test         the tests (ARGS='-k name' for some)"
 	@echo "make conformance  the suite on every plugin of ours, and the rest of the author's kit"
+	@echo "make faults       kills, signals, ranks that fail, two machines and a cut cable"
 	@echo "make lint         ruff, mypy, import layers, generated docs"
 	@echo "make format       let ruff format the tree"
 	@echo "make docs         regenerate the generated pages"
 	@echo "make dist         build every wheel, install them into an empty environment and train"
 	@echo "make bench        compare with the peers"
 	@echo "make downstream   the released plugins under the working core"
-	@echo "make soak         the long forms of the tests"
+	@echo "make soak         all of these, and the long forms"
 
 # torch first and from the constraints: a plain "torch" pulls gigabytes of CUDA.
 $(VENV)/base.stamp: constraints.txt
@@ -49,11 +50,17 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp $(BACKENDS:%=%/pyproject.toml) $(TRACKERS:%
 quickstart: $(VENV)/run.stamp
 	$(BIN)/accelerate-core launch --cpu --num_processes 2 examples/quickstart.py
 
+# Folders with a door of their own; .ci/run goes through all of them.
+CONFORMANCE := tests/conformance
+FAULTS := tests/faults tests/machines
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+	$(BIN)/python -m pytest -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS)) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest tests/conformance -m soak $(ARGS)
+	$(BIN)/python -m pytest -m "not soak" $(CONFORMANCE) $(ARGS)
+
+faults: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -m "not soak" $(FAULTS) $(ARGS)
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(ARGS)

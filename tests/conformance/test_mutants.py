@@ -18,8 +18,7 @@ SOUND = [
     for checks, name in re.findall(r"^@passes\((.+)\)\nclass (\w+)", SOURCE, re.MULTILINE)
     for check in re.findall(r"\w+", checks)
 ]
-#: Of `make conformance`: some minutes.
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")

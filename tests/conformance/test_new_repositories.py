@@ -72,7 +72,6 @@ def test_a_new_backend_is_green_within_two_minutes(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_repository_passes_its_own_tests(tmp_path: Path, kind: str) -> None:

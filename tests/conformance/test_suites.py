@@ -24,7 +24,6 @@ class TestDDP(BackendSuite):
 
 
 @pytest.mark.dist
-@pytest.mark.soak
 class TestDDPOnThree(BackendSuite):
     plugin = "ddp"
     num_processes = 3
@@ -36,14 +35,12 @@ class TestFSDP2(BackendSuite):
 
 
 @pytest.mark.dist
-@pytest.mark.soak
 class TestFSDP2Sharded(BackendSuite):
     plugin = "fsdp2"
     environ = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
 
 @pytest.mark.dist
-@pytest.mark.soak
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
 class TestDeepSpeed(BackendSuite):
     plugin = "deepspeed"
@@ -68,24 +65,20 @@ class TestTensorBoard(TrackerSuite):
 
 
 @pytest.mark.dist
-@pytest.mark.soak
 class TestBFloat16(PrecisionSuite):
     plugin = "bf16"
 
 
 @pytest.mark.dist
-@pytest.mark.soak
 class TestFloat16(PrecisionSuite):
     plugin = "fp16"
 
 
 @pytest.mark.dist
-@pytest.mark.soak
 class TestTorchrun(LauncherSuite):
     plugin = "torchrun"
 
 
-@pytest.mark.soak
 class TestSimple(LauncherSuite):
     plugin = "simple"
 
@@ -109,45 +102,37 @@ class _Offline(TrackerSuite):
     timeout = 60.0
 
 
-@pytest.mark.soak
 class TestWandB(_Offline):
     plugin = "wandb"
 
 
-@pytest.mark.soak
 class TestTrackio(_Offline):
     plugin = "trackio"
     options = {"init": {"auto_log_gpu": False, "auto_log_cpu": False}}
 
 
-@pytest.mark.soak
 class TestAim(_Offline):
     plugin = "aim"
     options = {"init": {"system_tracking_interval": None, "capture_terminal_logs": False}}
 
 
-@pytest.mark.soak
 class TestCometML(_Offline):
     plugin = "comet_ml"
 
 
-@pytest.mark.soak
 class TestMLflow(_Offline):
     plugin = "mlflow"
 
 
-@pytest.mark.soak
 class TestClearML(_Offline):
     plugin = "clearml"
     options = {"init": {"auto_resource_monitoring": False, "auto_connect_streams": False}}
 
 
-@pytest.mark.soak
 class TestDVCLive(_Offline):
     plugin = "dvclive"
     options = {"init": {"save_dvc_exp": False, "dvcyaml": None}, "overwrites": True}
 
 
-@pytest.mark.soak
 class TestSwanLab(_Offline):
     plugin = "swanlab"

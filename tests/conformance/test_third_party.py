@@ -70,9 +70,7 @@ def test_a_wheel_is_chosen_by_the_option_of_launch(site: Path, tmp_path: Path) -
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "backend", ["ddp", "fsdp2", pytest.param("diloco", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "diloco"])
 def test_a_precision_and_a_launcher_go_around_any_backend(
     site: Path, tmp_path: Path, backend: str
 ) -> None:
@@ -107,7 +105,6 @@ def test_the_repository_of_diloco_passes_its_own_tests(site: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.soak
 def test_diloco_passes_the_suite(site: Path) -> None:
     env = clean_environment(PYTHONPATH=str(site))
     command = [sys.executable, "-m", "accelerate_core", "plugins", "check", "diloco", "--json"]
