@@ -38,8 +38,8 @@ class Run:
     def end(self) -> None:
         """Let go of the loader, and so of persistent workers.
 
-        A worker inherits the iterators that are open when it is forked, and waits five seconds for
-        the workers of each when it ends.
+        If the garbage collector has to find it, torch waits five seconds for each worker: their
+        queues are closed first, and then nobody tells them to end.
         """
         del self.loader
         self.accelerator.free_memory()
