@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +19,7 @@ from accelerate_core.accelerator import Accelerator
 from accelerate_core.testing.checks import Skip
 from accelerate_core.testing.devices import missing_device, runs_on_cpu
 
-__all__ = ["BATCH", "Lab", "Net", "loss_of", "plain_training"]
+__all__ = ["BATCH", "Lab", "Net", "draw", "loss_of", "plain_training", "seed"]
 
 #: Samples in the batch of one rank.
 BATCH = 4
@@ -85,6 +87,22 @@ def plain_training(
                 optimizer.step()
             optimizer.zero_grad()
     return losses, dict(model.state_dict()), norms
+
+
+def seed(number: int) -> None:
+    """Seed the generators a script draws from."""
+    random.seed(number)
+    torch.manual_seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+
+
+def draw(after: str) -> dict[str, float]:
+    """Return a number of each of those generators, named with what was done before."""
+    told = {"random": random.random(), "torch": float(torch.rand(()))}
+    if "numpy" in sys.modules:
+        told["numpy"] = float(sys.modules["numpy"].random.rand())
+    return {f"{name} after {after}": value for name, value in told.items()}
 
 
 @dataclass(eq=False)

@@ -81,6 +81,10 @@ def _process() -> dict[str, dict[Any, Any]]:
             "get_num_threads": torch.get_num_threads(),
             "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled(),
             "get_default_dtype": torch.get_default_dtype(),
+            "is_autocast_enabled": torch.is_autocast_enabled("cpu")
+            or torch.is_autocast_enabled("cuda"),
+            "is_grad_enabled": torch.is_grad_enabled(),
+            "is_inference_mode_enabled": torch.is_inference_mode_enabled(),
         },
         "settings of the process": {
             "working directory": os.getcwd(),

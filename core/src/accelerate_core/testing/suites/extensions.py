@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accelerate_core.testing.checks import check
-from accelerate_core.testing.lab import Lab, plain_training
+from accelerate_core.testing.lab import Lab, draw, plain_training, seed
 
 #: Elements up to which a tensor is compared as a list.
 _ELEMENTS = 1024
@@ -28,14 +28,22 @@ def _active(lab: Lab, **arguments: Any) -> Any:
 
 @check("extension", place="alone")
 def one_process(lab: Lab) -> str | None:
-    """A run with it trains as one without it, unless it says that it changes training."""
+    """A run with it trains and draws as one without it, unless it says that it changes training."""
     accelerator = _active(lab)
     model, optimizer = lab.ready(accelerator)
     mine, whole = lab.batches(accelerator, 4)
+    seed(1)
     losses = lab.train(accelerator, model, optimizer, mine)
+    told = draw("training")
     accelerator.end_training()
     if not lab.options.get("changes_training", False):
         lab.close(losses, plain_training(whole)[0], "losses")
+        seed(1)
+        lab.equal(
+            told,
+            draw("training"),
+            "what is drawn at random (dropout, shuffling), the seed being set",
+        )
     return f"{len(mine)} steps"
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -21,11 +22,13 @@ names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 said = {name: os.environ.get(name) for name in names}
 said["arguments"] = sys.argv[2:]
 said["precision"] = os.environ.get("ACCELERATE_MIXED_PRECISION")
+said["variable"] = os.environ.get("OF_THE_USER")
+said["directory"] = os.getcwd()
 open(os.path.join(sys.argv[1], os.environ.get("RANK", "0") + ".rank"), "w").write(json.dumps(said))
 """
 _FAILING = """
 import os, sys, time
-if os.environ.get("RANK") == "1":
+if os.environ.get("RANK") == sys.argv[1]:
     sys.exit("this rank gives up")
 time.sleep(60)
 """
@@ -45,7 +48,12 @@ accelerator.end_training()
 
 
 def _plan(
-    lab: Lab, script: str, *arguments: str, processes: int = 2, port: int | None = None
+    lab: Lab,
+    script: str,
+    *arguments: str,
+    processes: int = 2,
+    port: int | None = None,
+    target: Any = None,
 ) -> Any:
     from accelerate_core.configuration.provenance import Because
     from accelerate_core.launch.plan import LaunchPlan, Target
@@ -53,7 +61,7 @@ def _plan(
     path = lab.scratch(f"script_{abs(hash(script)) % 10**8}.py")
     path.write_text(textwrap.dedent(script), encoding="utf-8")
     return LaunchPlan(
-        target=Target(str(path), arguments),
+        target=target or Target(str(path), arguments),
         num_processes=processes,
         main_process_port=port,
         launcher=lab.name,
@@ -73,7 +81,7 @@ def _run(
         True,
         f"launch_command gives a list of words, not {command!r}",
     )
-    environ = child_environment(plan, clean_environment())
+    environ = child_environment(plan, clean_environment(OF_THE_USER="untouched"))
     words = [name for name, value in environ.items() if not isinstance(value, str)]
     lab.equal(words, [], "variables that are no text")
     return run_command(command, environ, timeout, meanwhile=meanwhile)
@@ -100,25 +108,60 @@ def plans(lab: Lab) -> str | None:
 
 @check("launcher", place="alone")
 def ranks(lab: Lab) -> str | None:
-    """Each rank is started once, with its variables, the arguments and the environment untouched."""
+    """Each rank is started once, with its variables; arguments, environment and directory are kept."""
     arguments = ("--flag", "two words", "ä", "")
-    port = free_port()
-    plan = _plan(lab, _SCRIPT, str(lab.folder), *arguments, port=port)
-    if not lab.found().accepts(plan):
-        lab.skip("it does not take two processes")
-    run = _run(lab, plan)
-    if not run.ok:
-        raise AssertionError(f"the launch failed: {run.story}")
-    said = [json.loads(path.read_text()) for path in sorted(lab.folder.glob("*.rank"))]
-    lab.equal([one["RANK"] for one in said], ["0", "1"], "ranks")
-    for rank, one in enumerate(said):
-        for name, value in {
-            "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
-            "MASTER_PORT": str(port), "precision": "bf16", "arguments": list(arguments),
-        }.items():  # fmt: skip
-            lab.equal(one[name], value, f"{name} of rank {rank}")
-        lab.equal(bool(one["MASTER_ADDR"]), True, "there is a MASTER_ADDR")
-    return None
+    taken = []
+    for count in (2, 3):
+        port = free_port()
+        plan = _plan(lab, _SCRIPT, str(lab.folder), *arguments, port=port, processes=count)
+        if not lab.found().accepts(plan):
+            continue
+        run = _run(lab, plan)
+        if not run.ok:
+            raise AssertionError(f"the launch of {count} failed: {run.story}")
+        said = [json.loads(path.read_text()) for path in sorted(lab.folder.glob("*.rank"))]
+        lab.equal([one["RANK"] for one in said], [str(rank) for rank in range(count)], "ranks")
+        for rank, one in enumerate(said):
+            for name, value in {
+                "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count),
+                "MASTER_PORT": str(port), "precision": "bf16", "arguments": list(arguments),
+                "variable": "untouched", "directory": os.getcwd(),
+            }.items():  # fmt: skip
+                lab.equal(one[name], value, f"{name} of rank {rank} of {count}")
+            lab.equal(bool(one["MASTER_ADDR"]), True, "there is a MASTER_ADDR")
+        taken.append(str(count))
+    if not taken:
+        lab.skip("it takes neither two processes nor three")
+    return f"{' and '.join(taken)} ranks"
+
+
+@check("launcher", place="alone")
+def targets(lab: Lab) -> str | None:
+    """A module and a program are run as such, where it takes them."""
+    from accelerate_core.launch.plan import Target
+
+    (lab.folder / "suites_module.py").write_text(
+        "import sys; print('a module', __name__, __spec__ is not None, sys.argv[1:])"
+    )
+    path = os.environ.get("PYTHONPATH", "")
+    taken = []
+    for kind, target, said in (
+        ("module", Target("suites_module", ("x y",), "module"), "a module __main__ True ['x y']"),
+        ("program", Target("printf", ("a%s\\n", " program"), "program"), "a program"),
+    ):
+        plan = _plan(lab, "", processes=1, target=target)
+        plan.environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(lab.folder), path)))
+        if not lab.found().accepts(plan):
+            plan = replace(plan, num_processes=2)
+            if not lab.found().accepts(plan):
+                continue
+        run = _run(lab, plan, timeout=45)
+        if not any(said in line for line in run.stdout.splitlines()):
+            raise AssertionError(f"a {kind} is not run as one: {run.story}")
+        taken.append(f"a {kind}")
+    if not taken:
+        lab.skip("it takes scripts only")
+    return ", ".join(taken)
 
 
 @check("launcher", place="alone")
@@ -138,16 +181,19 @@ def training(lab: Lab) -> str | None:
 
 @check("launcher", place="alone")
 def failure(lab: Lab) -> str | None:
-    """Where a rank fails, the others are ended, and the exit status and the reason are seen."""
-    plan = _plan(lab, _FAILING)
-    if not lab.found().accepts(plan):
-        lab.skip("it does not take two processes")
-    run = _run(lab, plan, timeout=45)
-    if run.timed_out:
-        raise AssertionError("the launch waits for ever for ranks that are not needed any more")
-    lab.equal(run.returncode != 0, True, "exit status of a launch whose rank failed")
-    lab.equal("this rank gives up" in run.stderr + run.stdout, True, "the reason is seen")
-    return f"status {run.returncode} after {run.seconds:.1f} s"
+    """Where any rank fails, the others are ended, and the exit status and the reason are seen."""
+    told = []
+    for rank in ("0", "1"):
+        plan = _plan(lab, _FAILING, rank)
+        if not lab.found().accepts(plan):
+            lab.skip("it does not take two processes")
+        run = _run(lab, plan, timeout=45)
+        if run.timed_out:
+            raise AssertionError(f"rank {rank} failed, and the launch waits for ever for the other")
+        lab.equal(run.returncode != 0, True, f"a launch whose rank {rank} failed has a status")
+        lab.equal("this rank gives up" in run.stderr + run.stdout, True, "the reason is seen")
+        told.append(f"status {run.returncode} after {run.seconds:.1f} s")
+    return "; ".join(told)
 
 
 @check("launcher", place="alone")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from typing import Any
 
 import torch
@@ -18,8 +16,10 @@ from accelerate_core.testing.lab import (
     RATE,
     Lab,
     Net,
+    draw,
     loss_of,
     plain_training,
+    seed,
 )
 
 
@@ -65,36 +65,22 @@ def prepare(lab: Lab) -> str | None:
 def randomness(lab: Lab) -> str | None:
     """What is drawn at random depends on the seed of the script, after `prepare` and after steps."""
     drawn = []
-    for seed in (1, 2):
+    for number in (1, 2):
         accelerator = lab.accelerator()
         mine, _ = lab.batches(accelerator, 2)
-        _seed(seed)
+        seed(number)
         model, optimizer = lab.ready(accelerator)
-        told = _draw("prepare")
+        told = draw("prepare")
         for batch in mine:
-            _seed(seed)
+            seed(number)
             lab.train(accelerator, model, optimizer, [batch])
-            told |= _draw("a step")
+            told |= draw("a step")
         accelerator.end_training()
         drawn.append(told)
     for what, one in drawn[0].items():
         if one == drawn[1][what]:
             raise AssertionError(f"{what} draws {one:.6f}, whatever seed was set before")
     return ", ".join(drawn[0])
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-
-
-def _draw(after: str) -> dict[str, float]:
-    told = {"random": random.random(), "torch": float(torch.rand(()))}
-    if "numpy" in sys.modules:
-        told["numpy"] = float(sys.modules["numpy"].random.rand())
-    return {f"{name} after {after}": value for name, value in told.items()}
 
 
 @check("backend")
@@ -108,6 +94,41 @@ def same_start(lab: Lab) -> str | None:
         seen = model(x).float().cpu()
     expected = Net(0)(x.cpu()).detach()
     lab.close(seen, expected, "output of the prepared model")
+    return None
+
+
+class _Wide(nn.Module):
+    """A model with arguments of all kinds, and dropout: in evaluation it is `w * (a - b) * scale`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(6, dtype=torch.float32))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(
+        self, a: torch.Tensor, b: Any = None, *more: Any, scale: float = 1.0, **named: Any
+    ) -> dict[str, Any]:
+        out = self.drop(self.w * (a if b is None else a - b) * scale)
+        return {"out": out, "told": [len(more), sorted(named)]}
+
+
+@check("backend")
+def calls_of_models(lab: Lab) -> str | None:
+    """A prepared model takes what the user's takes, answers as it does, and stays in its mode."""
+    accelerator = lab.accelerator()
+    a = torch.ones(2, 6, device=accelerator.device)
+    for training in (False, True):
+        model = accelerator.prepare_model(_Wide().train(training), evaluation_mode=not training)
+        modes = {one.training for one in accelerator.unwrap_model(model).modules()}
+        lab.equal(modes, {training}, "training, of a model that was prepared in the other mode")
+        model.eval()
+        with torch.no_grad():
+            got = model(a, 3 * a, "third", scale=0.5, word="named")
+        lab.equal(sorted(got), ["out", "told"], "keys of the dict that the model answers with")
+        lab.close(got["out"], -a, "output for two tensors and a keyword")
+        lab.equal(got["told"], [1, ["word"]], "other arguments that reach the model")
+        model.train()
+        lab.equal(accelerator.unwrap_model(model).drop.training, True, "training, after train()")
     return None
 
 
@@ -130,10 +151,10 @@ def kinds_of_models(lab: Lab) -> str | None:
     return None
 
 
-def _pair(lab: Lab, seed: int) -> tuple[Accelerator, list[Any], list[Any]]:
+def _pair(lab: Lab, weights: int) -> tuple[Accelerator, list[Any], list[Any]]:
     """Return two prepared models, and an Adam for each."""
     accelerator = lab.accelerator()
-    models = [lab.net(accelerator, seed), lab.net(accelerator, seed)]
+    models = [lab.net(accelerator, weights), lab.net(accelerator, weights)]
     optimizers = [torch.optim.Adam(model.parameters(), 0.01) for model in models]
     made = accelerator.prepare(*models, *optimizers)
     return accelerator, list(made[:2]), list(made[2:])
