@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -19,7 +20,7 @@ import psutil
 import torch
 
 from accelerate_core.testing.checks import changed, check
-from accelerate_core.testing.lab import Lab
+from accelerate_core.testing.lab import Lab, loss_of
 from accelerate_core.testing.processes import Run
 from accelerate_core.testing.suites.precisions import some_backend
 
@@ -66,6 +67,8 @@ def _life(lab: Lab, turn: int) -> tuple[list[float], Any]:
     model, optimizer = lab.ready(accelerator)
     losses = lab.train(accelerator, model, optimizer, lab.batches(accelerator, 3)[0])
     accelerator.save_state(str(lab.scratch(f"once_more_{turn}")))
+    if turn == 2:
+        accelerator.free_memory()
     accelerator.end_training()
     accelerator.end_training()  # a second time it does nothing
     lab.equal(torch.distributed.is_initialized(), False, "a process group still runs")
@@ -157,6 +160,41 @@ class Began:
 
 
 began = Began.now()
+
+
+@check("backend", "precision", "extension", place="alone")
+def errors(lab: Lab) -> str | None:
+    """An exception in the user's block passes through unchanged."""
+    accelerator = lab.accelerator()
+    try:
+        with accelerator:
+            raise KeyError("of the script")
+    except KeyError as error:
+        lab.equal(error.args, ("of the script",), "the exception")
+    else:
+        raise AssertionError("the exception was swallowed")
+    return None
+
+
+@check("backend", "precision", "extension")
+def graphs_go(lab: Lab) -> str | None:
+    """Nobody keeps the losses of earlier steps, nor with them what backward needed."""
+    if lab.kind != "backend":
+        some_backend()
+    accelerator = lab.accelerator()
+    model, optimizer = lab.ready(accelerator)
+    seen: list[Any] = []
+    for batch in lab.batches(accelerator, 4)[0]:
+        loss = loss_of(model, batch)
+        seen.append(weakref.ref(loss))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    del loss
+    gc.collect()
+    kept = [index for index, one in enumerate(seen) if one() is not None]
+    lab.equal(kept[:-1], [], "steps whose loss is still there after later ones")
+    return None
 
 
 @check("backend")

@@ -104,20 +104,6 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, int | float | str | bytes)
 
 
-@check("extension", place="alone")
-def errors(lab: Lab) -> str | None:
-    """An exception in the user's block passes through unchanged."""
-    accelerator = _active(lab)
-    try:
-        with accelerator:
-            raise KeyError("of the script")
-    except KeyError as error:
-        lab.equal(error.args, ("of the script",), "the exception")
-    else:
-        raise AssertionError("the exception was swallowed")
-    return None
-
-
 @check("extension")
 def two_processes(lab: Lab) -> str | None:
     """Two processes train, save and load with it, and have the same model after each."""

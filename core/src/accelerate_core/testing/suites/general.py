@@ -32,6 +32,8 @@ _BROUGHT = ("accelerate-core", "torch", "numpy")
 #: What a plugin's import may bring beside that, of what its distribution requires: seconds of the
 #: processor, and modules. attrs has 19 in 0.02 s, matplotlib 70 in 0.1 s, its pyplot 160 in 0.4 s.
 _SECONDS, _MODULES = 0.3, 50
+#: Hooks that need a model made for them.
+_UNTRIED = ("context_parallel", "run_schedule")
 
 
 def record_of(lab: Lab) -> PluginRecord:
@@ -215,7 +217,9 @@ def hooks(lab: Lab) -> str | None:
 
         active.bind_owner(made, record, Backend)
     own = [name for name in all_hooks() if any(name in vars(cls) for cls in _own(plugin))]
-    return f"implements {', '.join(own)}" if own else "implements none"
+    untried = [name for name in own if name in _UNTRIED]
+    more = f"; no check calls {' and '.join(untried)}" if untried else ""
+    return f"implements {', '.join(own)}{more}" if own else "implements none"
 
 
 def _own(plugin: type) -> list[type]:

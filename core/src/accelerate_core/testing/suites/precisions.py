@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
 from accelerate_core.errors import AccelerateError
 from accelerate_core.testing.checks import Skip, check
 from accelerate_core.testing.lab import Lab, Net, plain_training
@@ -32,6 +35,8 @@ def _train(lab: Lab, steps: int = 12) -> tuple[Any, Any, Any, list[float]]:
         if accelerator.optimizer_step_was_skipped:
             skipped.append(index)
     lab.alike(accelerator, losses, "losses")
+    device = accelerator.device.type
+    lab.equal(torch.is_autocast_enabled(device), False, "autocast, outside of the model's forward")
     if len(skipped) > steps // 3:  # a loss scale comes down in the first few
         raise AssertionError(f"the optimizer's steps {skipped} of {steps} were skipped")
     expected, _, _ = plain_training((whole * steps)[:steps], skipped=skipped)
@@ -54,7 +59,7 @@ def one_process(lab: Lab) -> str | None:
 
 @check("precision", place="alone")
 def names_stay(lab: Lab) -> str | None:
-    """Parameters keep their names and shapes, so that optimizers and checkpoints find them."""
+    """Parameters keep names and shapes, and what is tied stays tied: optimizers and checkpoints find them."""
     accelerator = lab.accelerator()
     model, _ = lab.ready(accelerator)
     inner = accelerator.unwrap_model(model)
@@ -62,6 +67,12 @@ def names_stay(lab: Lab) -> str | None:
         {name: tuple(p.shape) for name, p in inner.named_parameters()},
         {name: tuple(p.shape) for name, p in Net(0).named_parameters()},
         "parameters",
+    )
+    tied = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+    tied[1].weight = tied[0].weight
+    inner = accelerator.unwrap_model(accelerator.prepare_model(tied))
+    lab.equal(
+        [name for name, _ in inner.named_parameters()], ["0.weight"], "parameters of a tied model"
     )
     return None
 
@@ -101,14 +112,14 @@ def save_and_load(lab: Lab) -> str | None:
 
 @check("precision", place="alone")
 def evaluation(lab: Lab) -> str | None:
-    """A model for evaluation gives finite outputs in float32."""
-    import torch
-
+    """A model for evaluation gives finite outputs in float32, or wider."""
     accelerator = lab.accelerator()
     model = accelerator.prepare_model(Net(0), evaluation_mode=True)
     with torch.no_grad():
         out = model(torch.ones(2, 6, device=accelerator.device))
-    lab.equal(out.dtype, torch.float32, "dtype of the output")
+    lab.equal(
+        out.dtype in (torch.float32, torch.float64), True, f"outputs are float32, not {out.dtype}"
+    )
     lab.equal(bool(out.isfinite().all()), True, "the output is finite")
     return None
 

@@ -30,6 +30,10 @@ MARKS: dict[str, tuple[Any, int | None]] = {
     "suite_number": (0.5, 0),
     "suite_text": ("a_text_of_the_suite", 1),
     "suite_flag": (True, 2),
+    "suite_negative": (-1.5, 3),
+    "suite_zero": (0.0, 3),
+    "suite_large": (1e9, 3),
+    "suite_letters": ("Größe 大", 4),
     "suite_unstepped": (0.25, None),
 }
 
@@ -97,6 +101,7 @@ def values(lab: Lab) -> str | None:
         for step in range(STEPS):
             accelerator.log({"loss": 1.0 / (step + 1), "nested": {"value": step}}, step=step)
         accelerator.log({"tensor": torch.tensor(2.5), "word": "fine", "flag": True}, step=STEPS)
+        accelerator.log({"not_finite": float("nan"), "beside_it": float("inf")}, step=STEPS + 1)
         accelerator.log({"without_a_step": 1})
         own = accelerator.get_tracker(lab.name, unwrap=True)
         lab.equal(own is not None, True, "the library's own run object is reached")
