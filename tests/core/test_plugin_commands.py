@@ -37,12 +37,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dummies.distribution(
             root, f"twin{number}", "x = 1", {"backends": {"twin": "B"}}, version=f"{number}.5"
         )
-    bare = root / "accelerate_forgot-0.3.dist-info"
-    bare.mkdir()
-    requires = "Requires-Dist: accelerate-core>=0.1"
-    (bare / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: accelerate-forgot\nVersion: 0.3\n{requires}\n"
-    )
+    # Near to nothing, to a precision ("no"), and to a backend ("ddp"); a library of its own.
+    requires = "Requires-Dist: accelerate-core>=0.1\n"
+    for name, more in {
+        "accelerate-forgot": requires,
+        "accelerate-noep": requires,
+        "accelerate-ddq": "",
+        "lefft": "",
+    }.items():
+        bare = root / f"{name.replace('-', '_')}-0.3.dist-info"
+        bare.mkdir()
+        (bare / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.3\n{more}")
     return root
 
 
@@ -227,6 +232,29 @@ def test_why_names_what_is_broken_missing_or_twice_there(root: Path) -> None:
         done = plugins(root, "why", name)
         assert done.returncode == 2
         assert said in done.stderr
+
+
+@pytest.mark.parametrize("name", ["noep", "ddq"])
+def test_a_distribution_without_entry_point_is_told_before_a_name_that_is_near(
+    root: Path, name: str
+) -> None:
+    told = f"accelerate-{name} 0.3 is installed, but declares no plugin: it needs an entry point"
+    for said, group in (
+        (plugins(root, "why", name), "backends"),
+        (plugins(root, "check", name), "backends"),
+        (plugins(root, "check", name, "--kind", "tracker"), "trackers"),
+    ):
+        assert said.returncode == 2
+        assert told in said.stderr
+        line = f'[project.entry-points."accelerate_core.{group}"] {name} = "package.module:Class"'
+        assert line in said.stderr
+        assert "Did you mean" not in said.stderr
+
+
+def test_a_library_of_that_name_does_not_hide_a_name_that_is_near(root: Path) -> None:
+    said = plugins(root, "why", "lefft").stderr
+    assert "Did you mean 'left'?" in said
+    assert "declares no plugin" not in said
 
 
 def test_why_for_people(root: Path) -> None:

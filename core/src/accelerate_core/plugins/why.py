@@ -83,7 +83,7 @@ def _missing(name: str) -> MissingPluginError:
         )
     names = sorted({record.name for record in installed().plugins})
     known = [*names, *(one for kind in kinds for one in catalog.known_names(kind))]
-    hint = did_you_mean(name, known) or without_entry_point(name)
+    hint = without_entry_point(name, near=did_you_mean(name, known))
     return MissingPluginError(
         f"No plugin named {name!r} is installed. There are {listing(names)}.{hint}", name=name
     )
