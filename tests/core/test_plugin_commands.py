@@ -32,10 +32,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dummies.backend(root, "future", api="(2, 0)")
     dummies.distribution(root, "gone", "x = 1", {"backends": {"gone": "Gone"}})
     dummies.distribution(root, "lost", "x = 1", {"launchers": {"lost": "Nowhere"}})
+    dummies.distribution(root, "plus", "x = 1", {"extensions": {"plus": "x"}})
     dummies.distribution(root, "diary", TRACKER, {"trackers": {"diary": "T"}})
     for number in (1, 2):
         dummies.distribution(
-            root, f"twin{number}", "x = 1", {"backends": {"twin": "B"}}, version=f"{number}.5"
+            root, f"twin{number}", "B = 1", {"backends": {"twin": "B"}}, version=f"{number}.5"
         )
     # Near to nothing, to a precision ("no"), and to a backend ("ddp"); a library of its own.
     requires = "Requires-Dist: accelerate-core>=0.1\n"
@@ -97,8 +98,9 @@ def test_one_kind_alone(root: Path) -> None:
 
 def decision(root: Path, name: str, *more: str, **environ: str) -> dict[str, Any]:
     done = plugins(root, "why", name, "--json", *more, **environ)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in (0, 1), done.stderr
     made = json.loads(done.stdout)[0]
+    assert done.returncode == bool(made["problem"])
     made["steps"] = dict(made["steps"])
     return made
 
@@ -115,6 +117,7 @@ def test_why_tells_triggers_claims_and_rivals(root: Path) -> None:
     tie = decision(root, "left", USE_LEFT="1", USE_TIED="1")
     assert "equal priority 70" in tie["steps"]["selection"]
     assert "tied (dummy-tied 1.0)" in tie["steps"]["selection"]
+    assert (tie["state"], "equal priority 70" in tie["because"]) == ("undecided", True)
 
 
 def test_why_reads_configuration_and_the_number_of_processes(root: Path, tmp_path: Path) -> None:
@@ -183,7 +186,7 @@ def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
     [
         ({"ACCELERATE_BACKEND": "nosuch"}, "no backend named 'nosuch'", {"backend", "launcher"}),
         ({"ACCELERATE_MIXED_PRECISION": "bf61"}, "Did you mean 'bf16'", {"precision", "launcher"}),
-        ({"ACCELERATE_PLUGINS": "nosuch"}, "no extension named 'nosuch'", set()),
+        ({"ACCELERATE_PLUGINS": "nosuch"}, "no extension named 'nosuch'", {"extension"}),
         ({"WORLD_SIZE": "2"}, "part of a world of 2", {"launcher"}),
         ({"USE_LEFT": "1", "USE_TIED": "1"}, "equal priority 70", {"backend"}),
     ],
@@ -218,6 +221,39 @@ def test_a_config_file_that_launch_refuses_decides_nothing(root: Path, tmp_path:
     left = decision(root, "left", "--config_file", str(config))
     assert left["state"] == "undecided"
     assert "Unknown key 'num_procesess'" in left["because"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({"USE_LEFT": "1", "USE_TIED": "1"}, ("left", "tied", "right", "gone", "bf16")),
+        ({"ACCELERATE_PLUGINS": "pluss"}, ("plus", "left")),
+        ({"ACCELERATE_BACKEND": "twin"}, ("twin", "left", "future")),
+        ({"ACCELERATE_BACKEND": "future"}, ("future", "left")),
+        ({"ACCELERATE_MIXED_PRECISION": "bf61"}, ("bf16", "lost")),
+    ],
+)
+def test_why_says_what_the_table_says(
+    root: Path, environ: dict[str, str], names: tuple[str, ...]
+) -> None:
+    done = plugins(root, "--json", **environ)
+    assert done.returncode == 1
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    made = {name: decision(root, name, **environ) for name in names}
+    for name, told in made.items():
+        assert (told["state"], told["because"]) == (rows[name]["state"], rows[name]["because"])
+    first = made[names[0]]
+    assert first["problem"] in done.stderr
+    assert first["state"] == ("refused" if names[0] == "future" else "undecided")
+
+
+def test_no_one_is_told_to_ask_for_a_name_that_two_bring(root: Path) -> None:
+    twins = json.loads(plugins(root, "why", "twin", "--json").stdout)
+    others = {"dummy-twin1": "dummy-twin2", "dummy-twin2": "dummy-twin1"}
+    for twin in twins:
+        owner = dict(twin["steps"])["installed"].split()[0]
+        assert twin["advice"] == f"pip uninstall {others.pop(owner)}"
+    assert not others
 
 
 def test_why_names_what_is_broken_missing_or_twice_there(root: Path) -> None:
