@@ -320,3 +320,10 @@ def test_two_that_bring_one_name_are_told_with_their_versions(root: Path) -> Non
     kind, text = dummies.run(root, code)
     assert kind == "PluginError"
     assert "'twin': dummy-twin1 1.5 and dummy-twin2 2.5" in text
+
+
+def test_a_kind_without_checks_is_refused_with_those_there_are(root: Path) -> None:
+    said = plugins(root, "check", "left", "--kind", "bakend")
+    assert said.returncode == 2
+    assert "--kind 'bakend' is not one of 'backend', 'precision', 'tracker'" in said.stderr
+    assert "Did you mean 'backend'?" in said.stderr

@@ -38,8 +38,12 @@ def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
     Raises:
         MissingPluginError: there is none.
         PluginError: several distributions bring it, or it is disabled.
-        ConfigurationError: plugins of several kinds have the name.
+        ConfigurationError: plugins of several kinds have the name; there are no checks of `kind`.
     """
+    if kind is not None and kind not in KINDS:
+        raise ConfigurationError(
+            f"--kind {kind!r} is not one of {listing(KINDS)}.{did_you_mean(kind, KINDS)}"
+        )
     kinds = [one.kind for one in installed().plugins if one.name == name and one.kind in KINDS]
     if kind is None and len(set(kinds)) > 1:
         raise ConfigurationError(
