@@ -327,3 +327,17 @@ def test_a_kind_without_checks_is_refused_with_those_there_are(root: Path) -> No
     assert said.returncode == 2
     assert "--kind 'bakend' is not one of 'backend', 'precision', 'tracker'" in said.stderr
     assert "Did you mean 'backend'?" in said.stderr
+
+
+@pytest.mark.parametrize("below", ["file", "file/deeper", "x" * 300])
+def test_a_repository_that_cannot_be_written_is_one_clear_error(
+    root: Path, tmp_path: Path, below: str
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    where = tmp_path / below / "new"
+    said = plugins(root, "new", "ring2", "--kind", "backend", "--directory", str(where))
+    assert said.returncode == 2
+    assert f"The repository in {where} cannot be written: " in said.stderr
+    assert "Choose another place with --directory" in said.stderr
+    assert "Traceback" not in said.stderr
+    assert (tmp_path / "file").read_text() == "kept"
