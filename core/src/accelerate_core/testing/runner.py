@@ -19,7 +19,14 @@ from accelerate_core.errors import (
     listing,
 )
 from accelerate_core.plugins.discovery import PluginRecord, find, installed
-from accelerate_core.testing.checks import KINDS, Check, about, checks_of, missing_capability
+from accelerate_core.testing.checks import (
+    KINDS,
+    Check,
+    about,
+    check_options,
+    checks_of,
+    missing_capability,
+)
 from accelerate_core.testing.processes import Run, clean_environment, free_port, run_command
 from accelerate_core.testing.results import Result
 
@@ -83,13 +90,15 @@ def run_suite(
         on_result: told each result as soon as it is there.
 
     Raises:
-        ConfigurationError: `only` names a check that does not exist.
+        ConfigurationError: `only` names a check that does not exist, or `options` has a key that
+            no check of this kind reads.
     """
     if num_processes < 2:
         raise ConfigurationError(f"The suite takes two processes or more, not {num_processes}.")
     if not timeout > 0:
         raise ConfigurationError(f"The timeout is a number of seconds above 0, not {timeout:g}.")
     every = checks_of(kind)
+    check_options(kind, options or {}, "options")
     for one in only or ():
         if one not in every:
             raise ConfigurationError(
