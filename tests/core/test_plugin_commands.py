@@ -32,6 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dummies.backend(root, "future", api="(2, 0)")
     dummies.distribution(root, "gone", "x = 1", {"backends": {"gone": "Gone"}})
     dummies.distribution(root, "lost", "x = 1", {"launchers": {"lost": "Nowhere"}})
+    dummies.distribution(root, "verb", "x = 1", {"commands": {"verb": "x"}})
     dummies.distribution(root, "plus", "x = 1", {"extensions": {"plus": "x"}})
     dummies.distribution(root, "diary", TRACKER, {"trackers": {"diary": "T"}})
     for number in (1, 2):
@@ -258,6 +259,7 @@ def test_no_one_is_told_to_ask_for_a_name_that_two_bring(root: Path) -> None:
 
 def test_why_names_what_is_broken_missing_or_twice_there(root: Path) -> None:
     assert decision(root, "gone")["state"] == "broken"
+    assert decision(root, "verb")["advice"] == "accelerate-core verb"
     assert "dummy-twin2 2.5" in decision(root, "twin")["steps"]["name"]
     assert decision(root, "single", ACCELERATE_DISABLED_PLUGINS="single")["state"] == "disabled"
     for name, said in {
