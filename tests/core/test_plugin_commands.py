@@ -32,17 +32,24 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dummies.backend(root, "future", api="(2, 0)")
     dummies.distribution(root, "gone", "x = 1", {"backends": {"gone": "Gone"}})
     dummies.distribution(root, "lost", "x = 1", {"launchers": {"lost": "Nowhere"}})
+    dummies.distribution(root, "verb", "x = 1", {"commands": {"verb": "x"}})
+    dummies.distribution(root, "plus", "x = 1", {"extensions": {"plus": "x"}})
     dummies.distribution(root, "diary", TRACKER, {"trackers": {"diary": "T"}})
     for number in (1, 2):
         dummies.distribution(
-            root, f"twin{number}", "x = 1", {"backends": {"twin": "B"}}, version=f"{number}.5"
+            root, f"twin{number}", "B = 1", {"backends": {"twin": "B"}}, version=f"{number}.5"
         )
-    bare = root / "accelerate_forgot-0.3.dist-info"
-    bare.mkdir()
-    requires = "Requires-Dist: accelerate-core>=0.1"
-    (bare / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: accelerate-forgot\nVersion: 0.3\n{requires}\n"
-    )
+    # Near to nothing, to a precision ("no"), and to a backend ("ddp"); a library of its own.
+    requires = "Requires-Dist: accelerate-core>=0.1\n"
+    for name, more in {
+        "accelerate-forgot": requires,
+        "accelerate-noep": requires,
+        "accelerate-ddq": "",
+        "lefft": "",
+    }.items():
+        bare = root / f"{name.replace('-', '_')}-0.3.dist-info"
+        bare.mkdir()
+        (bare / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.3\n{more}")
     return root
 
 
@@ -92,8 +99,9 @@ def test_one_kind_alone(root: Path) -> None:
 
 def decision(root: Path, name: str, *more: str, **environ: str) -> dict[str, Any]:
     done = plugins(root, "why", name, "--json", *more, **environ)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in (0, 1), done.stderr
     made = json.loads(done.stdout)[0]
+    assert done.returncode == bool(made["problem"])
     made["steps"] = dict(made["steps"])
     return made
 
@@ -110,6 +118,7 @@ def test_why_tells_triggers_claims_and_rivals(root: Path) -> None:
     tie = decision(root, "left", USE_LEFT="1", USE_TIED="1")
     assert "equal priority 70" in tie["steps"]["selection"]
     assert "tied (dummy-tied 1.0)" in tie["steps"]["selection"]
+    assert (tie["state"], "equal priority 70" in tie["because"]) == ("undecided", True)
 
 
 def test_why_reads_configuration_and_the_number_of_processes(root: Path, tmp_path: Path) -> None:
@@ -178,7 +187,7 @@ def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
     [
         ({"ACCELERATE_BACKEND": "nosuch"}, "no backend named 'nosuch'", {"backend", "launcher"}),
         ({"ACCELERATE_MIXED_PRECISION": "bf61"}, "Did you mean 'bf16'", {"precision", "launcher"}),
-        ({"ACCELERATE_PLUGINS": "nosuch"}, "no extension named 'nosuch'", set()),
+        ({"ACCELERATE_PLUGINS": "nosuch"}, "no extension named 'nosuch'", {"extension"}),
         ({"WORLD_SIZE": "2"}, "part of a world of 2", {"launcher"}),
         ({"USE_LEFT": "1", "USE_TIED": "1"}, "equal priority 70", {"backend"}),
     ],
@@ -215,8 +224,42 @@ def test_a_config_file_that_launch_refuses_decides_nothing(root: Path, tmp_path:
     assert "Unknown key 'num_procesess'" in left["because"]
 
 
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({"USE_LEFT": "1", "USE_TIED": "1"}, ("left", "tied", "right", "gone", "bf16")),
+        ({"ACCELERATE_PLUGINS": "pluss"}, ("plus", "left")),
+        ({"ACCELERATE_BACKEND": "twin"}, ("twin", "left", "future")),
+        ({"ACCELERATE_BACKEND": "future"}, ("future", "left")),
+        ({"ACCELERATE_MIXED_PRECISION": "bf61"}, ("bf16", "lost")),
+    ],
+)
+def test_why_says_what_the_table_says(
+    root: Path, environ: dict[str, str], names: tuple[str, ...]
+) -> None:
+    done = plugins(root, "--json", **environ)
+    assert done.returncode == 1
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    made = {name: decision(root, name, **environ) for name in names}
+    for name, told in made.items():
+        assert (told["state"], told["because"]) == (rows[name]["state"], rows[name]["because"])
+    first = made[names[0]]
+    assert first["problem"] in done.stderr
+    assert first["state"] == ("refused" if names[0] == "future" else "undecided")
+
+
+def test_no_one_is_told_to_ask_for_a_name_that_two_bring(root: Path) -> None:
+    twins = json.loads(plugins(root, "why", "twin", "--json").stdout)
+    others = {"dummy-twin1": "dummy-twin2", "dummy-twin2": "dummy-twin1"}
+    for twin in twins:
+        owner = dict(twin["steps"])["installed"].split()[0]
+        assert twin["advice"] == f"pip uninstall {others.pop(owner)}"
+    assert not others
+
+
 def test_why_names_what_is_broken_missing_or_twice_there(root: Path) -> None:
     assert decision(root, "gone")["state"] == "broken"
+    assert decision(root, "verb")["advice"] == "accelerate-core verb"
     assert "dummy-twin2 2.5" in decision(root, "twin")["steps"]["name"]
     assert decision(root, "single", ACCELERATE_DISABLED_PLUGINS="single")["state"] == "disabled"
     for name, said in {
@@ -227,6 +270,29 @@ def test_why_names_what_is_broken_missing_or_twice_there(root: Path) -> None:
         done = plugins(root, "why", name)
         assert done.returncode == 2
         assert said in done.stderr
+
+
+@pytest.mark.parametrize("name", ["noep", "ddq"])
+def test_a_distribution_without_entry_point_is_told_before_a_name_that_is_near(
+    root: Path, name: str
+) -> None:
+    told = f"accelerate-{name} 0.3 is installed, but declares no plugin: it needs an entry point"
+    for said, group in (
+        (plugins(root, "why", name), "backends"),
+        (plugins(root, "check", name), "backends"),
+        (plugins(root, "check", name, "--kind", "tracker"), "trackers"),
+    ):
+        assert said.returncode == 2
+        assert told in said.stderr
+        line = f'[project.entry-points."accelerate_core.{group}"] {name} = "package.module:Class"'
+        assert line in said.stderr
+        assert "Did you mean" not in said.stderr
+
+
+def test_a_library_of_that_name_does_not_hide_a_name_that_is_near(root: Path) -> None:
+    said = plugins(root, "why", "lefft").stderr
+    assert "Did you mean 'left'?" in said
+    assert "declares no plugin" not in said
 
 
 def test_why_for_people(root: Path) -> None:
@@ -256,3 +322,24 @@ def test_two_that_bring_one_name_are_told_with_their_versions(root: Path) -> Non
     kind, text = dummies.run(root, code)
     assert kind == "PluginError"
     assert "'twin': dummy-twin1 1.5 and dummy-twin2 2.5" in text
+
+
+def test_a_kind_without_checks_is_refused_with_those_there_are(root: Path) -> None:
+    said = plugins(root, "check", "left", "--kind", "bakend")
+    assert said.returncode == 2
+    assert "--kind 'bakend' is not one of 'backend', 'precision', 'tracker'" in said.stderr
+    assert "Did you mean 'backend'?" in said.stderr
+
+
+@pytest.mark.parametrize("below", ["file", "file/deeper", "x" * 300])
+def test_a_repository_that_cannot_be_written_is_one_clear_error(
+    root: Path, tmp_path: Path, below: str
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    where = tmp_path / below / "new"
+    said = plugins(root, "new", "ring2", "--kind", "backend", "--directory", str(where))
+    assert said.returncode == 2
+    assert f"The repository in {where} cannot be written: " in said.stderr
+    assert "Choose another place with --directory" in said.stderr
+    assert "Traceback" not in said.stderr
+    assert (tmp_path / "file").read_text() == "kept"

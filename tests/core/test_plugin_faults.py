@@ -254,3 +254,20 @@ def test_a_broken_loan_and_an_extension_named_twice(root):
     kind, text = run(root, code, {"ACCELERATE_PLUGINS": "extra,extra"})
     assert kind == "PluginError"
     assert "dummy-faulty" in text
+
+
+def test_a_backend_without_entry_point_is_told_though_another_name_is_near(root):
+    bare = root / "accelerate_singel-0.3.dist-info"
+    bare.mkdir()
+    (bare / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate-singel\nVersion: 0.3\n")
+    code = """
+    from accelerate_core import Accelerator
+    try:
+        Accelerator(cpu=True, backend="singel")
+    except Exception as error:
+        out([type(error).__name__, str(error)])
+    """
+    kind, text = run(root, code)
+    assert kind == "MissingPluginError"
+    assert "accelerate-singel 0.3 is installed, but declares no plugin" in text
+    assert '[project.entry-points."accelerate_core.backends"] singel = ' in text

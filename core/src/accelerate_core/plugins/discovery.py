@@ -208,7 +208,7 @@ def find(
         )
     here = [record.name for record in installed().of_kind(kind)]
     options: Iterable[str] = [*here, *catalog.known_names(kind)]
-    hint = did_you_mean(name, options) or without_entry_point(name, kind)
+    hint = without_entry_point(name, kind, near=did_you_mean(name, options))
     raise MissingPluginError(
         f"There is no {kind} named {name!r} (asked for by {because}). Installed: {listing(here)}."
         f"{hint}",
@@ -216,26 +216,43 @@ def find(
     )
 
 
-def without_entry_point(name: str, kind: str = "backend") -> str:
-    """Name the distribution that seems to be the plugin and declares no entry point, if any."""
+def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
+    """Name the distribution that seems to be the plugin and declares no entry point, if any.
+
+    Args:
+        kind: of the plugin; "" if that is not known.
+        near: the hint to return where there is none, or only a library of that very name,
+            which has nothing to do with this package.
+    """
     wanted = name.lower().replace("_", "-")
+    library = ""
     for dist in importlib.metadata.distributions():
         own = (dist.metadata["Name"] or "").lower().replace("_", "-")
+        if own == OWN_DISTRIBUTION:  # what it brings is built in
+            continue
         if wanted not in own.split("-") and wanted not in (own, own.removeprefix("accelerate-")):
             continue
         if any(point.group in (*KINDS, _EXPORTS) for point in dist.entry_points):
             continue
-        if own == wanted or any(
+        said = f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin: "
+        said += _lines_needed(name, kind)
+        if own == f"accelerate-{wanted}" or any(
             (line.replace("_", "-").lower()).startswith(OWN_DISTRIBUTION)
             for line in dist.requires or ()
         ):
-            group = next(group for group, its in KINDS.items() if its == kind)
-            return (
-                f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin: it "
-                f'needs an entry point [project.entry-points."{group}"] {name} = '
-                '"package.module:Class" in its pyproject.toml.'
-            )
-    return ""
+            return said
+        library = said if own == wanted else library
+    return near or library
+
+
+def _lines_needed(name: str, kind: str) -> str:
+    groups = [f'"{group}"' for group, its in KINDS.items() if its == (kind or "backend")]
+    more = [] if kind else [group for group, its in KINDS.items() if its != "backend"]
+    return (
+        f"it needs an entry point [project.entry-points.{groups[0]}] {name} = "
+        '"package.module:Class" in its pyproject.toml'
+        f"{f' (or, by its kind, in {listing(more)})' if more else ''}."
+    )
 
 
 def check_api_version(record: PluginRecord, plugin: Any) -> None:

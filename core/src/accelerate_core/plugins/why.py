@@ -17,7 +17,13 @@ from accelerate_core.plugins.discovery import (
     installed,
     without_entry_point,
 )
-from accelerate_core.plugins.report import api_of, precision_state, survey, tracker_state
+from accelerate_core.plugins.report import (
+    PluginRow,
+    api_of,
+    precision_state,
+    survey,
+    tracker_state,
+)
 from accelerate_core.plugins.selection import (
     Considered,
     Request,
@@ -37,12 +43,16 @@ _ASK_FOR_IT = {
     "tracker": "Accelerator(log_with={name!r})",
     "launcher": "accelerate-core launch --launcher {name}",
     "extension": "ACCELERATE_PLUGINS={name}",
+    "command": "accelerate-core {name}",
 }
 
 
 @dataclass
 class Decision:
-    """What becomes of one plugin, and each step on the way there."""
+    """What becomes of one plugin, and each step on the way there.
+
+    `problem` is what keeps the choice of its kind from being made; "" if it can be.
+    """
 
     kind: str
     name: str
@@ -50,6 +60,12 @@ class Decision:
     because: str
     steps: list[tuple[str, str]] = field(default_factory=list)
     advice: str = ""
+    problem: str = ""
+
+    def undecided(self, step: str, problem: str) -> None:
+        """Take down that nothing of this kind can be chosen, as the table does."""
+        self.state, self.because, self.problem = "undecided", problem, problem
+        self.steps.append((step, f"it fails: {problem}"))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the decision as JSON knows it."""
@@ -83,7 +99,7 @@ def _missing(name: str) -> MissingPluginError:
         )
     names = sorted({record.name for record in installed().plugins})
     known = [*names, *(one for kind in kinds for one in catalog.known_names(kind))]
-    hint = did_you_mean(name, known) or without_entry_point(name)
+    hint = without_entry_point(name, near=did_you_mean(name, known))
     return MissingPluginError(
         f"No plugin named {name!r} is installed. There are {listing(names)}.{hint}", name=name
     )
@@ -93,38 +109,44 @@ def _decide(record: PluginRecord, situation: Situation, values: Mapping[str, Bec
     request = situation.request(cpu=bool(values["cpu"].value))
     steps = [("installed", _installed(record)), ("contract", _contract(record))]
     twins = [
-        f"{one.distribution} {one.version}"
+        one
         for one in installed().of_kind(record.kind)
         if one.name == record.name and one is not record
     ]
-    if twins:
-        steps.append(
-            ("name", f"also claimed by {', '.join(twins)}: asked for by name it is refused")
-        )
     decision = Decision(record.kind, record.name, "available", "not asked for", steps)
     decision.advice = _ASK_FOR_IT[record.kind].format(name=record.name)
+    if twins:
+        others = ", ".join(f"{one.distribution} {one.version}" for one in twins)
+        steps.append(("name", f"also claimed by {others}: asked for by name it is refused"))
+        decision.advice = f"pip uninstall {' '.join(one.distribution for one in twins)}"
     if record.name in disabled_names(request.environ):
         decision.state, decision.because = "disabled", "ACCELERATE_DISABLED_PLUGINS"
         steps.append(("kept out", "ACCELERATE_DISABLED_PLUGINS names it"))
         decision.advice = "take it out of ACCELERATE_DISABLED_PLUGINS"
         return decision
-    if situation.problem and (situation.launched or record.kind == "launcher"):
-        decision.state, decision.because = "undecided", situation.problem
-        steps.append(("launch", f"it fails: {situation.problem}"))
-        return decision
     tell = {"backend": _backend, "precision": _precision, "extension": _extension}
-    if record.kind in tell:
+    if situation.problem and (
+        record.kind == "launcher" or (situation.launched and record.kind in tell)
+    ):
+        decision.undecided("launch", situation.problem)
+    elif record.kind in tell:
         tell[record.kind](decision, record, request, values)
     elif record.kind == "tracker":
         decision.state, decision.because = tracker_state(record, request.environ)
         steps.append(("log_with='all'", decision.because))
     elif record.kind == "launcher":
         _launcher(decision, record, situation)
-    rows = survey(situation).rows
-    row = next((r for r in rows if (r.kind, r.name) == (record.kind, record.name)), None)
-    if row is not None and decision.state == "available" and row.state in ("broken", "refused"):
+    # What its source or its import tells is known whether or not anything can be chosen.
+    row = _row(record, situation)
+    if decision.state in ("available", "undecided") and row.state in ("broken", "refused"):
         decision.state, decision.because = row.state, row.because
     return decision
+
+
+def _row(record: PluginRecord, situation: Situation) -> PluginRow:
+    """Return what the table says of it: there is a row for each record, in the same order."""
+    rows = zip(installed().plugins, survey(situation).rows, strict=True)
+    return next(row for one, row in rows if one is record)
 
 
 def _installed(record: PluginRecord) -> str:
@@ -152,10 +174,7 @@ def _backend(
     try:
         chosen = select_backend(wanted.value, wanted.origin, request)
     except AccelerateError as error:
-        mine = wanted.value == record.name
-        decision.state = "refused" if mine else decision.state
-        decision.because = str(error) if mine else decision.because
-        steps.append(("selection", f"it fails: {error}"))
+        decision.undecided("selection", str(error))
         return
     for entry in chosen.considered:
         if entry.record is record:
@@ -192,7 +211,7 @@ def _precision(
     try:
         said = precision_state(wanted, request.environ)
     except AccelerateError as error:
-        decision.steps.append(("selection", f"it fails: {error}"))
+        decision.undecided("selection", str(error))
         return
     if wanted.value == record.name:
         decision.state, decision.because = said
@@ -222,8 +241,7 @@ def _extension(
     try:
         chosen = select_extensions(request)
     except AccelerateError as error:
-        decision.steps.append(("selection", f"it fails: {error}"))
-        decision.state, decision.because = "refused", str(error)
+        decision.undecided("selection", str(error))
         return
     for one, _, because in chosen:
         if one is record:

@@ -59,18 +59,29 @@ def write_repository(name: str, kind: str, directory: Path | None = None) -> lis
         directory: where; default `accelerate-NAME` in the current directory.
 
     Raises:
-        ConfigurationError: the name or kind is none, or is taken; the directory is not empty.
+        ConfigurationError: the name or kind is none, or is taken; the directory is not empty, or
+            cannot be written.
     """
     _check(name, kind)
     names = _Names(name, kind)
     target = directory if directory is not None else Path(names.values["distribution"])
+    try:
+        return _write(target, names)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The repository in {target} cannot be written: {error.filename or target}: "
+            f"{error.strerror or error}. Choose another place with --directory."
+        ) from error
+
+
+def _write(target: Path, names: _Names) -> list[Path]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(
             f"{target} is there already and not empty: choose another with --directory."
         )
     root = files("accelerate_core.scaffold") / "templates"
     made = []
-    for part in ("common", kind):
+    for part in ("common", names.kind):
         made += _copy(root / part, target, names.values)
     return sorted(set(made))  # a kind may have its own of what is common
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from accelerate_core.testing.processes import Run
 
 __all__ = [
-    "KINDS", "Check", "Skip", "about", "changed", "check", "checks_of", "missing_capability",
+    "KINDS", "OPTIONS", "Check", "Skip", "about", "changed", "check", "check_options", "checks_of",
+    "missing_capability",
 ]  # fmt: skip
 
 #: `alone`: one process, not started by a launcher. `ranks`: two, all checks in one launch.
@@ -62,6 +63,14 @@ _MODULES = {
 }  # fmt: skip
 #: Kinds of plugins for which there are checks.
 KINDS = tuple(_MODULES)
+#: Kind of plugin -> the keys of `options` that its checks read.
+OPTIONS = {
+    "backend": ("prints",),
+    "precision": ("tolerance", "prints"),
+    "tracker": ("read", "read_config", "init", "elsewhere", "overwrites"),
+    "launcher": (),
+    "extension": ("changes_training", "not_saved", "ranks_differ", "prints"),
+}
 _found: dict[str, list[tuple[tuple[str, ...], Check]]] = {}
 
 
@@ -95,6 +104,26 @@ def checks_of(kind: str) -> dict[str, Check]:
         importlib.import_module(f"accelerate_core.testing.suites.{module}")
         checks.update((made.name, made) for kinds, made in _found[module] if kind in kinds)
     return checks
+
+
+def check_options(kind: str, options: Mapping[str, Any], origin: str) -> None:
+    """Refuse options that no check of this kind reads: a misspelt one would skip what it is for.
+
+    Args:
+        origin: where they come from, for the error.
+
+    Raises:
+        ConfigurationError: with the nearest right name.
+    """
+    from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+
+    known = OPTIONS.get(kind, ())
+    for key in options:
+        if key not in known:
+            raise ConfigurationError(
+                f"{origin} has {key!r}, which no check of a {kind} reads; there are "
+                f"{listing(known)}.{did_you_mean(key, known)}"
+            )
 
 
 def changed(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[str]:

@@ -19,7 +19,14 @@ from accelerate_core.errors import (
     listing,
 )
 from accelerate_core.plugins.discovery import PluginRecord, find, installed
-from accelerate_core.testing.checks import KINDS, Check, about, checks_of, missing_capability
+from accelerate_core.testing.checks import (
+    KINDS,
+    Check,
+    about,
+    check_options,
+    checks_of,
+    missing_capability,
+)
 from accelerate_core.testing.processes import Run, clean_environment, free_port, run_command
 from accelerate_core.testing.results import Result
 
@@ -38,8 +45,12 @@ def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
     Raises:
         MissingPluginError: there is none.
         PluginError: several distributions bring it, or it is disabled.
-        ConfigurationError: plugins of several kinds have the name.
+        ConfigurationError: plugins of several kinds have the name; there are no checks of `kind`.
     """
+    if kind is not None and kind not in KINDS:
+        raise ConfigurationError(
+            f"--kind {kind!r} is not one of {listing(KINDS)}.{did_you_mean(kind, KINDS)}"
+        )
     kinds = [one.kind for one in installed().plugins if one.name == name and one.kind in KINDS]
     if kind is None and len(set(kinds)) > 1:
         raise ConfigurationError(
@@ -79,13 +90,15 @@ def run_suite(
         on_result: told each result as soon as it is there.
 
     Raises:
-        ConfigurationError: `only` names a check that does not exist.
+        ConfigurationError: `only` names a check that does not exist, or `options` has a key that
+            no check of this kind reads.
     """
     if num_processes < 2:
         raise ConfigurationError(f"The suite takes two processes or more, not {num_processes}.")
     if not timeout > 0:
         raise ConfigurationError(f"The timeout is a number of seconds above 0, not {timeout:g}.")
     every = checks_of(kind)
+    check_options(kind, options or {}, "options")
     for one in only or ():
         if one not in every:
             raise ConfigurationError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
 
-from accelerate_core.testing.checks import Check, checks_of
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.testing.checks import Check, check_options, checks_of
 from accelerate_core.testing.results import Result
 from accelerate_core.testing.runner import choose_plugin, run_suite
 
@@ -21,6 +23,8 @@ __all__ = [
 
 
 _PREFIX = "test_"
+_ATTRIBUTES = ("plugin", "environ", "options", "timeout", "num_processes")
+_NEAR = 0.75  # stricter than elsewhere: a suite may have attributes of its own
 
 
 class _Suite:
@@ -43,7 +47,9 @@ class _Suite:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        _refuse_misspelt(cls)
         if cls.plugin:  # the kinds' own classes have no tests: pytest would collect an import
+            check_options(cls.kind, cls.options, f"options of the suite {cls.__qualname__}")
             for made in checks_of(cls.kind).values():
                 if not hasattr(cls, _PREFIX + made.name):
                     setattr(cls, _PREFIX + made.name, _test_of(made))
@@ -74,6 +80,27 @@ class _Suite:
         return made
 
 
+def _refuse_misspelt(cls: type[_Suite]) -> None:
+    """Refuse an attribute that is nearly one of a suite's: nobody would read it.
+
+    Raises:
+        ConfigurationError: with the right name.
+    """
+    for name, value in vars(cls).items():
+        # Methods, fixtures, properties and nested classes are the author's own.
+        if hasattr(_Suite, name) or name.startswith("_") or name == "kind":
+            continue
+        if name.startswith(_PREFIX) or callable(value) or hasattr(value, "__get__"):
+            continue
+        as_option = "environ" if name == "env" else ""  # what `plugins check` calls it
+        near = difflib.get_close_matches(name.lower(), _ATTRIBUTES, n=1, cutoff=_NEAR)
+        if as_option or near:
+            raise ConfigurationError(
+                f"The suite {cls.__qualname__} has an attribute {name!r}, which nobody reads. "
+                f"Did you mean {as_option or near[0]!r}?"
+            )
+
+
 def _test_of(made: Check) -> Any:
     def test(self: _Suite, results: Mapping[str, Result]) -> None:
         result = results[made.name]
@@ -88,7 +115,10 @@ def _test_of(made: Check) -> Any:
 
 
 class BackendSuite(_Suite):
-    """The suite of a backend; two processes on this machine."""
+    """The suite of a backend; two processes on this machine.
+
+    `options`: `prints`, True if it prints without being asked to.
+    """
 
     kind = "backend"
 
@@ -96,7 +126,8 @@ class BackendSuite(_Suite):
 class PrecisionSuite(_Suite):
     """The suite of a precision, in one process and over the installed backend for several.
 
-    `options`: `tolerance`, by how much of it a loss may differ from that of full precision.
+    `options`: `tolerance`, by how much of it a loss may differ from that of full precision;
+    `prints`, True if it prints without being asked to.
     """
 
     kind = "precision"

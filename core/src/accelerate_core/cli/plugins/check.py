@@ -25,7 +25,10 @@ _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 @click.command("check")
 @click.argument("name")
-@click.option("--kind", help="The kind of plugin, where several have the name.")
+@click.option(
+    "--kind", metavar="backend|precision|tracker|launcher|extension",
+    help="The kind of plugin, where several have the name.",
+)  # fmt: skip
 @click.option("--only", multiple=True, metavar="CHECK", help="Run this check only; repeatable.")
 @click.option("--env", "env", multiple=True, metavar="NAME=VALUE", help="Set for the checks.")
 @click.option("--options", metavar="JSON", help="What checks of this kind can be told.")

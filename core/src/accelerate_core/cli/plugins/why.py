@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from accelerate_core.cli.console import console
 from accelerate_core.cli.plugins.table import STYLES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from accelerate_core.configuration.files import ConfigFile
+    from accelerate_core.plugins.why import Decision
 
 __all__ = ["command"]
 
@@ -19,7 +27,10 @@ __all__ = ["command"]
 @click.option("--config_file", metavar="FILE", help="Decide with this config file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def command(name: str, num_processes: int | None, config_file: str | None, as_json: bool) -> None:
-    """Tell the whole decision about the plugin NAME, for this environment and configuration."""
+    """Tell the whole decision about the plugin NAME, for this environment and configuration.
+
+    Exits with 1, as the table does, if nothing of its kind can be chosen here.
+    """
     from accelerate_core.launch.outlook import outlook
     from accelerate_core.launch.resolve import find_config
     from accelerate_core.plugins.why import why
@@ -30,7 +41,13 @@ def command(name: str, num_processes: int | None, config_file: str | None, as_js
     decisions = why(name, outlook(environ, config, num_processes))
     if as_json:
         click.echo(json.dumps([decision.as_dict() for decision in decisions], indent=2))
-        return
+    else:
+        _print(decisions, config)
+    if any(decision.problem for decision in decisions):
+        sys.exit(1)
+
+
+def _print(decisions: Sequence[Decision], config: ConfigFile | None) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -1,0 +1,123 @@
+"""Options and attributes of a suite that nobody reads are refused: they would skip what they are for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import accelerate_core.testing
+from accelerate_core.cli import cli
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.testing import (
+    BackendSuite,
+    ExtensionSuite,
+    LauncherSuite,
+    PrecisionSuite,
+    TrackerSuite,
+    run_suite,
+)
+from accelerate_core.testing.checks import KINDS, OPTIONS
+
+SUITES = {
+    "backend": (BackendSuite, "single"),
+    "precision": (PrecisionSuite, "bf16"),
+    "tracker": (TrackerSuite, "jsonl"),
+    "launcher": (LauncherSuite, "simple"),
+    "extension": (ExtensionSuite, "any"),
+}
+
+
+def suite(kind: str, **attributes: Any) -> type:
+    base, plugin = SUITES[kind]
+    return type("Mine", (base,), {"plugin": plugin, **attributes})
+
+
+def test_the_options_that_are_known_are_those_that_checks_read() -> None:
+    folder = Path(accelerate_core.testing.__file__).parent
+    read = re.compile(r"""\boptions(?:\.get\(|\[)\s*["'](\w+)["']""")
+    found = {key for path in folder.rglob("*.py") for key in read.findall(path.read_text())}
+    found -= {"options"}
+    assert found == {key for keys in OPTIONS.values() for key in keys}
+    assert set(OPTIONS) == set(KINDS) == set(SUITES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "right"),
+    [
+        ("backend", "print", "prints"),
+        ("precision", "tolerence", "tolerance"),
+        ("tracker", "red", "read"),
+        ("tracker", "read_conf", "read_config"),
+        ("extension", "not_save", "not_saved"),
+    ],
+)
+def test_a_misspelt_option_is_refused_with_the_right_one(kind: str, key: str, right: str) -> None:
+    said = f"has '{key}', which no check of a {kind} reads.* Did you mean '{right}'"
+    with pytest.raises(ConfigurationError, match=said):
+        suite(kind, options={key: "x"})
+    with pytest.raises(ConfigurationError, match=said):
+        run_suite(kind, SUITES[kind][1], options={key: "x"})
+
+
+def test_an_option_of_another_kind_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"no check of a launcher reads; there are \(none\)"
+    ):
+        suite("launcher", options={"prints": True})
+
+
+def test_plugins_check_refuses_a_misspelt_option() -> None:
+    made = CliRunner().invoke(cli, ["plugins", "check", "jsonl", "--options", '{"red": "a:b"}'])
+    assert made.exit_code == 2
+    assert "Did you mean 'read'?" in made.output
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_that_exist_are_taken(kind: str) -> None:
+    assert suite(kind, options=dict.fromkeys(OPTIONS[kind], True))
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("enviorn", "environ"),
+        ("environment", "environ"),
+        ("env", "environ"),
+        ("option", "options"),
+        ("Options", "options"),
+        ("time_out", "timeout"),
+        ("num_procesess", "num_processes"),
+        ("plugins", "plugin"),
+    ],
+)
+def test_a_misspelt_attribute_is_refused_with_the_right_one(name: str, right: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{name}', which nobody reads. .*'{right}'"):
+        suite("tracker", **{name: {}})
+
+
+def test_attributes_of_ones_own_are_taken() -> None:
+    class Base(TrackerSuite):
+        folder = "x"
+        environ = {"A": "b"}
+        _option = 1
+
+    class Mine(Base):
+        plugin = "jsonl"
+        pytestmark = [pytest.mark.dist]
+
+        @pytest.fixture
+        def option(self) -> int:
+            return 1
+
+        @property
+        def plugins(self) -> int:
+            return 2
+
+        def test_options(self) -> None: ...
+
+    assert Mine.environ == {"A": "b"}
+    assert hasattr(Mine, "test_metadata")
