@@ -111,6 +111,23 @@ class LeavesAThreadSetting(GridPrecision):
         torch.set_num_threads(3)
 
 
+@caught_by("precision", "one_process")
+class LeavesAutocastOn(GridPrecision):
+    def autocast(self, device, options):
+        torch.set_autocast_enabled(device.type, True)
+        return super().autocast(device, options)
+
+
+@caught_by("precision", "names_stay")
+class UntiesWeights(GridPrecision):
+    def convert(self, model):
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                own = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                setattr(module, name, own)
+        return super().convert(model)
+
+
 @passes("precision", "one_process", "save_and_load", "two_processes")
 class ScalesFromFarAbove(GridPrecision):
     def scaler(self, device, options):
@@ -198,6 +215,27 @@ class ReseedsAtEachStep(TallyExtension):
     @hookimpl
     def on_step_end(self, accelerator):
         torch.manual_seed(0)
+
+
+@caught_by("extension", "one_process")
+class DrawsAtEachStep(TallyExtension):
+    @hookimpl
+    def on_step_end(self, accelerator):
+        torch.rand(1)
+
+
+@caught_by("extension", "once_more")
+class RaisesWhereMemoryIsFreed(TallyExtension):
+    @hookimpl
+    def on_free(self, accelerator):
+        raise RuntimeError("not this one")
+
+
+@caught_by("extension", "errors")
+class RaisesAfterAnError(TallyExtension):
+    @hookimpl
+    def on_error(self, accelerator, error):
+        raise RuntimeError("not this one")
 
 
 @caught_by("extension", "two_processes")
@@ -406,6 +444,62 @@ sys.argv[2] = "0"
 """
 
 
+@caught_by("launcher", "ranks")
+class StartsTwoAtMost(Other):
+    code = f"""
+import sys
+from accelerate_starter import start
+sys.argv[1] = str(min(int(sys.argv[1]), 2))
+{MAIN}
+"""
+
+
+@caught_by("launcher", "ranks")
+class DropsVariables(Other):
+    code = f"""
+import os, sys
+from accelerate_starter import start
+for name in list(os.environ):
+    if not name.startswith(("ACCELERATE_", "PATH", "HOME", "PYTHON")):
+        del os.environ[name]
+{MAIN}
+"""
+
+
+@caught_by("launcher", "ranks")
+class WorksElsewhere(Other):
+    code = f"""
+import os, sys
+from accelerate_starter import start
+os.chdir("/")
+{MAIN}
+"""
+
+
+@caught_by("launcher", "failure")
+class WatchesTheLastRankOnly(Other):
+    code = """
+import os, subprocess, sys
+from accelerate_starter import start
+count, command = int(sys.argv[1]), sys.argv[4:]
+ranks = [
+    subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count)})
+    for rank in range(count)
+]
+code = ranks[-1].wait()
+for one in ranks:
+    one.kill()
+sys.exit(code)
+"""
+
+
+@caught_by("launcher", "targets")
+class KnowsScriptsOnly(Other):
+    def launch_command(self, plan):
+        words = super().launch_command(plan)
+        return [*words[: words.index("--") + 1], sys.executable, plan.target.name]
+
+
 @caught_by("launcher", "one_process")
 class KeepsTheOutput(Other):
     code = f"""
@@ -453,6 +547,7 @@ def main(place: str, folder: Path) -> None:
             os.environ.clear()
             os.environ.update(environ)
             torch.set_num_threads(1)
+            torch.set_autocast_enabled("cpu", False)
     path = folder / f"{place}.{ranks.rank}.said"
     path.write_text(json.dumps(told), encoding="utf-8")
 

@@ -15,7 +15,9 @@ import pytest
 from click.testing import CliRunner
 from support import clean_environment
 
+from accelerate_core import Backend
 from accelerate_core.cli import cli
+from accelerate_core.hookspecs import hooks_of_kind
 from accelerate_core.plugins.contract import contract, differences
 from accelerate_core.testing.surface import surface
 
@@ -28,7 +30,7 @@ def test_the_contract_is_what_was_committed() -> None:
     accelerate-core plugins hooks --json > tests/core/contract.json
     """
     was, now = json.loads(SNAPSHOT.read_text()), contract(surface())
-    assert differences(was, now) == []
+    assert not (wrong := "\n".join(differences(was, now))), wrong
     for made in (was, now):
         for hook in made["hooks"].values():
             hook.pop("doc")
@@ -40,6 +42,7 @@ def test_the_contract_holds_the_classes_plugins_are_made_of() -> None:
     assert public["Precision"]["scaler"] == {
         "kind": "method",
         "parameters": ["device", "options"],
+        "types": {"device": "torch.device", "options": "dict[str, Any]", "return": "Any | None"},
         "deprecated": {},
     }
     assert public["LaunchPlan"]["target"]["kind"] == "field"
@@ -48,8 +51,38 @@ def test_the_contract_holds_the_classes_plugins_are_made_of() -> None:
     assert "prepare_model" not in public["Backend"]  # a hook
     assert public["GeneralTracker"]["main_process_only"]["kind"] == "attribute"
     assert public["Launcher"]["accepts"]["parameters"] == ["plan"]
+    assert public["Target"]["__init__"]["parameters"] == ["name", "arguments=", "kind="]
+    assert public["Target"]["kind"]["default"] == "'script'"
     whole = json.loads(CliRunner().invoke(cli, ["plugins", "hooks", "--json"]).stdout)
     assert whole == contract(public)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "said"),
+    [
+        (("hooks", "barrier", "types"), {"scope": "int"}, "'scope' is 'int' and was 'Scope'"),
+        (("public", "Target", "kind"), {"default": "'program'"}, "Target.kind is 'program' by def"),
+        (
+            ("public", "Target", "__init__"),
+            {"parameters": ["arguments=", "name", "kind="]},
+            "Target.__init__ has its parameters in another order",
+        ),
+    ],
+)
+def test_types_defaults_and_the_order_of_fields_are_held(
+    place: tuple[str, ...], change: dict[str, Any], said: str
+) -> None:
+    was = contract(surface())
+    now = copy.deepcopy(was)
+    at = now
+    for key in place:
+        at = at[key]
+    at.update(change)
+    assert said in "\n".join(differences(was, now))
+
+
+def test_every_hook_of_a_backend_has_an_answer_in_backend() -> None:
+    assert [name for name in hooks_of_kind("owner") if name not in vars(Backend)] == []
 
 
 def entry(since: tuple[int, int], on: str = "2026-01-15", gone_in: int = 2) -> dict[str, Any]:

@@ -81,6 +81,25 @@ class Prints(Sound):
         return super().prepare_model(accelerator, model)
 
 
+@caught_by("once_more")
+class RaisesWhereMemoryIsFreed(Sound):
+    def on_free(self, accelerator):
+        raise RuntimeError("not this one")
+
+
+@caught_by("errors")
+class RaisesAfterAnError(Sound):
+    def on_error(self, accelerator, error):
+        raise RuntimeError("not this one")
+
+
+@caught_by("graphs_go")
+class KeepsLosses(Sound):
+    def backward(self, accelerator, loss, kwargs):
+        self.__dict__.setdefault("losses", []).append(loss)
+        super().backward(accelerator, loss, kwargs)
+
+
 @caught_by("settings")
 class ForgetsItsSettings(Sound):
     def __init__(self, settings=None, handlers=()):

@@ -37,6 +37,30 @@ class BuffersStartApart(Sound):
         return model
 
 
+class FirstArgumentOnly(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x, *more, **named):
+        return self.module(x)
+
+
+@caught_by("calls_of_models")
+class DropsArguments(Sound):
+    def prepare_model(self, accelerator, model):
+        return FirstArgumentOnly(super().prepare_model(accelerator, model))
+
+    def unwrap_model(self, accelerator, model):
+        return model.module if isinstance(model, FirstArgumentOnly) else model
+
+
+@caught_by("calls_of_models")
+class TrainsEveryModel(Sound):
+    def prepare_model(self, accelerator, model):
+        return super().prepare_model(accelerator, model).train()
+
+
 @caught_by("kinds_of_models")
 class NeedsParameters(Sound):
     def prepare_model(self, accelerator, model):

@@ -16,7 +16,7 @@ from accelerate_core.hookspecs import (
 )
 from accelerate_core.hookspecs import Kind as Kind
 
-__all__ = ["KINDS", "contract", "deprecated", "differences"]
+__all__ = ["KINDS", "contract", "deprecated", "differences", "types_of"]
 
 #: Six months: what lies at least between a deprecation and the removal.
 _BETWEEN = timedelta(days=182)
@@ -40,16 +40,24 @@ def contract(public: Mapping[str, Any] | None = None) -> dict[str, Any]:
     for kind in KINDS:
         for name in hooks_of_kind(kind):
             function = getattr(HookSpecs, name)
-            arguments = list(inspect.signature(function).parameters)[1:]
+            signature = inspect.signature(function)
             hooks[name] = {
                 "kind": kind,
-                "arguments": arguments,
+                "arguments": list(signature.parameters)[1:],
+                "types": types_of(signature),
                 "since": list(hook_since(name)),
                 "deprecated": deprecated(name),
                 "doc": inspect.getdoc(function) or "",
             }
     made: dict[str, Any] = {"version": list(API_VERSION), "hooks": hooks}
     return made if public is None else {**made, "public": dict(public)}
+
+
+def types_of(signature: inspect.Signature) -> dict[str, str]:
+    """Return what is written as the type of each argument, and of what is returned."""
+    said = {name: one.annotation for name, one in signature.parameters.items() if name != "self"}
+    said["return"] = signature.return_annotation
+    return {name: str(one) for name, one in said.items() if one is not inspect.Parameter.empty}
 
 
 def deprecated(name: str) -> dict[str, Any]:
@@ -178,12 +186,23 @@ class _Change:
                 self.gone(f"{name}({argument})", f"Hook {name!r} lost its argument {argument!r}")
         if now["arguments"] != was["arguments"]:
             self.added(f"Hook {name!r} has other arguments, {now['arguments']}")
+        self.types(f"Hook {name!r}", was, now)
+
+    def types(self, what: str, was: dict[str, Any], now: dict[str, Any]) -> None:
+        """A type that is told may change with a newer version, and a reader judges whether it fits."""
+        there = now.get("types", {})
+        for name, old in was.get("types", {}).items():
+            if name in there and there[name] != old:
+                self.added(f"{what}: {name!r} is {there[name]!r} and was {old!r}")
 
     def member(self, name: str, was: dict[str, Any], now: dict[str, Any]) -> None:
         """A public name of a class keeps its kind; a method keeps its parameters."""
         if now["kind"] != was["kind"]:
             self.wrong.append(f"{name} changed from {was['kind']} to {now['kind']}.")
             return
+        self.types(name, was, now)
+        if now.get("default") != was.get("default"):
+            self.added(f"{name} is {now.get('default')} by default and was {was.get('default')}")
         old, new = was.get("parameters", []), now.get("parameters", [])
         plain, there = [_plain(one) for one in old], [_plain(one) for one in new]
         for parameter in plain:

@@ -10,7 +10,7 @@ from accelerate_core.backend import Backend
 from accelerate_core.hookspecs import all_hooks
 from accelerate_core.launch.plan import LaunchPlan, Target
 from accelerate_core.launch.start import Launcher
-from accelerate_core.plugins.contract import deprecated
+from accelerate_core.plugins.contract import deprecated, types_of
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision
 from accelerate_core.tracking import GeneralTracker
@@ -24,9 +24,10 @@ PROMISED: tuple[type, ...] = (
 
 
 def surface() -> dict[str, dict[str, Any]]:
-    """Return, by class, its public names: what each is, and a method's parameters.
+    """Return, by class, its public names: what each is, its types, and a method's parameters.
 
-    A parameter with a default ends with `=`. A backend's hooks are left out: they are hooks.
+    A parameter with a default ends with `=`. Of a dataclass `__init__` is told, too: its fields in
+    their order. A backend's hooks are left out: they are hooks.
     """
     return {cls.__name__: _members(cls) for cls in PROMISED}
 
@@ -40,13 +41,23 @@ def _members(cls: type) -> dict[str, Any]:
             found[name] = _described(value)
     if dataclasses.is_dataclass(cls):
         for field in dataclasses.fields(cls):
-            found[field.name] = {"kind": "field"}
+            plain = field.default is None or isinstance(field.default, bool | int | float | str)
+            found[field.name] = {
+                "kind": "field",
+                "types": {"value": str(field.type)},
+                **({"default": repr(field.default)} if plain else {}),
+            }
+        found["__init__"] = _described(vars(cls)["__init__"])
     hooks = all_hooks() if cls is Backend else ()
     return {
         name: {**its, "deprecated": deprecated(f"{cls.__name__}.{name}")}
         for name, its in sorted(found.items())
-        if not name.startswith("_") and name not in hooks
+        if (not name.startswith("_") or _makes(cls, name)) and name not in hooks
     }
+
+
+def _makes(cls: type, name: str) -> bool:
+    return name == "__init__" and dataclasses.is_dataclass(cls)
 
 
 def _described(value: Any) -> dict[str, Any]:
@@ -56,10 +67,15 @@ def _described(value: Any) -> dict[str, Any]:
     kind = kinds.get(type(value), "method" if inspect.isfunction(value) else "attribute")
     if kind == "attribute":
         return {"kind": kind}
-    parameters = list(inspect.signature(getattr(value, "__func__", value)).parameters.values())
+    signature = inspect.signature(getattr(value, "__func__", value))
+    parameters = list(signature.parameters.values())
     if kind != "staticmethod":
         parameters = parameters[1:]
-    return {"kind": kind, "parameters": [_spelt(one) for one in parameters]}
+    return {
+        "kind": kind,
+        "parameters": [_spelt(one) for one in parameters],
+        "types": types_of(signature),
+    }
 
 
 def _spelt(parameter: inspect.Parameter) -> str:

@@ -16,6 +16,7 @@ from accelerate_core.errors import (
     TrackerError,
     did_you_mean,
 )
+from accelerate_core.plugins import installed
 from accelerate_core.tracking.tracker import GeneralTracker
 
 __all__ = ["ALL", "Asked", "Requested", "choose", "name_of", "normalise_log_with", "passed_over"]
@@ -189,6 +190,9 @@ def check_arguments(
 def distribution_of(cls: type) -> str:
     """Return ` (distribution and version)` of the package a class comes from, if it is known."""
     package = cls.__module__.partition(".")[0]
+    for record in installed().of_kind("tracker"):  # also where its files lie in a checkout
+        if record.target.replace(":", ".").split(".")[0] == package:
+            return f" ({record.distribution} {record.version})"
     try:
         found = importlib.metadata.packages_distributions().get(package, [])
         return "".join(f" ({each} {importlib.metadata.version(each)})" for each in found[:1])

@@ -128,7 +128,8 @@ def calls_of_models(lab: Lab) -> str | None:
         lab.close(got["out"], -a, "output for two tensors and a keyword")
         lab.equal(got["told"], [1, ["word"]], "other arguments that reach the model")
         model.train()
-        lab.equal(accelerator.unwrap_model(model).drop.training, True, "training, after train()")
+        inner: Any = accelerator.unwrap_model(model)
+        lab.equal(inner.drop.training, True, "training, after train()")
     return None
 
 
