@@ -15,6 +15,7 @@ from support import clean_environment
 
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.scaffold import KINDS, write_repository
+from accelerate_core.testing import run_workers
 
 
 def empty_environment(folder: Path) -> Path:
@@ -81,6 +82,18 @@ def test_a_new_repository_passes_its_own_tests(tmp_path: Path, kind: str) -> Non
     out = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path / "fresh")
     assert " passed" in out
     assert "failed" not in out
+
+
+@pytest.mark.dist
+def test_a_new_backend_averages_what_only_some_ranks_use(tmp_path: Path) -> None:
+    write_repository("fresh", "backend", tmp_path / "fresh")
+    worker = Path(__file__).with_name("branches_worker.py")
+    done = run_workers(worker, 2, [tmp_path / "fresh" / "src"], timeout=120)
+    assert done.ok, done.story
+    for (calls, first), (again, second) in done.results:
+        assert calls == again == 1
+        assert first == [[0.5] * 4, [1.0] * 4, [1.0] * 4, None]
+        assert second == [[1.0] * 4, [2.0] * 4, [2.0] * 4, None]
 
 
 @pytest.mark.parametrize("kind", KINDS)
