@@ -153,7 +153,7 @@ def branches(lab: Lab) -> str | None:
         raise AssertionError(f"refused on some ranks, and on others not: {told}")
     plain = torch.optim.SGD(expected.parameters(), RATE)
     for x, y in whole:
-        parts = zip(x.split(BATCH), y.split(BATCH), strict=True)
+        parts = zip(torch.split(x, BATCH), torch.split(y, BATCH), strict=True)
         for rank, (inputs, targets) in enumerate(parts):
             loss = nn.functional.mse_loss(expected(inputs, rank % 2), targets) / count
             torch.autograd.backward(loss)
