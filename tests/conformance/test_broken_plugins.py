@@ -26,7 +26,7 @@ class Plugin(Backend):
     @classmethod
     def detect(cls, request):
         return Claim({priority}, "asked for")
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         if accelerator.num_processes > 1:
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor.detach(), src=0)

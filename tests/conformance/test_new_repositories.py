@@ -8,13 +8,18 @@ import site
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 from support import clean_environment
 
+import accelerate_core
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.scaffold import KINDS, write_repository
+from accelerate_core.testing import run_workers
+
+DILOCO = Path(__file__).parents[2] / "examples" / "third_party" / "accelerate-diloco"
 
 
 def empty_environment(folder: Path) -> Path:
@@ -27,9 +32,11 @@ def empty_environment(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def run(*command: object, cwd: Path, timeout: float = 200) -> str:
+def run(
+    *command: object, cwd: Path, timeout: float = 200, more: dict[str, str] | None = None
+) -> str:
     # What these processes start is started by `sys.executable`, too.
-    env = clean_environment(OMP_NUM_THREADS="1")
+    env = clean_environment(OMP_NUM_THREADS="1", **(more or {}))
     env.pop("PYTHONPATH")
     done = subprocess.run(
         [str(word) for word in command],
@@ -83,6 +90,18 @@ def test_a_new_repository_passes_its_own_tests(tmp_path: Path, kind: str) -> Non
     assert "failed" not in out
 
 
+@pytest.mark.dist
+def test_a_new_backend_averages_what_only_some_ranks_use(tmp_path: Path) -> None:
+    write_repository("fresh", "backend", tmp_path / "fresh")
+    worker = Path(__file__).with_name("branches_worker.py")
+    done = run_workers(worker, 2, [tmp_path / "fresh" / "src"], timeout=120)
+    assert done.ok, done.story
+    for (calls, first), (again, second) in done.results:
+        assert calls == again == 1
+        assert first == [[0.5] * 4, [1.0] * 4, [1.0] * 4, None]
+        assert second == [[1.0] * 4, [2.0] * 4, [2.0] * 4, None]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_complete_and_tidy(tmp_path: Path, kind: str) -> None:
     made = write_repository("fresh", kind, tmp_path / "fresh")
@@ -113,12 +132,43 @@ def test_what_is_written_is_complete_and_tidy(tmp_path: Path, kind: str) -> None
     )
 
 
+def test_what_is_written_is_clean_for_its_own_linters(tmp_path: Path) -> None:
+    for kind in KINDS:
+        write_repository(f"fresh_{kind}", kind, tmp_path / kind)
+        project = tomllib.loads((tmp_path / kind / "pyproject.toml").read_text())
+        assert project["project"]["license"] == "Apache-2.0"
+        assert project["tool"]["mypy"]["strict"] is True
+    # The rules are those of each repository's own pyproject.toml.
+    run(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=tmp_path)
+    run(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", ".", cwd=tmp_path)
+    # One process for all: most of its time goes into torch. The core's own errors are not theirs.
+    options = [
+        "--config-file",
+        tmp_path / KINDS[0] / "pyproject.toml",
+        "--follow-imports",
+        "silent",
+    ]
+    sources = [tmp_path / kind / "src" for kind in KINDS]
+    core = Path(accelerate_core.__file__).parents[1]
+    more = {} if core.name == "site-packages" else {"MYPYPATH": str(core)}
+    mypy = [sys.executable, "-m", "mypy", *options, "--cache-dir", tmp_path / "cache"]
+    said = run(*mypy, *sources, DILOCO / "src", cwd=tmp_path, more=more)
+    assert "no issues found in 16 source files" in said
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [
         ("Ring", "backend", "lower case"),
         ("two__level", "backend", "lower case"),
         ("class", "backend", "no name for a plugin"),
+        ("yes", "backend", "YAML reads it as True"),
+        ("true", "tracker", "YAML reads it as True"),
+        ("on", "launcher", "YAML reads it as True"),
+        ("no", "precision", "YAML reads it as False"),
+        ("off", "extension", "YAML reads it as False"),
+        ("null", "backend", "YAML reads it as None"),
+        ("none", "backend", "is a word of accelerate-core itself"),
         ("ring", "bakend", "Did you mean 'backend'?"),
         ("ddp", "backend", "already: ddp (accelerate-ddp"),
         ("megatron_lm", "backend", "accelerate-core[megatron]"),

@@ -28,9 +28,9 @@ class OnlyOnce(Sound):
 class LeavesAFileOpen(Sound):
     _open = []
 
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         self._open.append(Path(__file__).open())  # noqa: SIM115
-        return super().prepare_model(accelerator, model)
+        return super().prepare_model(accelerator, model, evaluation_mode)
 
 
 @caught_by("once_more")
@@ -45,9 +45,9 @@ class LeavesAProcess(Sound):
 class KeepsEveryModel(Sound):
     _kept = []
 
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         self._kept.append(model)
-        return super().prepare_model(accelerator, model)
+        return super().prepare_model(accelerator, model, evaluation_mode)
 
 
 @caught_by("once_more")
@@ -76,9 +76,9 @@ class LeavesAHandler(Sound):
 
 @caught_by("once_more")
 class Prints(Sound):
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         print("a model")
-        return super().prepare_model(accelerator, model)
+        return super().prepare_model(accelerator, model, evaluation_mode)
 
 
 @caught_by("once_more")

@@ -18,20 +18,20 @@ class SeedsEachStep(Sound):
 
 @caught_by("randomness")
 class SeedsEverythingAgain(Sound):
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         torch.manual_seed(0)
-        return super().prepare_model(accelerator, model)
+        return super().prepare_model(accelerator, model, evaluation_mode)
 
 
 @caught_by("same_start")
 class RanksStartApart(Sound):
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         return model
 
 
 @caught_by("same_start")
 class BuffersStartApart(Sound):
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         for parameter in model.parameters():
             dist.broadcast(parameter.detach(), src=0)
         return model
@@ -63,9 +63,9 @@ class TrainsEveryModel(Sound):
 
 @caught_by("kinds_of_models")
 class NeedsParameters(Sound):
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         next(model.parameters())
-        return super().prepare_model(accelerator, model)
+        return super().prepare_model(accelerator, model, evaluation_mode)
 
 
 @caught_by("several_models")
@@ -137,8 +137,8 @@ class OneGroupForAll(Sound):
 
 @caught_by("unwrap")
 class NeverUnwraps(Sound):
-    def prepare_model(self, accelerator, model):
-        return Wrapper(super().prepare_model(accelerator, model))
+    def prepare_model(self, accelerator, model, evaluation_mode):
+        return Wrapper(super().prepare_model(accelerator, model, evaluation_mode))
 
     def model_state(self, accelerator, model):
         return dict(model.held.state_dict())
@@ -172,7 +172,7 @@ class TheLastRankIsMain(Sound):
     def main_process_index(self, accelerator):
         return accelerator.num_processes - 1
 
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         if accelerator.num_processes > 1:
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor.detach(), src=accelerator.num_processes - 1)

@@ -11,13 +11,13 @@ from registry import Sound, caught_by
 
 @caught_by("fine_tuning")
 class NeverTrains(Sound):
-    def prepare_model(self, accelerator, model):
-        return super().prepare_model(accelerator, model).eval()
+    def prepare_model(self, accelerator, model, evaluation_mode):
+        return super().prepare_model(accelerator, model, evaluation_mode).eval()
 
 
 @caught_by("fine_tuning")
 class FrozenPartsStayApart(Sound):
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.requires_grad or not tensor.is_floating_point():
                 dist.broadcast(tensor.detach(), src=0)
@@ -26,7 +26,7 @@ class FrozenPartsStayApart(Sound):
 
 @caught_by("fine_tuning")
 class CountersStayApart(Sound):
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.is_floating_point():
                 dist.broadcast(tensor.detach(), src=0)
@@ -123,10 +123,10 @@ class StaysApartInHalf(Sound):
 
 @caught_by("compiled")
 class CannotBeCompiled(Sound):
-    def prepare_model(self, accelerator, model):
+    def prepare_model(self, accelerator, model, evaluation_mode):
         if getattr(model, "_compiled_call_impl", None) is not None:
             raise TypeError("a model that is compiled")
-        return super().prepare_model(accelerator, model)
+        return super().prepare_model(accelerator, model, evaluation_mode)
 
 
 @caught_by("join")

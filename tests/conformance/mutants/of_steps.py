@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 from registry import Sound, caught_by
 
 
@@ -89,6 +90,17 @@ class RanksNeverMeet(Sound):
 
     def _average(self, accelerator, model):
         return None
+
+
+@caught_by("branches")
+class GradientsOfDifferentParametersMixed(Sound):
+    def _average(self, accelerator, model):
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat)
+        flat /= accelerator.num_processes
+        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
 
 
 @caught_by("counted_items")

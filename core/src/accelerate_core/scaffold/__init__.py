@@ -10,6 +10,8 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+import yaml
+
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.hookspecs import API_VERSION
 from accelerate_core.plugins import catalog
@@ -95,6 +97,12 @@ def _check(name: str, kind: str) -> None:
         raise ConfigurationError(
             f"{name!r} is no name for a plugin: it has lower case letters, digits and single "
             "underscores between them, and begins with a letter, such as 'ring' or 'two_level'."
+        )
+    said = yaml.safe_load(name)
+    if not isinstance(said, str):  # yes, off, null, ...
+        raise ConfigurationError(
+            f"{name!r} is no name for a plugin: in a config file YAML reads it as {said!r}, and not as "
+            "text; choose another."
         )
     if name in _RESERVED:
         raise ConfigurationError(

@@ -170,6 +170,7 @@ _ABOUT = {
     "training": f"prepare_model {_STEP}",
     "learning": f"prepare_model {_STEP}",
     "accumulation": f"{_STEP}",
+    "branches": "backward",
     "counted_items": "scale_gradients loss_shard",
     "no_sync": "no_sync backward",
     "clip_norm": "clip_grad_norm",

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from accelerate_core import DiLoCoSettings
+from accelerate_core import Accelerator, DiLoCoSettings
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.testing import run_workers
 
@@ -40,6 +41,32 @@ def test_ranks_talk_in_one_step_of_eight() -> None:
         assert rank["bytes"] == 3 * rank["model_bytes"]
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert ranks[0]["losses"][-8:] != pytest.approx(ranks[0]["plain"][0][-8:], abs=1e-5)
+
+
+def test_meetings_are_counted_once_and_begin_anew_with_a_strange_checkpoint(tmp_path: Path) -> None:
+    def begin(**arguments: Any) -> tuple[Accelerator, list[Any], list[Any]]:
+        accelerator = Accelerator(cpu=True, **arguments)
+        models = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+        made = accelerator.prepare(*models, *optimizers)
+        return accelerator, list(made[:2]), list(made[2:])
+
+    strange, _, _ = begin(backend="single")
+    strange.save_state(tmp_path / "strange")
+    strange.end_training()
+    accelerator, models, optimizers = begin(diloco_plugin=DiLoCoSettings(sync_every=2))
+    for _ in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.diloco_outer_steps == 2
+    accelerator.save_state(tmp_path / "own")
+    accelerator.load_state(tmp_path / "strange")
+    assert accelerator.diloco_outer_steps == 0
+    accelerator.load_state(tmp_path / "own")
+    assert accelerator.diloco_outer_steps == 2
+    accelerator.end_training()
 
 
 def test_a_setting_that_makes_no_sense_is_refused() -> None:

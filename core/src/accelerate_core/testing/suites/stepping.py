@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -111,6 +112,62 @@ def accumulation(lab: Lab) -> str | None:
     _, weights, _ = plain_training(whole[:3] * 2, per_step=2, per_epoch=3)
     lab.close(lab.weights(accelerator, model), weights, "weights after epochs of 3 micro-batches")
     return "3 steps of 2 micro-batches, and epochs of 3"
+
+
+class Branches(nn.Module):
+    """Two parts of one size, of which a forward uses one, and a third that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(6, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        """Samples [batch, 6] in, numbers [batch, 1] out."""
+        y: torch.Tensor = self.parts[which](x)
+        return y
+
+
+@check("backend", needs="exact")
+def branches(lab: Lab) -> str | None:
+    """Ranks that use different parts of a model train all of them, or all refuse to."""
+    accelerator = lab.accelerator()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        expected = Branches()
+    model: Any = copy.deepcopy(expected)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), RATE))
+    index, count = accelerator.hooks.data_shard(accelerator)
+    mine, whole = lab.batches(accelerator, 3)
+    refused = ""
+    try:
+        for x, y in mine:  # some notice only in the step after
+            accelerator.backward(nn.functional.mse_loss(model(x, index % 2).float(), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    except Exception as error:
+        refused = f"{type(error).__name__}: {str(error).strip().partition('. ')[0]}"
+    told = accelerator.communicator.gather_object(refused)
+    if all(told):
+        return f"refused: {refused}"
+    if any(told):
+        raise AssertionError(f"refused on some ranks, and on others not: {told}")
+    plain = torch.optim.SGD(expected.parameters(), RATE)
+    for x, y in whole:
+        parts = zip(torch.split(x, BATCH), torch.split(y, BATCH), strict=True)
+        for rank, (inputs, targets) in enumerate(parts):
+            loss = nn.functional.mse_loss(expected(inputs, rank % 2), targets) / count
+            torch.autograd.backward(loss)
+        plain.step()
+        plain.zero_grad()
+    with torch.no_grad():
+        x = torch.ones(BATCH, 6, device=accelerator.device)
+        sums = [round(float(model(x, which).float().sum()), 4) for which in range(3)]
+    lab.alike(accelerator, sums, "what each part computes")
+    try:
+        lab.close(lab.weights(accelerator, model), dict(expected.state_dict()), "weights")
+    except AssertionError as error:
+        return f"alike, but not of mean gradients: {error}"
+    return None
 
 
 @check("backend", needs="num_items")

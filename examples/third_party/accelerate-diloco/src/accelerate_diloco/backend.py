@@ -33,8 +33,6 @@ class DiLoCoBackend(Backend):
         super().__init__(settings or DiLoCoSettings(), handlers)
         # An optimizer that is gone takes its outer one along.
         self._outer: WeakKeyDictionary[Any, Outer] = WeakKeyDictionary()
-        #: Outer steps taken so far.
-        self.outer_steps = 0
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
@@ -45,6 +43,11 @@ class DiLoCoBackend(Backend):
             return Claim(50, "ACCELERATE_USE_DILOCO is set")
         return None
 
+    @property
+    def outer_steps(self) -> int:
+        """Outer steps so far: meetings, however many optimizers took part in each."""
+        return max((outer.meetings for outer in self._outer.values()), default=0)
+
     def distributed_type(self, accelerator: Accelerator) -> str:
         """`DILOCO`, a member of its own."""
         return "DILOCO" if accelerator.num_processes > 1 else "NO"
@@ -53,7 +56,9 @@ class DiLoCoBackend(Backend):
         """Serve `accelerator.diloco_outer_steps`."""
         return {"diloco_outer_steps": self.outer_steps}
 
-    def prepare_model(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    def prepare_model(
+        self, accelerator: Accelerator, model: torch.nn.Module, evaluation_mode: bool
+    ) -> torch.nn.Module:
         """Start all ranks from rank 0's weights."""
         if accelerator.num_processes > 1:
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -67,8 +72,7 @@ class DiLoCoBackend(Backend):
         outer = self._outer_of(optimizer)  # remembers where the inner steps began
         taken = super().optimizer_step(accelerator, optimizer, closure)
         # Counted whether taken or not: an overflow is one rank's own, the meeting is everybody's.
-        if outer.after_inner_step(lambda flat: accelerator.reduce(flat, "mean")):
-            self.outer_steps += 1
+        outer.after_inner_step(lambda flat: accelerator.reduce(flat, "mean"))
         return taken
 
     def _outer_of(self, optimizer: Any) -> Outer:
@@ -100,7 +104,6 @@ class DiLoCoBackend(Backend):
         }
         shared = {
             "outer": [self._outer_of(one.optimizer).state() for one in accelerator.optimizers],
-            "outer_steps": self.outer_steps,
         }
         if later:
             own, shared = _copied(own), _copied(shared)
@@ -122,7 +125,7 @@ class DiLoCoBackend(Backend):
     ) -> None:
         """Go on where each rank was; a rank that was not there begins at the last meeting."""
         if not (directory / "outer.pt").exists():  # another backend's checkpoint: begin here
-            self._outer.clear()
+            self._outer.clear()  # the count of meetings with it
             return
         shared = torch.load(directory / "outer.pt", weights_only=True, map_location="cpu")
         file = directory / f"rank_{accelerator.process_index}.pt"
@@ -139,7 +142,6 @@ class DiLoCoBackend(Backend):
                 with torch.no_grad():
                     for parameter, theta in zip(outer.parameters, outer.theta, strict=True):
                         parameter.copy_(theta)
-        self.outer_steps = int(shared["outer_steps"])
 
 
 def _copied(value: Any) -> Any:

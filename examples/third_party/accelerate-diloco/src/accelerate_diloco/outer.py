@@ -24,7 +24,7 @@ class Outer:
         self.parameters, self.settings = list(parameters), settings
         self.theta = [parameter.detach().clone() for parameter in self.parameters]
         self.momentum = [torch.zeros_like(parameter) for parameter in self.theta]
-        self.steps = 0
+        self.steps = self.meetings = 0
 
     def extend(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take in parameters that the inner optimizer was given later; they begin where they are."""
@@ -36,13 +36,12 @@ class Outer:
                 self.momentum.append(torch.zeros_like(self.theta[-1]))
 
     @torch.no_grad()
-    def after_inner_step(self, mean: Mean) -> bool:
-        """Count an inner step; take the outer one if it is due, and tell so."""
+    def after_inner_step(self, mean: Mean) -> None:
+        """Count an inner step; take the outer one if it is due."""
         self.steps += 1
-        if self.steps % self.settings.sync_every:
-            return False
-        self.average(mean)
-        return True
+        if self.steps % self.settings.sync_every == 0:
+            self.average(mean)
+            self.meetings += 1
 
     @torch.no_grad()
     def average(self, mean: Mean) -> None:
@@ -53,7 +52,7 @@ class Outer:
         for indices in by_dtype.values():
             changes = [(self.theta[i] - self.parameters[i]).reshape(-1) for i in indices]
             flat = mean(torch.cat(changes))
-            parts = flat.split([change.numel() for change in changes])
+            parts = torch.split(flat, [change.numel() for change in changes])
             for index, part in zip(indices, parts, strict=True):
                 self._step(index, part.view_as(self.theta[index]))
 
@@ -66,12 +65,17 @@ class Outer:
 
     def state(self) -> dict[str, Any]:
         """Return what is alike on all ranks."""
-        return {"steps": self.steps, "theta": self.theta, "momentum": self.momentum}
+        return {
+            "steps": self.steps,
+            "meetings": self.meetings,
+            "theta": self.theta,
+            "momentum": self.momentum,
+        }
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Take what `state` gave."""
-        self.steps = int(state["steps"])
+        self.steps, self.meetings = int(state["steps"]), int(state["meetings"])
         for own, given in ((self.theta, state["theta"]), (self.momentum, state["momentum"])):
             for tensor, value in zip(own, given, strict=True):
                 tensor.copy_(value)
