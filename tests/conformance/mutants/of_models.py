@@ -48,8 +48,8 @@ class FirstArgumentOnly(torch.nn.Module):
 
 @caught_by("calls_of_models")
 class DropsArguments(Sound):
-    def prepare_model(self, accelerator, model):
-        return FirstArgumentOnly(super().prepare_model(accelerator, model))
+    def prepare_model(self, accelerator, model, evaluation_mode):
+        return FirstArgumentOnly(super().prepare_model(accelerator, model, evaluation_mode))
 
     def unwrap_model(self, accelerator, model):
         return model.module if isinstance(model, FirstArgumentOnly) else model
@@ -57,8 +57,8 @@ class DropsArguments(Sound):
 
 @caught_by("calls_of_models")
 class TrainsEveryModel(Sound):
-    def prepare_model(self, accelerator, model):
-        return super().prepare_model(accelerator, model).train()
+    def prepare_model(self, accelerator, model, evaluation_mode):
+        return super().prepare_model(accelerator, model, evaluation_mode).train()
 
 
 @caught_by("kinds_of_models")

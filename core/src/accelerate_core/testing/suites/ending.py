@@ -192,8 +192,8 @@ def graphs_go(lab: Lab) -> str | None:
         optimizer.zero_grad()
     del loss
     gc.collect()
-    kept = [index for index, one in enumerate(seen) if one() is not None]
-    lab.equal(kept[:-1], [], "steps whose loss is still there after later ones")
+    kept = [index for index, one in enumerate(seen[:-1]) if one() is not None]
+    lab.equal(kept, [], "steps whose loss is still there after later ones")
     return None
 
 

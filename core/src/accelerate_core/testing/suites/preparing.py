@@ -98,17 +98,20 @@ def same_start(lab: Lab) -> str | None:
 
 
 class _Wide(nn.Module):
-    """A model with arguments of all kinds, and dropout: in evaluation it is `w * (a - b) * scale`."""
+    """A model with arguments of all kinds, and dropout: in evaluation it is `w * (a - b) * scale`.
+
+    Who drops an argument is told by the output.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.ones(6, dtype=torch.float32))
+        self.w = nn.Parameter(torch.ones(6))
         self.drop = nn.Dropout(0.5)
 
     def forward(
-        self, a: torch.Tensor, b: Any = None, *more: Any, scale: float = 1.0, **named: Any
+        self, a: torch.Tensor, b: Any = 0.0, *more: Any, scale: float = 1.0, **named: Any
     ) -> dict[str, Any]:
-        out = self.drop(self.w * (a if b is None else a - b) * scale)
+        out = self.drop(self.w * (a - b) * scale)
         return {"out": out, "told": [len(more), sorted(named)]}
 
 
@@ -120,7 +123,7 @@ def calls_of_models(lab: Lab) -> str | None:
     for training in (False, True):
         model = accelerator.prepare_model(_Wide().train(training), evaluation_mode=not training)
         modes = {one.training for one in accelerator.unwrap_model(model).modules()}
-        lab.equal(modes, {training}, "training, of a model that was prepared in the other mode")
+        lab.equal(modes, {training}, f"training, of a model prepared with training={training}")
         model.eval()
         with torch.no_grad():
             got = model(a, 3 * a, "third", scale=0.5, word="named")
