@@ -3,10 +3,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 BACKENDS := $(patsubst %/pyproject.toml,%,$(wildcard backends/*/pyproject.toml))
-# Those that need nothing but torch.
-LIGHT := backends/ddp backends/fsdp2
+EXTENSIONS := $(patsubst %/pyproject.toml,%,$(wildcard extensions/*/pyproject.toml))
+# Those that need nothing heavier than torch.
+LIGHT := backends/ddp backends/fsdp2 $(EXTENSIONS)
 TRACKERS := $(patsubst %/pyproject.toml,%,$(wildcard trackers/*/pyproject.toml))
-MEMBERS := core $(BACKENDS) $(TRACKERS)
+MEMBERS := core $(EXTENSIONS) $(BACKENDS) $(TRACKERS)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS ?=
 

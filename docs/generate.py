@@ -119,8 +119,8 @@ def tracking() -> str:
 
 def launching() -> str:
     """Return launching.md with the table of the keys of a config file."""
-    from accelerate_core.launch.options import LAUNCH_OPTIONS
     from accelerate_core.plugins import catalog
+    from accelerate_launch.options import LAUNCH_OPTIONS
 
     rows: list[list[object]] = []
     for option in LAUNCH_OPTIONS:

@@ -84,12 +84,12 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "backend not installed": (
         {"backend": "megatron"},
         MissingPluginError,
-        ["pip install accelerate-core[megatron]"],
+        ['pip install "accelerate-core[megatron]"'],
     ),
     "argument of a missing plugin": (
         {"megatron_lm_plugin": object()},
         MissingPluginError,
-        ["megatron_lm_plugin", "pip install accelerate-core[megatron]"],
+        ["megatron_lm_plugin", 'pip install "accelerate-core[megatron]"'],
     ),
     "precision": (
         {"mixed_precision": "bf61"},
@@ -99,7 +99,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "precision not installed": (
         {"mixed_precision": "fp8"},
         MissingPluginError,
-        ["pip install accelerate-core[fp8]"],
+        ['pip install "accelerate-core[fp8]"'],
     ),
     "steps below one": (
         {"gradient_accumulation_steps": 0},
@@ -195,7 +195,7 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {
     ),
     "switch of a missing plugin": (
         {"ACCELERATE_USE_MEGATRON_LM": "true"},
-        ["ACCELERATE_USE_MEGATRON_LM", "pip install accelerate-core[megatron]"],
+        ["ACCELERATE_USE_MEGATRON_LM", 'pip install "accelerate-core[megatron]"'],
     ),
     "field of a settings class": (
         {"ACCELERATE_DYNAMO_MODE": "fast"},
@@ -232,7 +232,7 @@ def test_ranks(variables: dict[str, str], said: str) -> None:
 
 def test_several_processes_without_a_backend_for_them() -> None:
     request = Request({}, {"ACCELERATE_DISABLED_PLUGINS": "ddp"}, Topology(0, 2, because="a test"))
-    with pytest.raises(MissingPluginError, match=re.escape("pip install accelerate-core[ddp]")):
+    with pytest.raises(MissingPluginError, match=re.escape('pip install "accelerate-core[ddp]"')):
         select_backend(None, "", request)
 
 
@@ -292,7 +292,7 @@ def test_settings(make: Callable[[], Any], said: list[str]) -> None:
 def test_names() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'Accelerator'"):
         accelerate_core.Acelerator  # noqa: B018
-    with pytest.raises(ImportError, match=re.escape("pip install accelerate-core[megatron]")):
+    with pytest.raises(ImportError, match=re.escape('pip install "accelerate-core[megatron]"')):
         from accelerate_core import MegatronLMPlugin  # noqa: F401
     with pytest.raises(AttributeError, match="Did you mean 'mixed_precision'"):
         Accelerator().mixed_precison  # noqa: B018

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from launched import clean_environment, run_cli
 
 from accelerate_core.cli import cli
-from accelerate_core.cli.env import environment_report
+from accelerate_launch.commands.env import environment_report
 
 COMMANDS = ("config", "launch", "env", "plugins", "estimate-memory", "test")
 HELP = [[], *([name] for name in COMMANDS)]

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launched import clean_environment, run_cli
 
-from accelerate_core.configuration.editing import with_value
 from accelerate_core.errors import AccelerateError
+from accelerate_launch.editing import with_value
 
 HOME = "ACCELERATE_CONFIG_HOME"
 
@@ -212,7 +212,7 @@ def test_validate_asks_the_plugin_itself(env: dict[str, str], tmp_path: Path) ->
     file.write_text("megatron_lm_config:\n  megatron_lm_tp_degree: 2\n")
     status, output = config(env, "validate", str(file))
     assert status == 0
-    assert "pip install accelerate-core[megatron]" in output
+    assert 'pip install "accelerate-core[megatron]"' in output
 
 
 NAMES = st.sampled_from(["a", "b", "s.a", "s.b", "t.c"])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from accelerate_core.cli import cli
 from accelerate_core.configuration.files import parse_config, read_config
 from accelerate_core.errors import AccelerateError
-from accelerate_core.launch.options import LAUNCH_OPTIONS
-from accelerate_core.launch.resolve import decide
+from accelerate_launch.options import LAUNCH_OPTIONS
+from accelerate_launch.resolve import decide
 
 TEMPLATES = sorted((Path(__file__).parents[2] / "examples/config_templates").glob("*.yaml"))
 
@@ -232,9 +232,9 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     "use_cpu: {a: 1}": ("is not a switch",),
     "mixed_precision: bf61": ("Did you mean 'bf16'?", "line 1"),
     "mixed_precision: [fp16]": ("must be a text",),
-    "mixed_precision: fp8": ("pip install accelerate-core[fp8]",),
+    "mixed_precision: fp8": ('pip install "accelerate-core[fp8]"',),
     "backend: dpd": ("Did you mean 'ddp'?",),
-    "backend: megatron": ("pip install accelerate-core[megatron]",),
+    "backend: megatron": ('pip install "accelerate-core[megatron]"',),
     "launcher: torchrum": ("Did you mean 'torchrun'?",),
     "distributed_type: MULTIGPU": ("Did you mean 'MULTI_GPU'?", "line 1"),
     "distributed_type: FDSP": ("Did you mean 'FSDP'?",),

@@ -172,7 +172,7 @@ MATRIX = """
 import os, warnings
 from accelerate_core import Accelerator
 from accelerate_core.configuration.provenance import Because
-from accelerate_core.launch import LaunchPlan, Target, choose_launcher
+from accelerate_launch import LaunchPlan, Target, choose_launcher
 from accelerate_core.plugins import installed, report
 def attempt(f):
     try:

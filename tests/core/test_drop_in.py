@@ -74,7 +74,7 @@ def test_a_script_runs_with_the_name_served(tmp_path: Path) -> None:
         ),
         (
             "import accelerate_core.drop_in as d; d.install(); from accelerate import MegatronLMPlugin",
-            "pip install accelerate-core[megatron]",
+            'pip install "accelerate-core[megatron]"',
         ),
         (
             "import accelerate_core.drop_in as d; d.install(); import accelerate.no_such",

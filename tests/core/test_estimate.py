@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate_core.cli import cli
-from accelerate_core.cli.estimating import by_backend, largest_layer, shapes_of
+from accelerate_launch.commands.estimating import by_backend, largest_layer, shapes_of
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from launched import clean_environment, run_cli
 from accelerate_core.configuration.files import read_config
 from accelerate_core.configuration.provenance import BECAUSE_VARIABLE
 from accelerate_core.errors import AccelerateError, ConfigurationError, RuntimeConflictError
-from accelerate_core.launch import (
+from accelerate_core.logging import get_logger
+from accelerate_launch import (
     LaunchPlan,
     PrepareForLaunch,
     Target,
@@ -27,8 +28,7 @@ from accelerate_core.launch import (
     make_plan,
     notebook_launcher,
 )
-from accelerate_core.launch.options import LAUNCH_OPTIONS
-from accelerate_core.logging import get_logger
+from accelerate_launch.options import LAUNCH_OPTIONS
 
 SHOW = """
 import json, os, sys
@@ -68,7 +68,7 @@ def test_one_process_is_the_scripts_own_interpreter(script: Path) -> None:
 def test_two_processes_alone_start_two(script: Path) -> None:
     plan = plan_of(script, num_processes=2)
     command = choose_launcher(plan).launch_command(plan)
-    assert command[1:3] == ["-m", "accelerate_core.launch.agent"]
+    assert command[1:3] == ["-m", "accelerate_launch.agent"]
     assert command[command.index("--nproc_per_node") + 1] == "2"
     assert "--standalone" in command
     assert int(plan.environment["OMP_NUM_THREADS"]) >= 1
@@ -272,7 +272,7 @@ def test_the_status_of_the_script_is_the_launchers(tmp_path: Path) -> None:
 def test_dry_run_starts_nothing(script: Path) -> None:
     done = run_cli("launch", "--num_processes", "2", "--mixed_precision=fp16", "--dry_run", script)
     assert done.returncode == 0, done.stderr
-    assert "accelerate_core.launch.agent --standalone" in done.stdout
+    assert "accelerate_launch.agent --standalone" in done.stdout
     assert "ACCELERATE_MIXED_PRECISION" in done.stdout
     assert "command line --mixed_precision" in done.stdout
     assert not shown(done.stdout)
@@ -311,7 +311,7 @@ def test_user_mistakes_are_one_message(script: Path, arguments: list[str], messa
 FUNCTIONS = """
 import os, sys, json
 from datetime import timedelta
-from accelerate_core.launch import debug_launcher, notebook_launcher
+from accelerate_launch import debug_launcher, notebook_launcher
 
 def work(kind):
     import torch, torch.distributed as dist
@@ -396,7 +396,7 @@ def test_prepare_for_launch_runs_the_function() -> None:
 def test_launching_beside_a_live_runtime_is_refused() -> None:
     done = run_python(
         "from accelerate_core.runtime import current_runtime\n"
-        "from accelerate_core.launch import debug_launcher\n"
+        "from accelerate_launch import debug_launcher\n"
         "current_runtime()\n"
         "debug_launcher(print)\n"
     )
@@ -422,7 +422,7 @@ def test_launching_after_the_device_was_used_is_refused(monkeypatch: pytest.Monk
 
 
 def test_signal_handlers_are_put_back() -> None:
-    from accelerate_core.launch.notebook import _signal_handlers_kept
+    from accelerate_launch.notebook import _signal_handlers_kept
 
     before = signal.getsignal(signal.SIGTERM)
     with _signal_handlers_kept():
@@ -531,7 +531,7 @@ def test_log_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SPAWNED = """
 import os, sys
-from accelerate_core.launch import debug_launcher, notebook_launcher
+from accelerate_launch import debug_launcher, notebook_launcher
 
 def work(kind):
     import torch, torch.distributed as dist
@@ -571,7 +571,7 @@ def test_what_cannot_be_spawned_says_why() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'spawn'"):
         notebook_launcher(print, num_processes=2, start_method="spwan")
     done = run_python(
-        "from accelerate_core.launch import notebook_launcher\n"
+        "from accelerate_launch import notebook_launcher\n"
         "def cell(): pass\n"
         "notebook_launcher(cell, num_processes=2, start_method='spawn')\n"
     )

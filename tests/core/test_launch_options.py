@@ -15,7 +15,7 @@ from launched import clean_environment, run_cli
 from accelerate_core.cli import cli
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
-from accelerate_core.plugins.schemas import cache_file, plugin_schemas
+from accelerate_launch.schemas import cache_file, plugin_schemas
 
 MEGATRON = """
 tp_degree use_custom_fsdp no_load_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d no_save_optim
@@ -86,7 +86,7 @@ def test_every_option_of_the_peer_is_taken_or_refused_with_the_reason(
     result = CliRunner().invoke(cli, [text for text in arguments if text is not None])
     if result.exit_code == 0:
         return
-    reasons = ("pip install accelerate-core[", "is not offered. ")
+    reasons = ('pip install "accelerate-core[', "is not offered. ")
     reasons += ("The host file 'h' is not there", "needs a host file")
     assert result.exit_code == 2, result.output
     assert any(reason in result.output for reason in reasons), result.output
@@ -127,7 +127,7 @@ def test_plugins_options_stand_under_their_names() -> None:
         (["--use_fsdp", "--backend", "ddp"], "Leave one of them out"),
         (["--parallelism_config_tp_size", "0"], "must be at least 1"),
         (["--ddp_comm_hook", "fp61"], "Did you mean 'fp16'?"),
-        (["--megatron_lm_tp_degree", "2"], "pip install accelerate-core[megatron]"),
+        (["--megatron_lm_tp_degree", "2"], 'pip install "accelerate-core[megatron]"'),
         (["--aws_access_key_id", "k"], "Credentials do not belong on a command line"),
     ],
 )
@@ -284,7 +284,7 @@ def test_a_broken_plugin_and_a_damaged_cache_harm_nobody(tmp_path: Path) -> None
     assert "--fsdp_version" in done.stdout
     assert "torn" not in json.loads(cache.read_text())
     code = (
-        "import json; from accelerate_core.plugins.schemas import plugin_schemas;"
+        "import json; from accelerate_launch.schemas import plugin_schemas;"
         "print(json.dumps({s.name: s.problem for s in plugin_schemas()}))"
     )
     done = subprocess.run(

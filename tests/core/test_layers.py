@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "accelerate_core"
 DISTRIBUTIONS = [ROOT / "core", *sorted(p.parent for p in ROOT.glob("backends/*/pyproject.toml"))]
 DISTRIBUTIONS += sorted(p.parent for p in ROOT.glob("trackers/*/pyproject.toml"))
+DISTRIBUTIONS += sorted(p.parent for p in ROOT.glob("extensions/*/pyproject.toml"))
 
 WORDS = re.compile(
     r"deepspeed|megatron|fsdp|\bddp\b|DistributedDataParallel|torch_xla|\bxla\b|transformer_engine|torchao"
@@ -56,7 +57,7 @@ def test_the_word_search_finds_what_it_looks_for() -> None:
         "import accelerate_core.plugins; accelerate_core.plugins.installed()",
         "import accelerate_core.cli",
         "import accelerate_core.utils",
-        "from accelerate_core.launch import LaunchPlan, Launcher, Target, target_command",
+        "from accelerate_launch import LaunchPlan, Launcher, Target, target_command",
     ],
 )
 def test_what_needs_no_torch_does_not_import_it(code: str) -> None:

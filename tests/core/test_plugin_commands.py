@@ -264,7 +264,7 @@ def test_why_names_what_is_broken_missing_or_twice_there(root: Path) -> None:
     assert decision(root, "single", ACCELERATE_DISABLED_PLUGINS="single")["state"] == "disabled"
     for name, said in {
         "rihgt": "Did you mean 'right'?",
-        "megatron_lm": "pip install accelerate-core[megatron]",
+        "megatron_lm": 'pip install "accelerate-core[megatron]"',
         "forgot": "accelerate-forgot 0.3 is installed, but declares no plugin",
     }.items():
         done = plugins(root, "why", name)

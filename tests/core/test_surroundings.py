@@ -13,9 +13,9 @@ import pytest
 from launched import clean_environment
 
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.launch import LaunchPlan, child_environment, choose_launcher, make_plan
-from accelerate_core.launch.mpi import hosts_of
-from accelerate_core.launch.slurm import expand_nodes
+from accelerate_launch import LaunchPlan, child_environment, choose_launcher, make_plan
+from accelerate_launch.mpi import hosts_of
+from accelerate_launch.slurm import expand_nodes
 
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 

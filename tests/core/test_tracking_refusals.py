@@ -156,7 +156,7 @@ def test_run_files_are_strict_json_and_are_read_back(tmp_path: Path) -> None:
     assert run.curves["big"] == [(1234567, float("inf"))]
     from click.testing import CliRunner
 
-    from accelerate_core.cli.runs import command
+    from accelerate_launch.commands.runs import command
 
     shown = CliRunner().invoke(command, ["show", str(tmp_path), "--json", "--key", "loss"])
 

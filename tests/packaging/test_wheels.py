@@ -15,7 +15,14 @@ MEMBERS = [
     "core",
     *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("*/*/pyproject.toml")),
 ]
-MEMBERS = [member for member in MEMBERS if member.split("/")[0] in ("core", "backends", "trackers")]
+MEMBERS = [
+    member
+    for member in MEMBERS
+    if member.split("/")[0] in ("core", "backends", "trackers", "extensions")
+]
+
+#: What `accelerate-core[standard]` means.
+SMALL = ("core", "ddp", "launch")
 
 SCRIPT = """
 import torch
@@ -92,7 +99,7 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
     found = sorted(wheels.glob("*.whl"))
     trackers = [wheel for wheel in found if _is_tracker(wheel)]
     # Together, so that siblings are found among the wheels and nowhere else.
-    small = [*wheels.glob("accelerate_core-*.whl"), *wheels.glob("accelerate_ddp-*.whl")]
+    small = [wheel for name in SMALL for wheel in wheels.glob(f"accelerate_{name}-*.whl")]
     run(*pip, *small, timeout=600)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -32,7 +32,7 @@ _HOMES = {
     "checkpointing": ("accelerate_core.checkpoint", "accelerate_core.utils"),
     "data_loader": ("accelerate_core.data",),
     "hooks": ("accelerate_core.big_model.hooks", "accelerate_core.big_model"),
-    "launchers": ("accelerate_core.launch",),
+    "launchers": ("accelerate_launch",),
     "local_sgd": ("accelerate_core.local_sgd",),
     "logging": ("accelerate_core.logging",),
     "optimizer": ("accelerate_core.step",),

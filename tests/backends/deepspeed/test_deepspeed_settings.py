@@ -331,8 +331,8 @@ a.end_training()
 
 
 def launched(tmp_path: Path, hosts: str, port: int, **variables: str) -> list[str]:
-    from accelerate_core.launch import LaunchPlan, Target
     from accelerate_deepspeed.launching import DeepSpeedLauncher
+    from accelerate_launch import LaunchPlan, Target
 
     (tmp_path / "hosts").write_text(hosts)
     (tmp_path / "train.py").write_text(TRAIN)
@@ -386,8 +386,8 @@ def test_a_host_file_starts_its_slots(tmp_path):
     ],
 )
 def test_what_cannot_be_launched_is_said(variables, text):
-    from accelerate_core.launch import LaunchPlan, Target
     from accelerate_deepspeed.launching import DeepSpeedLauncher
+    from accelerate_launch import LaunchPlan, Target
 
     plan = LaunchPlan(target=Target("x.py"), environment=variables)
     with pytest.raises(ConfigurationError, match=text):
@@ -397,8 +397,8 @@ def test_what_cannot_be_launched_is_said(variables, text):
 @pytest.mark.parametrize("kind", ["pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm", "nossh"])
 def test_the_command_of_each_launcher(tmp_path, kind):
     """Each is DeepSpeed's own; most need programs and machines that are not here."""
-    from accelerate_core.launch import LaunchPlan, Target
     from accelerate_deepspeed.launching import DeepSpeedLauncher
+    from accelerate_launch import LaunchPlan, Target
 
     hosts = tmp_path / "hosts"
     hosts.write_text("one slots=2\ntwo slots=2\n")

@@ -39,7 +39,7 @@ def load(device: torch.device) -> Any:
         except importlib.metadata.PackageNotFoundError:
             raise MissingPluginError(
                 "The backend deepspeed needs the package deepspeed: "
-                "pip install accelerate-core[deepspeed]"
+                'pip install "accelerate-core[deepspeed]"'
             ) from None
     with _environment({"DS_ACCELERATOR": device.type}):
         import deepspeed

@@ -23,7 +23,7 @@ def as_stateful(loader: Any) -> Any:
     except ImportError as error:
         raise MissingPluginError(
             "use_stateful_dataloader=True needs torchdata, which is not installed. "
-            "Run: pip install accelerate-core[stateful]"
+            'Run: pip install "accelerate-core[stateful]"'
         ) from error
     if isinstance(loader, StatefulDataLoader):
         return loader

@@ -38,6 +38,17 @@ NAMES: dict[str, dict[str, str]] = {
         "xla": "xla",
     },
     "precision": {"fp8": "fp8"},
+    "launcher": dict.fromkeys(("mpirun", "srun", "simple", "torchrun"), "launch"),
+    "command": {
+        "to-fsdp2": "fsdp2",
+        "tpu-config": "xla",
+        **dict.fromkeys(("config", "launch", "env", "plugins", "test"), "launch"),
+        "plugins.why": "launch",
+        **dict.fromkeys(("plugins.hooks", "plugins.check", "plugins.new"), "testing"),
+        **dict.fromkeys(("checkpoints", "merge-weights"), "checkpoint"),
+        "runs": "tracking",
+        "estimate-memory": "big-model",
+    },
     "tracker": {
         name: name
         for name in (
@@ -138,9 +149,6 @@ OPTIONS = {
     ),
 }
 
-#: Commands that a plugin contributes.
-COMMANDS = {"to-fsdp2": "fsdp2", "tpu-config": "xla"}
-
 #: How other options of a plugin begin.
 _PREFIXES = {
     "fsdp_": "fsdp2",
@@ -194,6 +202,7 @@ METHODS = {"deepspeed_ulysses_dl_adapter": "deepspeed"}
 
 #: Public names lent by a plugin.
 EXPORTS: dict[str, str] = {
+    **dict.fromkeys(("PrepareForLaunch", "debug_launcher", "notebook_launcher"), "launch"),
     **dict.fromkeys(("DistributedDataParallelKwargs", "DDPCommunicationHookType"), "ddp"),
     **dict.fromkeys(
         (
@@ -327,7 +336,7 @@ def extras() -> set[str]:
 
 def pip_command(extra: str) -> str:
     """Return the command that installs an extra."""
-    return f"pip install accelerate-core[{extra}]"
+    return f'pip install "accelerate-core[{extra}]"'
 
 
 def owner_of_option(name: str) -> str | None:

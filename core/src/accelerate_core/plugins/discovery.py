@@ -110,10 +110,6 @@ class Installed:
 
 _BUILT_IN = (
     ("backend", "single", "accelerate_core.backend:SingleProcess"),
-    ("launcher", "simple", "accelerate_core.launch.simple:SimpleLauncher"),
-    ("launcher", "torchrun", "accelerate_core.launch.torchrun:TorchrunLauncher"),
-    ("launcher", "mpirun", "accelerate_core.launch.mpi:MpirunLauncher"),
-    ("launcher", "srun", "accelerate_core.launch.slurm:SrunLauncher"),
     ("precision", "no", "accelerate_core.precision:FullPrecision"),
     ("precision", "fp16", "accelerate_core.precision:Float16"),
     ("precision", "bf16", "accelerate_core.precision:BFloat16"),
@@ -158,7 +154,8 @@ def installed() -> Installed:
         elif point.group == _EXPORTS:
             exports.setdefault(point.name, (point.value, dist_name))
         elif point.group == _TRIGGERS:
-            triggers.setdefault(point.name, []).append(point.value)
+            # A table of entry points has each name once: `always.this` and `always.that` are two.
+            triggers.setdefault(point.name.partition(".")[0], []).append(point.value)
     PrecisionType.register(*(record.name for record in records if record.kind == "precision"))
     LoggerType.register(*(record.name for record in records if record.kind == "tracker"))
     by_trigger: dict[str, tuple[PluginRecord, ...]] = {}

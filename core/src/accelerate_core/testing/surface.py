@@ -8,12 +8,12 @@ from typing import Any
 
 from accelerate_core.backend import Backend
 from accelerate_core.hookspecs import all_hooks
-from accelerate_core.launch.plan import LaunchPlan, Target
-from accelerate_core.launch.start import Launcher
 from accelerate_core.plugins.contract import deprecated, types_of
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision
 from accelerate_core.tracking import GeneralTracker
+from accelerate_launch.plan import LaunchPlan, Target
+from accelerate_launch.start import Launcher
 
 __all__ = ["PROMISED", "surface"]
 

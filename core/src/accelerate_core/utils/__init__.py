@@ -73,7 +73,6 @@ _OF_MODULE: dict[str, str] = {
     """,
     "accelerate_core.helpers.random": "set_seed",
     "accelerate_core.helpers.versions": "compare_versions is_torch_version",
-    "accelerate_core.launch": "PrepareForLaunch",
     "accelerate_core.configuration": """
         AutocastKwargs ComputeEnvironment DataLoaderConfiguration DistributedType
         GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler

@@ -16,12 +16,12 @@ from accelerate_core.configuration.files import read_config
 from accelerate_core.configuration.resolve import Sources, resolve_settings
 from accelerate_core.configuration.schema import SettingField, settings_fields
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-from accelerate_core.launch.contributed import contributed_options
-from accelerate_core.launch.resolve import make_plan
 from accelerate_core.plugins.discovery import installed
 from accelerate_core.testing.checks import check
 from accelerate_core.testing.lab import Lab
 from accelerate_core.testing.processes import clean_environment
+from accelerate_launch.contributed import contributed_options
+from accelerate_launch.resolve import make_plan
 
 #: Keys of `supports` and of `owns` that somebody reads.
 _SUPPORTS = (

@@ -56,7 +56,7 @@ def _plan(
     target: Any = None,
 ) -> Any:
     from accelerate_core.configuration.provenance import Because
-    from accelerate_core.launch.plan import LaunchPlan, Target
+    from accelerate_launch.plan import LaunchPlan, Target
 
     path = lab.scratch(f"script_{abs(hash(script)) % 10**8}.py")
     path.write_text(textwrap.dedent(script), encoding="utf-8")
@@ -73,7 +73,7 @@ def _plan(
 def _run(
     lab: Lab, plan: Any, timeout: float = 90, meanwhile: Callable[[], object] = lambda: None
 ) -> Run:
-    from accelerate_core.launch.start import child_environment, choose_launcher
+    from accelerate_launch.start import child_environment, choose_launcher
 
     command = choose_launcher(plan).launch_command(plan)
     lab.equal(
@@ -138,7 +138,7 @@ def ranks(lab: Lab) -> str | None:
 @check("launcher", place="alone")
 def targets(lab: Lab) -> str | None:
     """A module and a program are run as such, where it takes them."""
-    from accelerate_core.launch.plan import Target
+    from accelerate_launch.plan import Target
 
     (lab.folder / "suites_module.py").write_text(
         "import sys; print('a module', __name__, __spec__ is not None, sys.argv[1:])"

@@ -1,0 +1,1 @@
+"""What ships with the core beside the loop."""

@@ -1,0 +1,134 @@
+"""The command line, `accelerate-core`: every command is a plugin. No `--help` imports torch.
+
+A command is an entry point of the group `accelerate_core.commands` and a `click.Command`;
+`GROUP.NAME` stands inside of another. click itself comes with whoever brings a command.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate_core.errors import AccelerateError, PluginError, did_you_mean, listing
+from accelerate_core.plugins import catalog
+
+__all__ = ["Commands", "cli", "main"]
+
+try:
+    import click
+except ModuleNotFoundError as missing:
+    if missing.name != "click":
+        raise
+    sys.exit(
+        "No command is installed: accelerate-core alone trains, and has none. "
+        f"Install the usual ones with: {catalog.pip_command('standard')}"
+    )
+
+
+class Mistake(click.ClickException):
+    """What the user asked for cannot be done: the message alone, and exit status 2."""
+
+    exit_code = 2
+
+
+class Commands(click.Group):
+    """A group whose commands are entry points, imported when they are used.
+
+    Args:
+        prefix: of their names: "" for the commands themselves, `plugins.` for those of `plugins`.
+    """
+
+    def __init__(self, *args: Any, prefix: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.prefix = prefix
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        from accelerate_core.plugins.discovery import disabled_names, installed
+
+        names = {one.name for one in installed().of_kind("command")} - disabled_names()
+        mine = (name.removeprefix(self.prefix) for name in names if name.startswith(self.prefix))
+        return sorted(name for name in mine if "." not in name)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        from accelerate_core.plugins.discovery import find
+
+        if name not in self.list_commands(ctx):
+            return None
+        record = find("command", self.prefix + name, because="the command line")
+        made = record.load()
+        if not isinstance(made, click.Command):
+            raise PluginError(
+                f"The command plugin {record.label} is broken: it is no click.Command."
+            )
+        return made
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            extra = catalog.extra_for("command", self.prefix + args[0])
+            if extra is not None:
+                raise Mistake(
+                    f"The command {args[0]!r} comes with a plugin that is not installed. "
+                    f"Install it with: {catalog.pip_command(extra)}"
+                )
+            raise click.UsageError(
+                f"There is no command {args[0]!r}; there are {listing(known)}."
+                f"{did_you_mean(args[0], known)}",
+                ctx,
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            try:
+                command = self.get_command(ctx, name)
+                said = command.get_short_help_str(100) if command is not None else ""
+            except PluginError as error:
+                said = f"broken: {error}"
+            rows.append((name, said))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except AccelerateError as error:
+            raise Mistake(str(error)) from error
+
+
+def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from accelerate_core import __version__
+
+        click.echo(f"accelerate-core {__version__}")
+        ctx.exit()
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Show the version and exit.",
+)
+def cli() -> None:
+    """Run a PyTorch training script on any setup."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its status."""
+    cli.main(
+        args=None if arguments is None else list(arguments),
+        prog_name="accelerate-core",
+        standalone_mode=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""How processes are started: from the command line, from a notebook, from a test.
+
+`make_plan` decides what is to run and why, a launcher turns the plan into a
+command and `start` runs it; `notebook_launcher` and `debug_launcher` start a
+function instead. Nothing here imports torch before a function is launched.
+A launcher of a plugin needs `LaunchPlan`, `Target` and `target_command`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerate_launch.notebook import (
+        PrepareForLaunch,
+        debug_launcher,
+        notebook_launcher,
+    )
+    from accelerate_launch.plan import LaunchPlan, Target
+    from accelerate_launch.resolve import make_plan
+    from accelerate_launch.simple import target_command
+    from accelerate_launch.start import Launcher, child_environment, choose_launcher, start
+
+__all__ = [
+    "LaunchPlan",
+    "Launcher",
+    "PrepareForLaunch",
+    "Target",
+    "child_environment",
+    "choose_launcher",
+    "debug_launcher",
+    "make_plan",
+    "notebook_launcher",
+    "start",
+    "target_command",
+]
+
+_HOME = {
+    "LaunchPlan": "plan",
+    "Target": "plan",
+    "make_plan": "resolve",
+    "target_command": "simple",
+    "Launcher": "start",
+    "child_environment": "start",
+    "choose_launcher": "start",
+    "start": "start",
+    "PrepareForLaunch": "notebook",
+    "debug_launcher": "notebook",
+    "notebook_launcher": "notebook",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

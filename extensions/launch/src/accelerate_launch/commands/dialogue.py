@@ -1,0 +1,262 @@
+"""The questions of `accelerate-core config`, with what this machine suggests as answers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from accelerate_core.builtin.console import console
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugins import catalog
+from accelerate_core.plugins.discovery import disabled_names, installed
+from accelerate_launch import devices
+from accelerate_launch.contributed import check_value
+from accelerate_launch.resolve import peers_config
+from accelerate_launch.schemas import FieldSchema, PluginSchema, plugin_schemas
+from accelerate_launch.surroundings import look_around
+
+__all__ = ["Asker", "ask_everything"]
+
+#: What is offered as a compiler; any that torch knows may be typed.
+_KEYS = re.compile(r"\x1b\[[A-Z]|.", re.DOTALL)
+_COMPILERS = ("no", "inductor", "aot_eager", "eager")
+
+
+class Asker:
+    """Puts questions: with arrow keys on a terminal, line by line elsewhere, or not at all."""
+
+    def __init__(self, ask: bool = True) -> None:
+        self.ask = ask
+        self.keys = ask and sys.stdin.isatty() and sys.stdout.isatty()
+
+    def choose(self, question: str, options: Sequence[str], default: str) -> str:
+        """Return one of the options."""
+        if not self.ask or len(options) == 1:
+            return default
+        if self.keys:
+            return _by_arrows(question, options, default)
+        said = self.text(f"{question} ({', '.join(options)})", default)
+        while said not in options:
+            if said.isdigit() and int(said) < len(options):
+                return options[int(said)]
+            hint = did_you_mean(said, options)
+            click.echo(f"{said!r} is not one of {listing(options)}.{hint}", err=True)
+            said = self.text(question, default)
+        return said
+
+    def confirm(self, question: str, default: bool) -> bool:
+        """Return yes or no."""
+        return self.choose(question, ("yes", "no"), "yes" if default else "no") == "yes"
+
+    def number(
+        self, question: str, default: int, minimum: int = 1, maximum: int | None = None
+    ) -> int:
+        """Return a whole number."""
+        upto = "" if maximum is None else f" to {maximum}"
+        while True:
+            said = self.text(question, str(default))
+            fits = said.isdigit() and int(said) >= minimum
+            if fits and (maximum is None or int(said) <= maximum):
+                return int(said)
+            click.echo(f"{said!r} is not a whole number from {minimum}{upto}.", err=True)
+
+    def text(self, question: str, default: str) -> str:
+        """Return a line."""
+        if not self.ask:
+            return default
+        try:
+            return str(click.prompt(question, default=default, show_default=bool(default))).strip()
+        except click.Abort:
+            raise ConfigurationError(
+                f"The input ended at the question {question!r}. Without a terminal give one answer "
+                "per line, or none at all: accelerate-core config --yes."
+            ) from None
+
+
+def ask_everything(environ: Mapping[str, str], *, ask: bool) -> dict[str, Any]:
+    """Return the values of a config file: what was answered, else what fits this machine."""
+    asker = Asker(ask)
+    taken = _take_over(asker, environ)
+    if taken is not None:
+        return taken
+    around, count = look_around(environ), devices.count_accelerators(environ)
+    if ask:
+        seen = f"{count} accelerator(s)" if count else "no accelerator"
+        where = f", inside {around.name}" if around.name else ""
+        console(stderr=True).print(f"This machine: {seen}{where}.", style="dim")
+    made: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
+    found = {name: because.value for name, because in around.values.items()}
+    made["use_cpu"] = asker.confirm("Run on the CPU?", False) if count else True
+    _machines(asker, made, found)
+    per_machine = 1 if made["use_cpu"] else count
+    machines = made["num_machines"]
+    if not around.ranks:
+        question = "How many processes on all machines together?"
+        made["num_processes"] = asker.number(question, per_machine * machines, machines)
+    backend = _backend(asker, made)
+    precisions = [record.name for record in installed().of_kind("precision")]
+    fits = "no" if made["use_cpu"] else "bf16"
+    made["mixed_precision"] = asker.choose("Mixed precision?", sorted(precisions), fits)
+    made["gradient_accumulation_steps"] = asker.number("Micro-batches per optimizer step?", 1)
+    compiler = asker.choose("Compile models with torch.compile?", _COMPILERS, "no")
+    if compiler != "no":
+        made["dynamo_config"] = {"dynamo_backend": compiler}
+    _mpi(asker, made)
+    if ask:
+        _of_plugins(asker, made, backend, environ)
+    return made
+
+
+def _take_over(asker: Asker, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Offer the default file of the tool whose files are read as they are."""
+    theirs = peers_config(environ)
+    if not asker.ask or not theirs.is_file():
+        return None
+    if not asker.confirm(f"There is {theirs}, made for another tool. Take it over?", True):
+        return None
+    from accelerate_core.configuration.files import read_config
+
+    config = read_config(theirs)
+    dropped = (*catalog.OBSOLETE_KEYS, *catalog.IGNORED_KEYS)
+    return {key: config[key] for key in config if key not in dropped}
+
+
+def _machines(asker: Asker, made: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Ask about machines; in an allocation nothing has to be told."""
+    if "num_machines" in found:
+        made["num_machines"] = found["num_machines"]
+        return
+    machines = made["num_machines"] = asker.number("How many machines?", 1)
+    if machines > 1:
+        made["machine_rank"] = asker.number("Number of this machine, from 0?", 0, 0, machines - 1)
+        made["main_process_ip"] = asker.text("Address of machine 0?", "")
+        while asker.ask and not made["main_process_ip"]:
+            click.echo("Machines find each other by that address: it cannot be empty.", err=True)
+            made["main_process_ip"] = asker.text("Address of machine 0?", "")
+        made["main_process_port"] = asker.number("Port on machine 0?", 29500)
+        made["rdzv_backend"] = asker.choose(
+            "How do they find each other?", ("static", "c10d"), "static"
+        )
+
+
+def _backend(asker: Asker, made: dict[str, Any]) -> str:
+    """Ask which of the installed backends trains."""
+    off = disabled_names()
+    here = [one.name for one in installed().of_kind("backend") if one.name not in off]
+    several = made.get("num_processes", 2) > 1
+    usual = catalog.SEVERAL_PROCESSES
+    fits = usual if several and usual in here else "single" if "single" in here else here[0]
+    options = [name for name in here if name != "single" or not several]
+    chosen = asker.choose("Which backend?", options or here, fits)
+    # What would be found anyway is left to be found: the file then serves one process and many.
+    if chosen not in ("single", usual):
+        made["backend"] = chosen
+    return chosen
+
+
+def _mpi(asker: Asker, made: dict[str, Any]) -> None:
+    several = made.get("num_processes", 1) > 1
+    if not (asker.ask and several and made["use_cpu"] and shutil.which("mpirun")):
+        return
+    if asker.confirm("Start the processes with mpirun?", False):
+        file = asker.text("File with one host per line (empty: this machine)?", "")
+        made.update(
+            {"mpirun_config": {"mpirun_hostfile": file}} if file else {"launcher": "mpirun"}
+        )
+
+
+def _of_plugins(
+    asker: Asker, made: dict[str, Any], backend: str, environ: Mapping[str, str]
+) -> None:
+    """Put the questions of the chosen backend and precision, and of a mesh if one is taken."""
+    schemas = plugin_schemas(environ)
+    chosen = {("backend", backend), ("precision", made["mixed_precision"])}
+    for schema in schemas:
+        if (schema.kind, schema.name) not in chosen:
+            continue
+        _section(asker, made, schema)
+        extra = [one for one in schema.mesh if one != "dp_shard"]
+        if extra and asker.confirm(f"Set sizes of a device mesh ({', '.join(extra)})?", False):
+            mesh = next(one for one in schemas if one.section == "parallelism_config")
+            sizes = {}
+            for dimension in schema.mesh:
+                field = mesh.field_of_key(f"{dimension}_size")
+                if field is not None:
+                    asked = f"Size of {dimension}: {field.help}?"
+                    sizes[field.yaml[0]] = asker.number(asked, 1)
+            made["parallelism_config"] = sizes
+
+
+def _section(asker: Asker, made: dict[str, Any], schema: PluginSchema) -> None:
+    answers: dict[str, Any] = {}
+    by_name: dict[str, str] = {}
+    for field in schema.fields:
+        name, _, wanted = field.ask_if.partition("=")
+        if not field.ask or (field.ask_if and by_name.get(name, "").lower() != wanted.lower()):
+            continue
+        value = _field(asker, field)
+        by_name[field.name] = str(value)
+        if value not in ("", None):
+            answers[field.yaml[0]] = value
+    if answers:
+        made[schema.section] = answers
+
+
+def _field(asker: Asker, field: FieldSchema) -> Any:
+    default = "" if field.default is None else str(field.default)
+    if field.kind == "bool" or field.choices == ("true", "false"):
+        return asker.confirm(field.ask, field.default is True)
+    if field.choices:
+        wanted = default if default in field.choices else field.choices[0]
+        said = asker.choose(field.ask, field.choices, wanted)
+        return int(said) if field.kind == "int" else said
+    while True:
+        said = asker.text(field.ask, default)
+        try:
+            check_value(field, said, repr(said))
+        except ConfigurationError as error:
+            click.echo(str(error), err=True)
+            continue
+        if said == "":
+            return None
+        return {"int": int, "float": float}.get(field.kind, str)(said)
+
+
+def _by_arrows(question: str, options: Sequence[str], default: str) -> str:
+    """Let one option be chosen by the arrow keys, or its number, and confirmed by enter."""
+    from rich.live import Live
+    from rich.text import Text
+
+    at = options.index(default) if default in options else 0
+
+    def shown() -> Text:
+        lines = [Text(f"{question}", style="bold")]
+        for index, option in enumerate(options):
+            mark, style = ("> ", "cyan") if index == at else ("  ", "")
+            lines.append(Text(f"{mark}{option}", style=style))
+        return Text("\n").join(lines)
+
+    with Live(shown(), console=console(), auto_refresh=False, transient=True) as live:
+        keys: list[str] = []
+        while True:
+            # Keys pressed quickly arrive together.
+            keys = keys or _KEYS.findall(click.getchar())
+            key = keys.pop(0) if keys else ""
+            if key in ("\r", "\n"):
+                break
+            if key in ("\x1b[A", "k"):
+                at = (at - 1) % len(options)
+            elif key in ("\x1b[B", "j"):
+                at = (at + 1) % len(options)
+            elif key.isdigit() and int(key) < len(options):
+                at = int(key)
+            elif key in ("\x03", "\x04"):
+                raise click.Abort
+            live.update(shown(), refresh=True)
+    click.echo(f"{question} {options[at]}")
+    return options[at]

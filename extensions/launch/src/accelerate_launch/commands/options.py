@@ -1,0 +1,216 @@
+"""Turn the launcher's table of options into click options, grouped in `--help`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from accelerate_core.errors import AccelerateError, did_you_mean, listing
+from accelerate_launch.options import LAUNCH_OPTIONS, LaunchOption
+
+if TYPE_CHECKING:
+    from accelerate_launch.contributed import Contributed
+    from accelerate_launch.schemas import FieldSchema
+
+__all__ = ["GroupedCommand", "launch_options", "underscores"]
+
+#: What may stand after a switch of a plugin.
+_SWITCH = ("true", "false", "yes", "no", "on", "off", "1", "0")
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+class GroupedOption(click.Option):
+    """An option that stands under a heading."""
+
+    def __init__(self, *args: Any, group: str = "Other", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+class PluginOption(GroupedOption):
+    """An option that a plugin contributes; a switch may stand alone or with `true` or `false`."""
+
+    def __init__(self, contributed: Contributed) -> None:
+        field = contributed.field
+        self.takes_switch = field is not None and (
+            field.kind == "bool" or field.choices == ("true", "false")
+        )
+        more: dict[str, Any] = (
+            {"is_flag": True} if field is None else {"metavar": _plugin_metavar(field)}
+        )
+        schema = contributed.schema
+        group = f"{schema.kind} {schema.name}".replace("core ", "").capitalize()
+        what = f"ask for {schema.name}: {schema.summary}" if field is None else _plugin_help(field)
+        super().__init__(
+            [*(f"--{name}" for name in contributed.names), "value"],
+            group=f"{group} ({schema.label.partition('(')[2].rstrip(')')})",
+            help=what,
+            default=None,
+            **more,
+        )
+        self.name = contributed.key
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        shown = self.opts
+        self.opts = shown[:1]  # the other names are those of other versions
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts = shown
+
+
+def _plugin_metavar(field: FieldSchema) -> str:
+    if field.choices:
+        return "|".join(field.choices)
+    return {"bool": "[true|false]", "int": "N", "float": "X"}.get(field.kind, "TEXT")
+
+
+def _plugin_help(field: FieldSchema) -> str:
+    default = "" if field.default in (None, "") else f"; default: {str(field.default).lower()}"
+    return f"{field.help}{default}"
+
+
+class GroupedCommand(click.Command):
+    """A command with options under headings in its help, and the nearest name in its errors.
+
+    The options of plugins are looked up when one is given, or the help is.
+    """
+
+    _contributed: list[click.Parameter] | None = None
+
+    def contributed(self) -> list[click.Parameter]:
+        """Return the options of the installed plugins."""
+        if self._contributed is None:
+            from accelerate_launch.contributed import contributed_options
+
+            self._contributed = [PluginOption(one) for one in contributed_options(os.environ)]
+        return self._contributed
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *(self._contributed or [])]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, self._with_switches(ctx, list(args)))
+        except click.NoSuchOption as error:
+            name = underscores(error.option_name).lstrip("_")
+            if self._contributed is None:
+                self.contributed()
+                return self.parse_args(ctx, args)
+            self._refuse(ctx, name, error.option_name)
+            raise AssertionError from error
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """Complete options, those of plugins too."""
+        if incomplete.startswith("-"):
+            self.contributed()
+        return super().shell_complete(ctx, incomplete)
+
+    def _refuse(self, ctx: click.Context, name: str, spelt: str) -> None:
+        from accelerate_launch.contributed import refuse_unknown
+
+        known = [option for parameter in self.get_params(ctx) for option in parameter.opts]
+        try:
+            refuse_unknown(name, known)
+        except AccelerateError as error:
+            raise click.UsageError(str(error), ctx) from None
+        hint = did_you_mean(f"--{name}", known)
+        if any(parameter.name == "script" for parameter in self.get_params(ctx)):
+            hint += " Options of the script itself stand after its name."
+        raise click.UsageError(f"No such option: {spelt}.{hint}", ctx) from None
+
+    def _with_switches(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Write `true` after switches of plugins that stand alone, up to the script's name."""
+        if not self._contributed:
+            return args
+        by_name = {
+            name: option
+            for option in self.get_params(ctx)
+            if isinstance(option, click.Option)
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        made, rest = [], list(args)
+        while rest and rest[0].startswith("-") and rest[0] != "--":
+            word = rest.pop(0)
+            made.append(word)
+            spelt = f"--{underscores(word[2:])}" if word.startswith("--") else word
+            option = by_name.get(spelt)
+            if option is None or option.is_flag:
+                continue
+            switch = isinstance(option, PluginOption) and option.takes_switch
+            if switch and (not rest or rest[0].lower() not in _SWITCH):
+                made[-1] = f"{word}=true"
+            elif rest:
+                made.append(rest.pop(0))
+        return [*made, *rest]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.contributed()
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def underscores(name: str) -> str:
+    """Spell an option the one way: `num-processes` is `num_processes`."""
+    return name.replace("-", "_")
+
+
+def launch_options(function: C) -> C:
+    """Decorate a click command with all options of `launch`; values not given are None."""
+    for option in reversed(LAUNCH_OPTIONS):
+        function = _decorate(option, function)
+    config = click.option(
+        "--config_file",
+        cls=GroupedOption,
+        group=LAUNCH_OPTIONS[0].group,
+        metavar="FILE",
+        help="YAML file with values for options that are not given",
+    )
+    return config(function)
+
+
+def _decorate(option: LaunchOption, function: C) -> C:
+    declaration = f"--{option.name}"
+    if option.negatable:
+        declaration += f"/--no_{option.name}"
+    names = [declaration, *([option.short] if option.short else []), option.name]
+    more: dict[str, Any] = {"type": _type(option)} if option.kind is not bool else {"is_flag": True}
+    if option.kind is not bool:
+        more["metavar"] = _metavar(option)
+    if option.choices is not None:
+        more["callback"] = _one_of(option.choices)
+    return click.option(
+        *names, cls=GroupedOption, group=option.group, help=option.help, default=None, **more
+    )(function)
+
+
+def _type(option: LaunchOption) -> Any:
+    if option.kind is int:
+        return click.IntRange(min=option.minimum)
+    return option.kind
+
+
+def _metavar(option: LaunchOption) -> str:
+    if option.choices is not None:
+        return "|".join(option.choices)
+    return {int: "N", float: "SECONDS"}.get(option.kind, "TEXT")
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    def check(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        if value is not None and value not in choices:
+            hint = did_you_mean(value, choices)
+            raise click.BadParameter(f"{value!r} is not one of {listing(choices)}.{hint}")
+        return value
+
+    return check

@@ -1,0 +1,67 @@
+"""The table of `accelerate-core plugins`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import click
+
+from accelerate_core.builtin.console import console
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+
+__all__ = ["STYLES", "print_rows", "show"]
+
+STYLES = {
+    "active": "green",
+    "broken": "red",
+    "refused": "red",
+    "disabled": "yellow",
+    "undecided": "red",
+}
+_COLUMNS = ("kind", "name", "state", "distribution", "version", "api_version", "because")
+
+
+def show(as_json: bool, kind: str | None = None, config_file: str | None = None) -> None:
+    """Print one line per installed plugin, and what is wrong; leave with 1 if something is.
+
+    Raises:
+        ConfigurationError: there is no such kind.
+    """
+    from accelerate_core.plugins.discovery import KINDS
+    from accelerate_core.plugins.report import survey
+    from accelerate_launch.outlook import outlook
+    from accelerate_launch.resolve import find_config
+
+    if kind is not None and kind not in KINDS.values():
+        hint = did_you_mean(kind, KINDS.values())
+        raise ConfigurationError(f"--kind {kind!r} is not one of {listing(KINDS.values())}.{hint}")
+    environ = dict(os.environ)
+    situation = outlook(environ, find_config(config_file, environ))
+    made = survey(situation, ask_trackers=kind in (None, "tracker"))
+    rows = [row.as_dict() for row in made.rows if kind in (None, row.kind)]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        print_rows(rows)
+    for problem in made.problems:
+        click.echo(f"Error: {problem}", err=True)
+    if made.problems:
+        sys.exit(1)
+
+
+def print_rows(rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
+    """Print one line per plugin."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*(column.replace("api_version", "api") for column in _COLUMNS), title=title)
+    table.title_justify = "left"
+    for row in rows:
+        cells = [Text(str(row[column]), overflow="fold") for column in _COLUMNS]
+        cells[_COLUMNS.index("state")].stylize(STYLES.get(row["state"], ""))
+        table.add_row(*cells)
+    console().print(table)

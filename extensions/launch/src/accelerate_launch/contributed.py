@@ -1,0 +1,256 @@
+"""Options and config sections that plugins bring: checked against what each says about its settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate_core.configuration.files import ConfigFile
+from accelerate_core.configuration.provenance import Because
+from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean, listing
+from accelerate_core.plugins import catalog
+from accelerate_core.plugins.discovery import installed
+from accelerate_launch.options import LAUNCH_OPTIONS
+from accelerate_launch.schemas import FieldSchema, PluginSchema, plugin_schemas
+
+__all__ = [
+    "MESH_VARIABLE",
+    "Contributed",
+    "check_sections",
+    "check_value",
+    "contributed_options",
+    "refuse_unknown",
+    "said_by_environment",
+    "take",
+]
+
+#: Asks for a mesh whose sizes stand in the environment.
+MESH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
+
+_ON = ("true", "yes", "on", "1")
+_OFF = ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True)
+class Contributed:
+    """One option of a plugin: a field of its settings, or the switch that asks for it.
+
+    `key` is the option's name among those the command line hands to `make_plan`.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    schema: PluginSchema
+    field: FieldSchema | None
+    env: str
+
+
+def contributed_options(environ: Mapping[str, str]) -> tuple[Contributed, ...]:
+    """Return the options of all installed plugins; a name that two bring belongs to the first."""
+    made: list[Contributed] = []
+    taken = {option.name for option in LAUNCH_OPTIONS}
+    for schema in plugin_schemas(environ):
+        for variable in schema.switches:
+            name = variable.removeprefix("ACCELERATE_").lower()
+            if name not in taken:
+                taken.add(name)
+                made.append(Contributed(f"plugin:{variable}", (name,), schema, None, variable))
+        for field in schema.fields:
+            names = tuple(name for name in field.cli if name not in taken)
+            taken.update(names)
+            if names:
+                key = f"plugin:{schema.kind}:{schema.name}:{field.name}"
+                made.append(Contributed(key, names, schema, field, field.env))
+    return tuple(made)
+
+
+def said_by_environment(environ: Mapping[str, str]) -> dict[str, Because]:
+    """Return the variables that are set here for settings of installed plugins."""
+    names = {one.env for one in contributed_options(environ)}
+    return {
+        name: Because(environ[name], f"environment variable {name}")
+        for name in sorted(names)
+        if environ.get(name)
+    }
+
+
+def refuse_unknown(name: str, known: Iterable[str]) -> None:
+    """Say why an option of a peer's launcher is not taken; return for a name nobody knows.
+
+    Raises:
+        MissingPluginError: its plugin is not installed; the text has the pip command.
+        ConfigurationError: nobody will take it, or its plugin has no such option.
+    """
+    if name in catalog.REFUSED_OPTIONS:
+        raise ConfigurationError(f"--{name} is not offered. {catalog.REFUSED_OPTIONS[name]}")
+    extra = catalog.owner_of_option(name)
+    if extra is None:
+        return
+    if extra not in {record.name for record in installed().plugins}:
+        raise MissingPluginError(
+            f"--{name} belongs to the plugin {extra!r}, which is not installed. "
+            f"Install it with: {catalog.pip_command(extra)}"
+        )
+    raise ConfigurationError(
+        f"No such option: --{name}; the plugin {extra!r} does not have it.{did_you_mean(name, known)}"
+    )
+
+
+def take(
+    given: Mapping[str, Any], backend: Because, environ: Mapping[str, str]
+) -> tuple[dict[str, Because], Because]:
+    """Return what the options of plugins put into the environment, and the backend they ask for.
+
+    Raises:
+        ConfigurationError: a value does not fit, or the option's backend is not the one asked for.
+    """
+    wanted = {key: value for key, value in given.items() if key.startswith("plugin:")}
+    wanted = {key: value for key, value in wanted.items() if value is not None}
+    if not wanted:
+        return {}, backend
+    options = [one for one in contributed_options(environ) if one.key in wanted]
+    made: dict[str, Because] = {}
+    for one in (one for one in options if one.field is None):
+        origin = f"command line --{one.names[0]}"
+        if one.schema.kind == "backend":
+            backend = _agreed(backend, Because(one.schema.name, origin))
+        made[one.env] = Because("true", origin)
+    for one in (one for one in options if one.field is not None):
+        origin = f"command line --{one.names[0]}"
+        if one.schema.kind == "backend" and backend.value is None:
+            backend = _switched_on(one.schema, environ) or backend
+        _check_asked_for(one, backend)
+        if one.schema.kind == "core":
+            made.setdefault(MESH_VARIABLE, Because("true", origin))
+        check_value(one.field, wanted[one.key], f"--{one.names[0]} {wanted[one.key]}")
+        made[one.env] = Because(str(wanted[one.key]), origin)
+    return made, backend
+
+
+def _agreed(backend: Because, asked: Because) -> Because:
+    if backend.value not in (None, asked.value):
+        raise ConfigurationError(
+            f"{asked.origin} asks for the backend {asked.value!r}, but {backend.origin} asks for "
+            f"{backend.value!r}. Leave one of them out."
+        )
+    return backend if backend.value is not None else asked
+
+
+def _switched_on(schema: PluginSchema, environ: Mapping[str, str]) -> Because | None:
+    for variable in schema.switches:
+        if environ.get(variable, "").lower() in _ON:
+            return Because(schema.name, f"environment variable {variable}")
+    return None
+
+
+def _check_asked_for(one: Contributed, backend: Because) -> None:
+    schema = one.schema
+    if schema.kind != "backend" or backend.value == schema.name:
+        return
+    if backend.value is None and schema.name == catalog.SEVERAL_PROCESSES:
+        return
+    switch = schema.switches[0].removeprefix("ACCELERATE_").lower() if schema.switches else ""
+    way = f"--{switch} or --backend {schema.name}" if switch else f"--backend {schema.name}"
+    other = f"; {backend.origin} asks for {backend.value!r}" if backend.value is not None else ""
+    raise ConfigurationError(
+        f"--{one.names[0]} belongs to the backend {schema.name!r}, which this launch does not ask "
+        f"for{other}. Add {way}, or leave the option out."
+    )
+
+
+def check_value(field: FieldSchema | None, value: Any, where: str) -> None:
+    """Check one value against what its field takes.
+
+    Raises:
+        ConfigurationError: with `where`, what is allowed and the nearest right value.
+    """
+    if field is None or value is None:
+        return
+    text = str(value).lower()
+    if text in ("none", "null", ""):
+        return
+    if field.kind == "bool" and text not in _ON + _OFF:
+        raise ConfigurationError(
+            f"{where} is not a switch; allowed are {listing(_ON + _OFF)}.{did_you_mean(text, _ON)}"
+        )
+    if field.kind in ("int", "float"):
+        number = _number(value, field.kind)
+        if number is None:
+            what = "a whole number" if field.kind == "int" else "a number"
+            raise ConfigurationError(f"{where} must be {what}.")
+        if field.minimum is not None and number < field.minimum:
+            raise ConfigurationError(f"{where} must be at least {field.minimum:g}.")
+        if field.maximum is not None and number > field.maximum:
+            raise ConfigurationError(f"{where} must be at most {field.maximum:g}.")
+    if field.kind == "text" and isinstance(value, dict | list):
+        return
+    if field.choices is not None and text not in [one.lower() for one in field.choices]:
+        raise ConfigurationError(
+            f"{where} is not one of {listing(field.choices)}.{did_you_mean(text, field.choices)}"
+        )
+
+
+def _number(value: Any, kind: str) -> float | None:
+    if isinstance(value, bool | dict | list):
+        return None
+    try:
+        made = int(str(value)) if kind == "int" else float(value)
+    except (TypeError, ValueError):
+        return None
+    return made if math.isfinite(made) else None
+
+
+def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, Because]:
+    """Check the sections of plugins in a config file; return what they say, by variable.
+
+    Of a plugin that is not installed only the form is known.
+
+    Raises:
+        ConfigurationError: a section that is no mapping, a key its plugin does not have, a value
+            that does not fit; with file, line and the nearest right name.
+    """
+    here = [key for key in config if isinstance(config[key], dict) or key.endswith("_config")]
+    said: dict[str, Because] = {}
+    if not here:
+        return said
+    by_section: dict[str, list[PluginSchema]] = {}
+    for schema in plugin_schemas(environ):
+        by_section.setdefault(schema.section, []).append(schema)
+    for key in here:
+        schemas = [one for one in by_section.get(key, ()) if not one.problem]
+        if key in by_section or key in catalog.SECTIONS:
+            _check_mapping(config, key)
+        if schemas:
+            said.update(_check_section(config, key, schemas))
+    return said
+
+
+def _check_mapping(config: ConfigFile, section: str) -> None:
+    if not isinstance(config[section], dict):
+        raise ConfigurationError(
+            f"{section}: {config[section]!r} ({config.where(section)}) must be a mapping of keys "
+            "to values."
+        )
+
+
+def _check_section(
+    config: ConfigFile, section: str, schemas: Sequence[PluginSchema]
+) -> Iterable[tuple[str, Because]]:
+    for key, value in config[section].items():
+        where = config.where(f"{section}.{key}")
+        fields = [one.field_of_key(str(key)) for one in schemas]
+        field = next((one for one in fields if one is not None), None)
+        if field is not None:
+            check_value(field, value, f"{section}.{key}: {value!r} ({where})")
+            if value is not None:
+                yield field.env, Because(value, where)
+            continue
+        if catalog.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):
+            continue  # another plugin reads it out of this section
+        known = [name for one in schemas for field in one.fields for name in field.yaml]
+        raise ConfigurationError(
+            f"Unknown key {str(key)!r} in {section} of {where}.{did_you_mean(str(key), known)} "
+            f"Keys are {listing(dict.fromkeys(f.yaml[0] for one in schemas for f in one.fields))}."
+        )

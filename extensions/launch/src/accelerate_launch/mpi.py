@@ -1,0 +1,157 @@
+"""MPI: ranks that an mpirun around us has made, and starting them by an mpirun of our own."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.hookspecs import API_VERSION
+from accelerate_launch.plan import LaunchPlan
+from accelerate_launch.simple import target_command
+
+__all__ = ["FLAVOURS", "Flavour", "MpirunLauncher", "around", "hosts_of", "port_of_run"]
+
+#: Variables of the launcher that ranks on other hosts must get.
+_CARRIED = ("ACCELERATE_", "MASTER_", "OMP_NUM_THREADS", "PARALLELISM_CONFIG_", "GLOO_")
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """How one MPI spells things: (rank, size, local rank, local size) and its options."""
+
+    name: str
+    ranks: tuple[str, str, str, str]
+    marks: tuple[str, ...]
+    hostfile: str = "-f"
+    per_host: str = "-ppn"
+    export: str = "-genv"
+    more: tuple[str, ...] = ()
+
+
+def _ompi(name: str) -> str:
+    return f"OMPI_COMM_WORLD_{name}"
+
+
+#: In the order their variables are looked for; `marks` are found in `mpirun --version`.
+FLAVOURS = (
+    Flavour(
+        "Open MPI",
+        (_ompi("RANK"), _ompi("SIZE"), _ompi("LOCAL_RANK"), _ompi("LOCAL_SIZE")),
+        ("Open MPI", "OpenRTE", "Open RTE"),
+        hostfile="--hostfile",
+        per_host="--npernode",
+        export="-x",
+        more=("--bind-to", "none"),
+    ),
+    Flavour(
+        "MVAPICH",
+        (
+            "MV2_COMM_WORLD_RANK",
+            "MV2_COMM_WORLD_SIZE",
+            "MV2_COMM_WORLD_LOCAL_RANK",
+            "MV2_COMM_WORLD_LOCAL_SIZE",
+        ),
+        ("MVAPICH",),
+    ),
+    Flavour(
+        "Intel MPI",
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        ("Intel(R) MPI", "HYDRA", "MPICH"),
+    ),
+)
+
+
+def around(environ: Mapping[str, str]) -> Flavour | None:
+    """Return the MPI whose mpirun started this process as one of several, None if none did."""
+    for flavour in FLAVOURS:
+        rank, size, _, _ = flavour.ranks
+        if rank in environ and environ.get(size, "1") != "1":
+            return flavour
+    return None
+
+
+def port_of_run(environ: Mapping[str, str]) -> int:
+    """Return a port that all ranks of one mpirun agree on and that two runs hardly share."""
+    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT", "PMI_ID", "HYDI_CONTROL_FD")
+    text = next((environ[name] for name in names if environ.get(name)), "")
+    return 20000 + int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 20000
+
+
+def hosts_of(file: str) -> list[str]:
+    """Return the hosts a host file names, in order.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or names none.
+    """
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"Cannot read the host file {file}: {error}.") from None
+    words = [line.split("#")[0].split() for line in lines]
+    hosts = list(dict.fromkeys(parts[0].split(":")[0] for parts in words if parts))
+    if not hosts:
+        raise ConfigurationError(f"The host file {file} names no host.")
+    return hosts
+
+
+class MpirunLauncher:
+    """Starts the ranks by mpirun, on this machine or on the hosts of a file."""
+
+    name = "mpirun"
+    api_version = API_VERSION
+    priority = 40
+
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether this launcher can start the plan."""
+        return plan.mpirun_hostfile is not None or plan.launcher == self.name
+
+    def launch_command(self, plan: LaunchPlan) -> list[str]:
+        """Return the command that starts the plan on all hosts.
+
+        Raises:
+            ConfigurationError: there is no mpirun, or it is of a kind we do not know.
+        """
+        program, flavour = _installed()
+        command = [program, "-n", str(plan.num_processes)]
+        if plan.mpirun_hostfile is not None:
+            command += [flavour.hostfile, plan.mpirun_hostfile]
+            command += [flavour.per_host, str(plan.processes_per_machine)]
+        command += flavour.more
+        # What we add to the environment here does not reach other hosts by itself.
+        for name, value in sorted({**plan.environment, **self.launch_environment(plan)}.items()):
+            if name.startswith(_CARRIED):
+                command += ["-x", name] if flavour.export == "-x" else ["-genv", name, value]
+        return [*command, *target_command(plan.target)]
+
+    def launch_environment(self, plan: LaunchPlan) -> dict[str, str]:
+        """Return where rank 0 waits for the others."""
+        address = plan.main_process_ip or "127.0.0.1"
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(plan.main_process_port or 29500)}
+
+
+def _installed() -> tuple[str, Flavour]:
+    program = shutil.which("mpirun") or shutil.which("mpiexec")
+    if program is None:
+        raise ConfigurationError(
+            "Neither mpirun nor mpiexec was found on this machine. Install Open MPI, Intel MPI or "
+            "MVAPICH, or leave the launcher mpirun and --mpirun_hostfile out."
+        )
+    done = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    said = done.stdout + done.stderr
+    for flavour in FLAVOURS:
+        if any(mark in said for mark in flavour.marks):
+            return program, flavour
+    first = said.strip().splitlines()[:1]
+    raise ConfigurationError(
+        f"{program} is of a kind that is not known ({first[0] if first else 'it says nothing'}); "
+        f"known are {', '.join(flavour.name for flavour in FLAVOURS)}. Start it yourself: "
+        f"mpirun -n N {sys.executable} SCRIPT."
+    )

@@ -1,0 +1,367 @@
+"""Decide what a launch does, from command line, environment and config file, and say why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate_core.configuration.files import (
+    CONFIG_VARIABLE,
+    ConfigFile,
+    default_config_path,
+    read_config,
+)
+from accelerate_core.configuration.provenance import BECAUSE_VARIABLE, Because, encode
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugins.discovery import find, installed
+from accelerate_launch import checks, devices, mpi
+from accelerate_launch.contributed import check_sections, take
+from accelerate_launch.options import LAUNCH_OPTIONS, LaunchOption
+from accelerate_launch.plan import LaunchPlan, Target
+from accelerate_launch.surroundings import Surroundings, look_around
+from accelerate_launch.target import find_target
+
+__all__ = [
+    "Decision",
+    "decide",
+    "draft_plan",
+    "find_config",
+    "make_plan",
+    "peers_config",
+    "refuse_nesting",
+]
+
+logger = logging.getLogger(__name__)
+
+_MPI_SIZES = tuple(flavour.ranks[1] for flavour in mpi.FLAVOURS)
+
+_THREADS = "OMP_NUM_THREADS"
+
+
+def make_plan(
+    script: str,
+    arguments: Sequence[str],
+    given: Mapping[str, Any],
+    environ: Mapping[str, str],
+    config: ConfigFile | None = None,
+) -> LaunchPlan:
+    """Decide everything about a launch; nothing is started and nothing is written.
+
+    Args:
+        given: options from the command line; `None` stands for not given.
+        environ: the environment of the launcher, a source of values.
+
+    Raises:
+        ConfigurationError: a value is wrong, two contradict each other, the target
+            does not exist, or this process is already a rank of a launch.
+    """
+    made = decide(given, environ, config)
+    chosen, around = made.chosen, made.around
+    value = {name: because.value for name, because in chosen.items()}
+    if not around.ranks:
+        _refuse_rank(environ, value["num_machines"])
+    target = find_target(
+        script,
+        arguments,
+        environ,
+        module=bool(value["module"]),
+        no_python=bool(value["no_python"]),
+    )
+    checks.check_port(chosen, around)
+    local_addr = None
+    if value["num_machines"] > 1 and value["launcher"] in (None, "torchrun"):
+        local_addr = devices.local_address(value["main_process_ip"], value["main_process_port"])
+    return _plan(made, target, environ, config, local_addr)
+
+
+def draft_plan(
+    given: Mapping[str, Any], environ: Mapping[str, str], config: ConfigFile | None = None
+) -> LaunchPlan:
+    """Decide what `make_plan` would, of whatever script and without a look at ports and addresses.
+
+    Raises:
+        ConfigurationError: as `make_plan`.
+    """
+    made = decide(given, environ, config)
+    if not made.around.ranks:
+        _refuse_rank(environ, made.chosen["num_machines"].value)
+    return _plan(made, Target("SCRIPT"), environ, config, None)
+
+
+def _plan(
+    made: Decision,
+    target: Target,
+    environ: Mapping[str, str],
+    config: ConfigFile | None,
+    local_addr: str | None,
+) -> LaunchPlan:
+    chosen = made.chosen
+    value = {name: because.value for name, because in chosen.items()}
+    return LaunchPlan(
+        target=target,
+        num_processes=value["num_processes"],
+        num_machines=value["num_machines"],
+        machine_rank=value["machine_rank"],
+        launcher=value["launcher"],
+        main_process_ip=value["main_process_ip"],
+        main_process_port=value["main_process_port"] or None,
+        rdzv_backend=value["rdzv_backend"],
+        rdzv_conf=_rendezvous_conf(value, local_addr),
+        rdzv_id=value["rdzv_id"],
+        local_addr=local_addr,
+        mpirun_hostfile=value["mpirun_hostfile"],
+        max_restarts=value["max_restarts"],
+        monitor_interval=value["monitor_interval"],
+        log_dir=value["log_dir"],
+        tee=value["tee"],
+        role=value["role"],
+        quiet=bool(value["quiet"]),
+        environment=_environment(made, environ, config, local_addr),
+        contributed={**made.contributed, **made.plugins},
+        because={**chosen, **made.plugins},
+    )
+
+
+def _rendezvous_conf(value: Mapping[str, Any], local_addr: str | None) -> str:
+    """Say whether this machine is where c10d's store is: torch asks a name service for it."""
+    conf = str(value["rdzv_conf"] or "")
+    if value["rdzv_backend"] != "c10d" or local_addr is None or "is_host=" in conf:
+        return conf
+    here = devices.is_address_of(local_addr, value["main_process_ip"])
+    return ",".join(part for part in (conf, f"is_host={str(here).lower()}") if part)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Every option of a launch with its value, before anything is said about a script.
+
+    Attributes:
+        plugins: what options of plugins put into the environment.
+        contributed: what variables and the config file say to plugins.
+    """
+
+    chosen: Mapping[str, Because]
+    plugins: Mapping[str, Because]
+    contributed: Mapping[str, Because]
+    around: Surroundings
+
+
+def decide(
+    given: Mapping[str, Any], environ: Mapping[str, str], config: ConfigFile | None = None
+) -> Decision:
+    """Choose the value of every option and check them against each other.
+
+    Raises:
+        ConfigurationError: a value is wrong, or two contradict each other.
+    """
+    contributed: dict[str, Because] = {}
+    if config is not None:
+        checks.check_keys(config)
+        contributed.update(check_sections(config, environ))
+        if said := checks.obsolete_in(config):
+            logger.warning(said)
+    # The children's own variables are stronger than the file.
+    for name in contributed:
+        if environ.get(name):
+            contributed[name] = Because(environ[name], f"environment variable {name}")
+    contributed.update(_asks_launchers(environ))
+    around = _heeded(look_around(environ), given, environ, config)
+    chosen = {
+        option.name: _choose(option, given, environ, config, around) for option in LAUNCH_OPTIONS
+    }
+    if config is not None:
+        chosen["backend"] = checks.backend_of(config, chosen["backend"])
+        chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
+    plugins, chosen["backend"] = take(given, chosen["backend"], environ)
+    _check_names(chosen)
+    _take_hosts(chosen)
+    chosen["num_processes"] = checks.processes(chosen, environ, around)
+    checks.check_machines(chosen, around)
+    checks.check_formats(chosen)
+    ours = chosen["num_processes"].value // chosen["num_machines"].value
+    if around.ranks:
+        ours = int(around.ranks["LOCAL_WORLD_SIZE"])
+    chosen[_THREADS] = _threads(given, environ, ours)
+    return Decision(chosen, plugins, contributed, around)
+
+
+def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
+    """Return the config file: the one named, the environment's, else the default if it exists."""
+    if named is not None:
+        return read_config(named)
+    if environ.get(CONFIG_VARIABLE):
+        return read_config(environ[CONFIG_VARIABLE])
+    default = default_config_path(environ)
+    if default.is_file():
+        return read_config(default)
+    theirs = peers_config(environ)
+    if theirs.is_file():
+        logger.warning(
+            "There is a configuration made for another tool, %s, and none of ours. It is not used: "
+            "name it with --config_file to use it as it is, or take it over with "
+            "accelerate-core config.",
+            theirs,
+        )
+    return None
+
+
+def peers_config(environ: Mapping[str, str]) -> Path:
+    """Return where the tool whose files we read keeps its default configuration."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(environ.get("HF_HOME") or cache / "huggingface") / "accelerate/default_config.yaml"
+
+
+def refuse_nesting(environ: Mapping[str, str], num_machines: int = 1) -> None:
+    """Raise ConfigurationError if this process is already one rank of many."""
+    for name in _MPI_SIZES:
+        if environ.get(name, "1") != "1":
+            raise _nested(f"one of {environ[name]} processes of an MPI run ({name})")
+    _refuse_rank(environ, num_machines)
+
+
+def _refuse_rank(environ: Mapping[str, str], num_machines: int) -> None:
+    outer = ""
+    if "TORCHELASTIC_RUN_ID" in environ or ("WORLD_SIZE" in environ and "LOCAL_RANK" in environ):
+        outer = f"rank {environ.get('RANK', '?')} of {environ.get('WORLD_SIZE', '?')} of a launch"
+    # Schedulers of containers set WORLD_SIZE to the number of machines, for the launcher to read.
+    elif "WORLD_SIZE" in environ and num_machines == 1:
+        outer = f"part of a world of {environ['WORLD_SIZE']} (environment variable WORLD_SIZE)"
+    if outer:
+        raise _nested(outer)
+
+
+def _nested(outer: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"This process is already {outer}; a launch inside a launch would start processes "
+        "that wait for each other. Run the script itself with python here, or unset the "
+        "variables RANK, WORLD_SIZE and LOCAL_RANK."
+    )
+
+
+def _choose(
+    option: LaunchOption,
+    given: Mapping[str, Any],
+    environ: Mapping[str, str],
+    config: ConfigFile | None,
+    around: Surroundings,
+) -> Because:
+    if given.get(option.name) is not None:
+        return Because(given[option.name], f"command line --{option.name}")
+    if option.env and environ.get(option.env):
+        origin = f"environment variable {option.env}"
+        said = f"{option.env}={environ[option.env]}"
+        if option.env == _THREADS:
+            return Because(environ[option.env], origin)
+        return Because(checks.converted(option, environ[option.env], said), origin)
+    for key in option.yaml if config is not None else ():
+        if config is not None and config.get(key) not in (None, ""):
+            where = config.where(key)
+            made = checks.converted(option, config[key], f"{key}: {config[key]!r} ({where})")
+            if made is not None:
+                return Because(made, where)
+    return around.values.get(option.name) or Because(option.default, "default")
+
+
+def _heeded(
+    around: Surroundings,
+    given: Mapping[str, Any],
+    environ: Mapping[str, str],
+    config: ConfigFile | None,
+) -> Surroundings:
+    """Leave an allocation's machines alone where their number is said, and is another."""
+    if around.ranks or "num_machines" not in around.values:
+        return around
+    option = next(one for one in LAUNCH_OPTIONS if one.name == "num_machines")
+    said, found = _choose(option, given, environ, config, around), around.values["num_machines"]
+    if said.value == found.value:
+        return around
+    logger.warning(
+        "num_machines=%s (%s) is taken, though %s has %s.",
+        *(said.value, said.origin, found.origin, found.value),
+    )
+    return Surroundings()
+
+
+def _asks_launchers(environ: Mapping[str, str]) -> dict[str, Because]:
+    """Return the variables set here by which launchers of plugins are asked for."""
+    records = [record for record in installed().of_kind("launcher") if record.triggers]
+    names = {name for record in records for name in record.triggers if environ.get(name)}
+    return {name: Because(environ[name], f"environment variable {name}") for name in names}
+
+
+def _take_hosts(chosen: dict[str, Because]) -> None:
+    """Read from a host file how many machines there are, and where rank 0 will be."""
+    file = chosen["mpirun_hostfile"]
+    if file.value is None or chosen["launcher"].value not in (None, "mpirun"):
+        return
+    hosts = mpi.hosts_of(str(file.value))
+    if chosen["launcher"].value is None:
+        chosen["launcher"] = Because("mpirun", file.origin)
+    if chosen["num_machines"].origin == "default":
+        chosen["num_machines"] = Because(len(hosts), f"hosts in {file.value}")
+    if chosen["main_process_ip"].value is None and len(hosts) > 1:
+        chosen["main_process_ip"] = Because(hosts[0], f"first host in {file.value}")
+
+
+def _check_names(chosen: Mapping[str, Because]) -> None:
+    """Check the names of plugins against what the installed packages declare."""
+    kinds = {"mixed_precision": "precision", "backend": "backend", "launcher": "launcher"}
+    for option, kind in kinds.items():
+        because = chosen[option]
+        if because.value is None or because.origin == "default":
+            continue
+        find(kind, str(because.value).lower(), because=because.origin)
+
+
+def _threads(given: Mapping[str, Any], environ: Mapping[str, str], processes: int) -> Because:
+    if given.get("num_cpu_threads_per_process") is not None:
+        origin = "command line --num_cpu_threads_per_process"
+        return Because(given["num_cpu_threads_per_process"], origin)
+    if environ.get(_THREADS):
+        return Because(None, f"environment variable {_THREADS} stands")
+    if processes == 1:
+        return Because(None, "one process: torch decides")
+    return Because(devices.threads_for(processes), f"cores shared by {processes} processes")
+
+
+def _environment(
+    decision: Decision,
+    environ: Mapping[str, str],
+    config: ConfigFile | None,
+    local_addr: str | None,
+) -> dict[str, str]:
+    """Return what children get on top of the launcher's environment."""
+    chosen = decision.chosen
+    travelling = [(option.env, chosen[option.name]) for option in LAUNCH_OPTIONS if option.env]
+    from_file = {
+        option.env for option in LAUNCH_OPTIONS if option.travels and chosen[option.name].value
+    }
+    # What the config file says of itself the children read there; what follows from it they cannot.
+    made = {
+        env: because
+        for env, because in travelling
+        if env != _THREADS
+        and (env in from_file or because.origin.startswith(("command line", checks.FOLLOWS)))
+    }
+    made.update(decision.plugins)
+    texts = {env: _text(because.value) for env, because in made.items()}
+    if chosen[_THREADS].value is not None:
+        texts[_THREADS] = str(chosen[_THREADS].value)
+    if ids := checks.gpu_ids(chosen["gpu_ids"]):
+        texts[devices.visible_devices_variable()] = ",".join(ids)
+    if config is not None:
+        texts[CONFIG_VARIABLE] = str(Path(config.path).resolve())
+    if made:
+        texts[BECAUSE_VARIABLE] = encode({env: because.origin for env, because in made.items()})
+    if local_addr is not None and "GLOO_SOCKET_IFNAME" not in environ:
+        interface = devices.interface_of(local_addr)
+        if interface is not None:
+            texts["GLOO_SOCKET_IFNAME"] = interface
+    return {**texts, **decision.around.ranks}
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,295 @@
+"""What plugins let users set, known without importing them.
+
+Each plugin is asked once, in a process of its own, what its settings, commands and declarations
+are; the answer is kept in the cache directory under its distribution, version and the time its
+files were written. So the command line shows and checks options of backends without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import accelerate_core
+from accelerate_core.plugins import catalog
+from accelerate_core.plugins.discovery import (
+    PluginRecord,
+    disabled_names,
+    installed,
+    load_target,
+)
+
+__all__ = ["FieldSchema", "PluginSchema", "cache_file", "describe", "plugin_schemas"]
+
+#: Raised with what is kept: older entries are then asked for anew.
+_FORMAT = 2
+
+#: The core's own settings that have a group of options, like a plugin's.
+_CORE_CLASSES = {
+    "compiler": "accelerate_core.configuration.handlers:TorchDynamoPlugin",
+    "mesh": "accelerate_core.configuration.parallelism:ParallelismConfig",
+    "context parallelism": "accelerate_core.configuration.parallelism:TorchContextParallelConfig",
+}
+
+_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class FieldSchema:
+    """One field as the launcher and `config` need it; all values are texts or plain numbers."""
+
+    name: str
+    kind: str
+    help: str
+    env: str
+    cli: tuple[str, ...]
+    yaml: tuple[str, ...]
+    default: Any = None
+    choices: tuple[str, ...] | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    ask: str = ""
+    ask_if: str = ""
+
+
+@dataclass(frozen=True)
+class PluginSchema:
+    """What one plugin says about itself.
+
+    Attributes:
+        section: key of the config file its fields stand under.
+        switches: environment variables by which it is asked for.
+        mesh: dimensions of a device mesh that it takes.
+        shards: what `estimate-memory` reads: mode -> what is divided over the ranks.
+        problem: why the plugin could not be asked; everything else is then empty.
+    """
+
+    kind: str
+    name: str
+    label: str
+    section: str = ""
+    switches: tuple[str, ...] = ()
+    summary: str = ""
+    fields: tuple[FieldSchema, ...] = ()
+    shards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mesh: tuple[str, ...] = ()
+    problem: str = ""
+
+    def field_of_option(self, name: str) -> FieldSchema | None:
+        """Return the field an option of `launch` sets."""
+        return next((one for one in self.fields if name in one.cli), None)
+
+    def field_of_key(self, key: str) -> FieldSchema | None:
+        """Return the field a key of the section sets."""
+        return next((one for one in self.fields if key in one.yaml), None)
+
+
+def cache_file(environ: Mapping[str, str]) -> Path:
+    """Return where the answers are kept."""
+    cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "accelerate-core" / "plugins.json"
+
+
+def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSchema, ...]:
+    """Return the schemas of the core's mesh and of all installed plugins with settings.
+
+    What the cache does not know is asked for in one process; torch is not imported by this one.
+    """
+    environ = os.environ if environ is None else environ
+    disabled = disabled_names(environ)
+    wanted = {
+        _key(record): record
+        for record in (*_core_records(), *installed().plugins)
+        if record.kind in ("backend", "precision", "extension", "core")
+        and record.name not in disabled
+        and (record.kind == "core" or not record.target.startswith("accelerate_core."))
+    }
+    file = cache_file(environ)
+    known = _read(file)
+    missing = {key: record for key, record in wanted.items() if key not in known}
+    if missing:
+        answers = _ask(list(missing.values()), environ)
+        fresh = {key: answers.get(record.target, {}) for key, record in missing.items()}
+        # A plugin that failed is asked again next time: what it lacks may be installed by then.
+        kept = {key: made for key, made in fresh.items() if made and not made.get("problem")}
+        if kept:
+            _write(file, {**_alive(known, kept), **kept})
+        known = {**known, **fresh}
+    made = [_schema(record, known[key]) for key, record in wanted.items()]
+    for key, record in wanted.items():
+        said = known[key].get("more", ())
+        made += [replace(_schema(record, one), switches=()) for one in said]
+    return tuple(sorted(made, key=lambda one: (one.kind != "core", one.kind, one.name)))
+
+
+def _core_records() -> Iterable[PluginRecord]:
+    for name, target in _CORE_CLASSES.items():
+        yield PluginRecord("core", name, target, "accelerate-core", accelerate_core.__version__)
+
+
+def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
+    fields = []
+    for raw in said.get("fields", ()):
+        # The peer's command line has plain names for some options of plugins we know.
+        plain = [raw["name"]] if catalog.OPTIONS.get(raw["name"]) == record.name else []
+        names = tuple(dict.fromkeys((*plain, *raw["cli"])))
+        choices = tuple(raw["choices"]) if raw["choices"] else None
+        fields.append(
+            FieldSchema(**{**raw, "cli": names, "yaml": tuple(raw["yaml"]), "choices": choices})
+        )
+    return PluginSchema(
+        kind=record.kind,
+        name=record.name,
+        label=record.label,
+        section=said.get("section", ""),
+        switches=tuple(sorted(n for n in record.triggers if n.startswith("ACCELERATE_USE_"))),
+        summary=said.get("summary", ""),
+        fields=tuple(fields),
+        mesh=tuple(said.get("mesh", ())),
+        shards={mode: tuple(what) for mode, what in said.get("shards", {}).items()},
+        problem=said.get("problem", "" if said else "it gave no answer"),
+    )
+
+
+def _key(record: PluginRecord) -> str:
+    """Return what changes when the plugin does: an editable install keeps its version."""
+    package = record.target.partition(":")[0].partition(".")[0]
+    spec = importlib.util.find_spec(package)
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
+    # What is said depends on how the core reads settings, too.
+    core = Path(accelerate_core.__file__).parent
+    own = [core / "configuration" / f"{n}.py" for n in ("schema", "parallelism", "handlers")]
+    written = [Path(__file__), *own, *(() if record.kind == "core" else folder.glob("*.py"))]
+    newest = max(one.stat().st_mtime_ns for one in written)
+    parts = (record.target, record.distribution, record.version, folder, newest, _FORMAT)
+    return "|".join(map(str, parts))
+
+
+def _alive(known: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that no fresh one replaces and whose files are still there."""
+    replaced = {(key.split("|")[0], key.split("|")[3]) for key in fresh}
+    return {
+        key: said
+        for key, said in known.items()
+        if (key.split("|")[0], key.split("|")[3]) not in replaced
+        and Path(key.split("|")[3]).is_dir()
+    }
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        made = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    sound = isinstance(made, dict) and all(isinstance(said, dict) for said in made.values())
+    return {key: said for key, said in made.items() if key.count("|") == 5} if sound else {}
+
+
+def _write(file: Path, known: Mapping[str, Any]) -> None:
+    # Without a place to keep them the answers are asked for every time.
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=file.parent, suffix=".tmp", delete=False
+        ) as out:
+            json.dump(known, out)
+        Path(out.name).replace(file)
+
+
+def _ask(records: Sequence[PluginRecord], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Import the plugins in a process of its own and return what they say, by target."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "answers.json"
+        command = [sys.executable, "-m", __name__, str(file)]
+        command += [f"{record.name}={record.target}" for record in records]
+        try:
+            subprocess.run(
+                command, env=dict(environ), capture_output=True, timeout=_SECONDS, check=False
+            )
+            answers: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return {}
+    return answers
+
+
+# --- in the process that imports the plugins ------------------------------------------------------
+
+
+def describe(plugin: Any, owner: str) -> dict[str, Any]:
+    """Return what a plugin says about itself, ready for JSON."""
+    cls = plugin if hasattr(plugin, "__settings_names__") else getattr(plugin, "Settings", None)
+    said: dict[str, Any] = {"shards": dict(getattr(plugin, "shards", {}) or {})}
+    text = (inspect.getdoc(plugin) or "").split("\n\n")[0]
+    said["mesh"] = list((getattr(plugin, "supports", None) or {}).get("mesh") or ())
+    said["summary"] = text.replace("\n", " ")
+    said["more"] = [_described(one, owner) for one in getattr(plugin, "more_settings", ()) or ()]
+    return said if cls is None else {**said, **_described(cls, owner, core=cls is plugin)}
+
+
+def _described(cls: Any, owner: str, *, core: bool = False) -> dict[str, Any]:
+    """Return section and fields of one settings class."""
+    from accelerate_core.configuration.schema import settings_fields
+
+    said: dict[str, Any] = {}
+    _, section, _ = cls.__settings_names__
+    prefix = cls.__yaml_prefix__
+    said["section"] = section or f"{owner}_config"
+    fields = settings_fields(cls, owner="" if core else owner)
+    said["fields"] = [
+        {
+            "name": one.name,
+            "kind": _kind(one.annotation),
+            "help": one.help,
+            "env": one.env[0],
+            "cli": [name for name in one.cli if not (core and name == one.name)],
+            "yaml": list(
+                dict.fromkeys((prefix + one.yaml.removeprefix(prefix), one.yaml, *one.aliases))
+            ),
+            "default": one.default
+            if isinstance(one.default, str | int | float | bool | None)
+            else None,
+            "choices": list(one.choices) if one.choices else None,
+            "minimum": one.minimum,
+            "maximum": one.maximum,
+            "ask": one.ask,
+            "ask_if": one.ask_if,
+        }
+        for one in fields
+    ]
+    return said
+
+
+def _kind(annotation: Any) -> str:
+    """Name the one plain type a text must have: bool, int, float, or `text` for anything."""
+    import typing
+
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    one = parts[0] if len(parts) == 1 and type(None) in typing.get_args(annotation) else annotation
+    return {bool: "bool", int: "int", float: "float"}.get(one, "text")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the answers of `name=package.module:attribute` targets into a file."""
+    file, *targets = arguments
+    answers = {}
+    for named in targets:
+        name, _, target = named.partition("=")
+        try:
+            answers[target] = describe(load_target(target), name)
+        except (Exception, SystemExit) as error:
+            answers[target] = {"problem": f"{type(error).__name__}: {error}"}
+    Path(file).write_text(json.dumps(answers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

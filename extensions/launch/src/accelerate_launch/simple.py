@@ -1,0 +1,37 @@
+"""The launcher for one process: the script's interpreter, nothing in between."""
+
+from __future__ import annotations
+
+import sys
+
+from accelerate_core.hookspecs import API_VERSION
+from accelerate_launch.plan import LaunchPlan, Target
+
+__all__ = ["SimpleLauncher", "target_command"]
+
+
+class SimpleLauncher:
+    """Runs the target itself; no rank variables, no group, no torch in the launcher."""
+
+    name = "simple"
+    api_version = API_VERSION
+    priority = 20
+
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether this launcher can start the plan."""
+        watched = plan.max_restarts > 0 or plan.log_dir or plan.tee
+        return plan.num_processes == 1 and not watched
+
+    def launch_command(self, plan: LaunchPlan) -> list[str]:
+        """Return the command that starts the plan on this machine."""
+        return target_command(plan.target)
+
+
+def target_command(target: Target) -> list[str]:
+    """Return the command line of one process of `target`."""
+    start = {
+        "script": [sys.executable, target.path],
+        "module": [sys.executable, "-m", target.name],
+        "program": [target.name],
+    }
+    return [*start[target.kind], *target.arguments]

@@ -1,0 +1,237 @@
+"""Turn a plan into a running program; the launcher's process becomes that program."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from accelerate_core.errors import (
+    AccelerateError,
+    ConfigurationError,
+    PluginError,
+    PluginVersionError,
+)
+from accelerate_launch.plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from accelerate_core.plugins.discovery import PluginRecord
+    from accelerate_core.plugins.selection import Considered
+
+__all__ = [
+    "Launcher",
+    "child_environment",
+    "choose_launcher",
+    "command_of",
+    "consider_launchers",
+    "start",
+]
+
+logger = logging.getLogger(__name__)
+
+#: Of a launcher that states none.
+_PRIORITY = 100
+
+
+class Launcher(Protocol):
+    """Turns plans into commands; a plugin of kind `launcher` is a class of this form.
+
+    It may also have `launch_environment(plan)`, a mapping of variables for the children, and
+    states `api_version`, the version of the contract it was written for. One with `Settings`, a
+    class made with `settings`, is made with an instance of them.
+
+    `priority` (default 100) decides where several accept a plan; those that come with
+    accelerate-launch, which are always asked, have 10 to 40.
+    """
+
+    name: str
+
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether this launcher can start the plan."""
+        ...
+
+    def launch_command(self, plan: LaunchPlan) -> list[str]:
+        """Return the command that starts the plan on this machine."""
+        ...
+
+
+def choose_launcher(plan: LaunchPlan) -> Launcher:
+    """Return the launcher that starts `plan`: the one it names, else the first that accepts it.
+
+    A launcher is asked if one of its triggers is `always` or among what the plan says to plugins;
+    of those that accept the plan the one of the highest `priority` starts it. One that is broken, or
+    speaks another major version of the contract, is passed over, with a warning.
+
+    Raises:
+        PluginError: the one that is named is broken or has no `api_version`.
+        PluginVersionError: the one that is named speaks another major version of the contract.
+        ConfigurationError: the one that is named does not take this launch.
+    """
+    launcher, considered = consider_launchers(plan)
+    for one in considered:
+        if one.state in ("refused", "broken"):
+            _warn_once(f"{one.because} The launch goes on with {launcher.name!r}.")
+    return launcher
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
+
+
+def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, list[Considered]]:
+    """Return the launcher that starts `plan`, and what became of each one that is installed.
+
+    Raises:
+        PluginError, PluginVersionError, ConfigurationError: as `choose_launcher`.
+    """
+    from accelerate_core.plugins.discovery import installed
+    from accelerate_core.plugins.selection import Considered
+
+    records = installed().of_kind("launcher")
+    if plan.launcher is not None:
+        launcher, because = _named(plan)
+        return launcher, [
+            Considered(record, "active", because)
+            if record.name == plan.launcher
+            else Considered(record, "available", f"{plan.launcher!r} is asked for by {because}")
+            for record in records
+        ]
+    asked = [_triggered(record, plan) for record in records]
+    accepting = [(made, one) for made, one in asked if made is not None]
+    if not accepting:
+        raise PluginError("No installed launcher takes this launch; name one with --launcher.")
+    launcher, chosen = max(accepting, key=lambda pair: getattr(pair[0], "priority", _PRIORITY))
+    for _, one in accepting:
+        one.because = f"{chosen.record.name!r} accepts the plan and goes before it"
+    chosen.state = "active"
+    what = f"{plan.num_processes} process(es) on {plan.num_machines} machine(s)"
+    chosen.because = f"the first that accepts {what}{_why_asked(chosen.record, plan)}"
+    return launcher, [one for _, one in asked]
+
+
+def _why_asked(record: PluginRecord, plan: LaunchPlan) -> str:
+    hits = sorted(record.triggers & plan.contributed.keys())
+    return f"; asked because of {plan.contributed[hits[0]].origin}" if hits else ""
+
+
+def _named(plan: LaunchPlan) -> tuple[Launcher, str]:
+    """Return the launcher the plan names, and where its name came from."""
+    from accelerate_core.plugins.discovery import find
+
+    name = str(plan.launcher)
+    origin = plan.because["launcher"].origin if "launcher" in plan.because else "the launch plan"
+    record = find("launcher", name, because=origin)
+    launcher = _asked(record, plan)
+    if launcher is None:
+        raise ConfigurationError(
+            f"The launcher {record.label} (asked for by {origin}) does not take this launch: "
+            f"{plan.num_processes} processes on {plan.num_machines} machine(s)."
+        )
+    return launcher, origin
+
+
+def _triggered(record: PluginRecord, plan: LaunchPlan) -> tuple[Launcher | None, Considered]:
+    """Ask a plugin's launcher whether it takes a plan, if one of its triggers is set."""
+    from accelerate_core.plugins.discovery import disabled_names
+    from accelerate_core.plugins.selection import Considered
+
+    if record.name in disabled_names():
+        return None, Considered(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
+    if not record.triggers & {"always", *plan.contributed}:
+        return None, Considered(record, "available", "not asked for")
+    try:
+        launcher = _asked(record, plan)
+    except PluginVersionError as error:
+        return None, Considered(record, "refused", str(error))
+    except PluginError as error:
+        return None, Considered(record, "broken", str(error))
+    why = f"it does not take this launch{_why_asked(record, plan)}"
+    return launcher, Considered(record, "passed over", why)
+
+
+def _asked(record: PluginRecord, plan: LaunchPlan) -> Launcher | None:
+    """Return a launcher of a plugin, None if it does not take the plan.
+
+    Raises:
+        PluginError: it cannot be imported or made, states no version of the contract, or raised.
+        PluginVersionError: it speaks another major version of the contract.
+        ConfigurationError: a value of its settings is wrong.
+    """
+    from accelerate_core.plugins.discovery import check_api_version
+
+    cls = record.load()
+    check_api_version(record, cls)
+    settings = _settings_of(cls, record.name, plan)
+    try:
+        launcher: Launcher = cls(*settings)
+        return launcher if launcher.accepts(plan) else None
+    except AccelerateError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"The launcher plugin {record.label} is broken: asking it whether it accepts the plan "
+            f"raised {type(error).__name__}: {error}. Keep it out with "
+            f"ACCELERATE_DISABLED_PLUGINS={record.name}."
+        ) from error
+
+
+def _settings_of(launcher: Any, name: str, plan: LaunchPlan) -> list[Any]:
+    """Resolve the `Settings` of a launcher that has some, from environment and config file."""
+    if getattr(launcher, "Settings", None) is None:
+        return []
+    from accelerate_core.configuration.resolve import Sources, resolve_settings
+
+    sources = Sources.of({**os.environ, **plan.environment})
+    return [resolve_settings(launcher.Settings, None, sources, owner=name)[0]]
+
+
+def command_of(plan: LaunchPlan) -> list[str]:
+    """Return the command that starts `plan`.
+
+    Raises:
+        PluginError: the launcher of a plugin raised.
+    """
+    return list(_answer(choose_launcher(plan), "launch_command", plan))
+
+
+def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the whole environment of the children; `environ` is left as it is.
+
+    Raises:
+        PluginError: the launcher of a plugin raised.
+    """
+    launcher = choose_launcher(plan)
+    more = hasattr(launcher, "launch_environment")
+    its = _answer(launcher, "launch_environment", plan) if more else {}
+    return {**environ, **plan.environment, **its}
+
+
+def _answer(launcher: Any, method: str, plan: LaunchPlan) -> Any:
+    try:
+        return getattr(launcher, method)(plan)
+    except Exception as error:
+        if isinstance(error, AccelerateError):
+            raise
+        from accelerate_core.plugins.discovery import find
+
+        record = find("launcher", launcher.name, because="this launch")
+        raise PluginError(
+            f"The launcher plugin {record.label} is broken: its {method}() raised "
+            f"{type(error).__name__}: {error}."
+        ) from error
+
+
+def start(plan: LaunchPlan, environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by the plan's command, so that signals reach it directly."""
+    command = command_of(plan)
+    environment = child_environment(plan, environ)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name == "nt":  # exec on Windows detaches from the console
+        sys.exit(subprocess.call(command, env=environment))
+    os.execvpe(command[0], command, environment)

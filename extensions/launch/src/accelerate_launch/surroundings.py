@@ -1,0 +1,133 @@
+"""What is around the launcher: an mpirun, or an allocation of SLURM. Nothing of it has to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from accelerate_core.configuration.provenance import Because
+from accelerate_core.errors import ConfigurationError
+from accelerate_launch import mpi, slurm
+
+__all__ = ["Surroundings", "look_around"]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a scheduler has decided already.
+
+    Attributes:
+        values: options of `launch` that follow from it.
+        ranks: variables of the rank this process is to be; empty if it is to start ranks itself.
+    """
+
+    name: str = ""
+    values: Mapping[str, Because] = field(default_factory=dict)
+    ranks: Mapping[str, str] = field(default_factory=dict)
+
+
+def look_around(environ: Mapping[str, str]) -> Surroundings:
+    """Recognise an mpirun that started this process, or SLURM's allocation.
+
+    Raises:
+        ConfigurationError: the variables contradict each other.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ or {"RANK", "LOCAL_RANK"} <= environ.keys():
+        return Surroundings()  # already a rank, which is refused elsewhere
+    flavour = mpi.around(environ)
+    if flavour is not None:
+        return _mpi(flavour, environ)
+    if "SLURM_JOB_ID" in environ:
+        return _slurm(environ)
+    return Surroundings()
+
+
+def _mpi(flavour: mpi.Flavour, environ: Mapping[str, str]) -> Surroundings:
+    rank, size, local, local_size = (_number(environ, name) for name in flavour.ranks)
+    origin = f"{flavour.name} ({flavour.ranks[0]}={rank}, {flavour.ranks[1]}={size})"
+    machines = max(1, size // max(1, local_size))
+    if machines > 1 and "MASTER_ADDR" not in environ:
+        raise ConfigurationError(
+            f"{origin} started {size} ranks on {machines} machines, but not where rank 0 is: set "
+            "MASTER_ADDR to the address of the first host, for example by mpirun -x MASTER_ADDR "
+            "(Open MPI) or -genv MASTER_ADDR (others), or let launch start mpirun: "
+            "--mpirun_hostfile FILE."
+        )
+    address = environ.get("MASTER_ADDR", "127.0.0.1")
+    port = environ.get("MASTER_PORT", str(mpi.port_of_run(environ)))
+    values = {"num_processes": Because(size, origin), "launcher": Because("simple", origin)}
+    return Surroundings(flavour.name, values, _rank(rank, size, local, local_size, address, port))
+
+
+def _slurm(environ: Mapping[str, str]) -> Surroundings:
+    job = environ["SLURM_JOB_ID"]
+    step = slurm.in_step(environ)
+    of = "STEP" if step else "JOB"
+    nodes = _first(environ, f"SLURM_{of}_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    names = environ.get(f"SLURM_{of}_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    hosts = slurm.expand_nodes(names or environ.get("SLURM_NODELIST", ""))
+    origin = f"SLURM job {job}"
+    if step:
+        tasks = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        if tasks > nodes:
+            return _slurm_rank(environ, tasks, nodes, hosts, origin)
+    values: dict[str, Because] = {}
+    if nodes > 1:
+        if not hosts:
+            raise ConfigurationError(
+                f"{origin} has {nodes} nodes, but SLURM_JOB_NODELIST is not set."
+            )
+        values = {
+            "num_machines": Because(nodes, f"{origin}, nodes {names}"),
+            "main_process_ip": Because(hosts[0], f"{origin}, first of {names}"),
+            "main_process_port": Because(slurm.port_of_job(job), f"{origin}, from its number"),
+            "rdzv_id": Because(job, origin),
+        }
+        if step:
+            rank = _number(environ, "SLURM_NODEID")
+            values["machine_rank"] = Because(rank, f"{origin}, SLURM_NODEID")
+        else:
+            why = f"{origin}: outside of srun, which starts the other nodes"
+            values["launcher"] = Because("srun", why)
+    return Surroundings("SLURM", values)
+
+
+def _slurm_rank(
+    environ: Mapping[str, str], tasks: int, nodes: int, hosts: list[str], origin: str
+) -> Surroundings:
+    """Every task is a rank: `srun --ntasks-per-node` with more than one."""
+    rank, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
+    if tasks % nodes:
+        raise ConfigurationError(
+            f"{origin} has {tasks} tasks on {nodes} nodes; every node needs as many as the others."
+        )
+    why = f"{origin}: each of {tasks} tasks is a rank (SLURM_PROCID={rank})"
+    values = {"num_processes": Because(tasks, why), "launcher": Because("simple", why)}
+    address = environ.get("MASTER_ADDR") or (hosts[0] if hosts and nodes > 1 else "127.0.0.1")
+    port = environ.get("MASTER_PORT") or str(slurm.port_of_job(environ["SLURM_JOB_ID"]))
+    made = _rank(rank, tasks, local, tasks // nodes, address, port)
+    return Surroundings("SLURM", values, made)
+
+
+def _rank(
+    rank: int, size: int, local: int, local_size: int, address: str, port: str
+) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+
+
+def _first(environ: Mapping[str, str], *names: str) -> int:
+    return next((_number(environ, name) for name in names if environ.get(name)), 1)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    if not text.isdigit():
+        raise ConfigurationError(f"Environment variable {name}={text!r} must be a number.")
+    return int(text)

@@ -1,0 +1,64 @@
+"""The launcher for many processes: torch's elastic agent, `torch.distributed.run`."""
+
+from __future__ import annotations
+
+import sys
+
+from accelerate_core.hookspecs import API_VERSION
+from accelerate_launch.plan import LaunchPlan
+
+__all__ = ["DEFAULT_PORT", "LOOPBACK", "TorchrunLauncher"]
+
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
+
+#: Runs the agent and, when a rank fails, prints that rank's failure alone.
+_QUIET_MODULE = "accelerate_launch.quiet"
+#: The agent, with the exit status of a run that saved itself and is to be started again.
+_AGENT_MODULE = "accelerate_launch.agent"
+
+
+class TorchrunLauncher:
+    """Starts one agent per machine, which starts, watches and restarts the ranks."""
+
+    name = "torchrun"
+    api_version = API_VERSION
+    priority = 10
+
+    def accepts(self, plan: LaunchPlan) -> bool:
+        """Whether this launcher can start the plan."""
+        return True
+
+    def launch_command(self, plan: LaunchPlan) -> list[str]:
+        """Return the command that starts the plan on this machine."""
+        command = [sys.executable, "-m", _QUIET_MODULE if plan.quiet else _AGENT_MODULE]
+        command += _rendezvous(plan)
+        command += ["--nproc_per_node", str(plan.processes_per_machine)]
+        command += ["--max_restarts", str(plan.max_restarts)]
+        command += ["--monitor_interval", str(plan.monitor_interval)]
+        for option in ("log_dir", "tee", "role"):
+            value = getattr(plan, option)
+            if value is not None:
+                command += [f"--{option}", str(value)]
+        if plan.log_dir is not None and plan.tee is None:
+            command += ["--tee", "3"]  # without it torch makes the folder and writes nothing
+        flag = {"script": [], "module": ["--module"], "program": ["--no_python"]}
+        return [*command, *flag[plan.target.kind], "--", plan.target.path, *plan.target.arguments]
+
+
+def _rendezvous(plan: LaunchPlan) -> list[str]:
+    conf = ["--rdzv_conf", plan.rdzv_conf] if plan.rdzv_conf else []
+    if plan.num_machines == 1 and plan.main_process_port is None and not plan.main_process_ip:
+        # The system picks a free port, and the loopback address needs no name service.
+        return ["--standalone", "--local_addr", LOOPBACK, *conf]
+    address = plan.main_process_ip or LOOPBACK
+    port = plan.main_process_port or DEFAULT_PORT
+    machines = ["--nnodes", str(plan.num_machines)]
+    # Machines without a name service reach each other by address.
+    local = ["--local_addr", plan.local_addr] if plan.local_addr else []
+    if plan.rdzv_backend == "static":
+        static = ["--node_rank", str(plan.machine_rank), "--master_addr", address]
+        return [*machines, *static, "--master_port", str(port), *local, *conf]
+    endpoint = ["--rdzv_backend", plan.rdzv_backend, "--rdzv_endpoint", f"{address}:{port}"]
+    name = plan.rdzv_id or f"accelerate-{port}"
+    return [*machines, *endpoint, "--rdzv_id", name, *local, *conf]
