@@ -14,10 +14,10 @@ from accelerate_core.configuration import handlers, parallelism
 from accelerate_core.configuration.core import CORE_SETTINGS
 from accelerate_core.configuration.schema import settings_fields
 from accelerate_core.hookspecs import HookSpecs
-from accelerate_core.plugins.contract import KINDS, contract
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 from accelerate_deepspeed.settings import DeepSpeedPlugin
 from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
+from accelerate_testing.contract import KINDS, contract
 
 HERE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from accelerate_core import Accelerator
-from accelerate_core.testing import count_communication, write_result
+from accelerate_testing import count_communication, write_result
 
 
 def main() -> None:

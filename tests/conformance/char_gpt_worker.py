@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from char_gpt import GPT, Windows, cosine, standard_library
 
 from accelerate_core import Accelerator
-from accelerate_core.testing import count_communication, write_result
+from accelerate_testing import count_communication, write_result
 
 
 def main(backend: str, steps: int) -> None:

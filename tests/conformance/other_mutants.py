@@ -24,10 +24,10 @@ from accelerate_starter import StarterLauncher
 from accelerate_tally import TallyExtension, TallySettings
 
 from accelerate_core import hookimpl
-from accelerate_core.testing import Lab, checks_of
-from accelerate_core.testing.suites import ending
-from accelerate_core.testing.worker import Ranks, run_check
 from accelerate_launch.simple import target_command
+from accelerate_testing import Lab, checks_of
+from accelerate_testing.suites import ending
+from accelerate_testing.worker import Ranks, run_check
 
 READERS = {"read": "reading:read", "read_config": "reading:read_config"}
 #: Name of the plugin -> its class, kind, and the checks it is run against with what they are to say.

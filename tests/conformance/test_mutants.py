@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_core.scaffold import write_repository
-from accelerate_core.testing import run_workers
+from accelerate_testing import run_workers
+from accelerate_testing.scaffold import write_repository
 
 FOLDER = Path(__file__).with_name("mutants")
 SOURCE = "\n".join(path.read_text() for path in sorted(FOLDER.glob("of_*.py")))

@@ -16,8 +16,8 @@ from support import clean_environment
 
 import accelerate_core
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.scaffold import KINDS, write_repository
-from accelerate_core.testing import run_workers
+from accelerate_testing import run_workers
+from accelerate_testing.scaffold import KINDS, write_repository
 
 DILOCO = Path(__file__).parents[2] / "examples" / "third_party" / "accelerate-diloco"
 

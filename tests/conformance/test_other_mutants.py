@@ -12,10 +12,10 @@ import pytest
 from support import clean_environment
 
 from accelerate_core.plugins.discovery import installed
-from accelerate_core.scaffold import write_repository
-from accelerate_core.testing import run_suite, run_workers
-from accelerate_core.testing.checks import about
-from accelerate_core.testing.processes import run_command
+from accelerate_testing import run_suite, run_workers
+from accelerate_testing.checks import about
+from accelerate_testing.processes import run_command
+from accelerate_testing.scaffold import write_repository
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 import dummies

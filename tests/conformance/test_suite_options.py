@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-import accelerate_core.testing
+import accelerate_testing
 from accelerate_core.cli import cli
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.testing import (
+from accelerate_testing import (
     BackendSuite,
     ExtensionSuite,
     LauncherSuite,
@@ -20,7 +20,7 @@ from accelerate_core.testing import (
     TrackerSuite,
     run_suite,
 )
-from accelerate_core.testing.checks import KINDS, OPTIONS
+from accelerate_testing.checks import KINDS, OPTIONS
 
 SUITES = {
     "backend": (BackendSuite, "single"),
@@ -37,7 +37,7 @@ def suite(kind: str, **attributes: Any) -> type:
 
 
 def test_the_options_that_are_known_are_those_that_checks_read() -> None:
-    folder = Path(accelerate_core.testing.__file__).parent
+    folder = Path(accelerate_testing.__file__).parent
     read = re.compile(r"""\boptions(?:\.get\(|\[)\s*["'](\w+)["']""")
     found = {key for path in folder.rglob("*.py") for key in read.findall(path.read_text())}
     found -= {"options"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_core.testing import (
+from accelerate_testing import (
     BackendSuite,
     LauncherSuite,
     PrecisionSuite,

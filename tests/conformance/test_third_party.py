@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from support import clean_environment
 
-from accelerate_core.scaffold import write_repository
-from accelerate_core.testing import run_workers
+from accelerate_testing import run_workers
+from accelerate_testing.scaffold import write_repository
 
 ROOT = Path(__file__).parents[2]
 DILOCO = ROOT / "examples" / "third_party" / "accelerate-diloco"

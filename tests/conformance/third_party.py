@@ -7,7 +7,7 @@ import os
 import torch
 
 from accelerate_core import Accelerator
-from accelerate_core.testing import write_result
+from accelerate_testing import write_result
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from support import clean_environment
 from accelerate_core import Backend
 from accelerate_core.cli import cli
 from accelerate_core.hookspecs import hooks_of_kind
-from accelerate_core.plugins.contract import contract, differences
-from accelerate_core.testing.surface import surface
+from accelerate_testing.contract import contract, differences
+from accelerate_testing.surface import surface
 
 SNAPSHOT = Path(__file__).with_name("contract.json")
 
@@ -173,7 +173,8 @@ import os, warnings
 from accelerate_core import Accelerator
 from accelerate_core.configuration.provenance import Because
 from accelerate_launch import LaunchPlan, Target, choose_launcher
-from accelerate_core.plugins import installed, report
+from accelerate_core.plugins import installed
+from accelerate_launch.explain.report import report
 def attempt(f):
     try:
         return ["fine", str(f())]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import accelerate_testing
 from accelerate_core.plugins import installed
 
 ROOT = Path(__file__).parents[2]
@@ -75,17 +76,27 @@ def test_an_accelerator_of_one_process_imports_no_plugin() -> None:
 
 
 #: The modules that docs/contract.md lets a plugin import from.
-PUBLIC = ("", ".errors", ".tracking", ".testing", ".checkpoint", ".collectives", ".launch")
+PUBLIC = (
+    "accelerate_core",
+    "accelerate_core.errors",
+    "accelerate_core.tracking",
+    "accelerate_core.checkpoint",
+    "accelerate_core.collectives",
+    "accelerate_launch",
+    "accelerate_testing",
+)
 IMPORT = re.compile(
-    r"^\s*from accelerate_core([\w.]*) import (.+)$|^\s*import (accelerate_core\S*)", re.M
+    r"^\s*from (accelerate_(?:core|launch|testing)[\w.]*) import (.+)$"
+    r"|^\s*import (accelerate_(?:core|launch|testing)\S*)",
+    re.M,
 )
 
 
 def test_what_authors_are_shown_imports_public_names_only() -> None:
     policy = (ROOT / "docs" / "contract.md").read_text()
-    assert all(f"`{module[1:]}`" in policy for module in PUBLIC if module)
-    names = {m: import_module(f"accelerate_core{m}").__all__ for m in PUBLIC}
-    templates = (CORE / "scaffold" / "templates").rglob("*.py.in")
+    assert all(f"`{module}`" in policy for module in PUBLIC)
+    names = {module: import_module(module).__all__ for module in PUBLIC}
+    templates = Path(accelerate_testing.__file__).parent.glob("scaffold/templates/**/*.py.in")
     examples = (ROOT / "examples").glob("*/**/src/**/*.py")
     pages = (
         ROOT / "docs" / f"{name}.md" for name in ("plugins", "write_a_backend", "write_a_tracker")
@@ -99,10 +110,14 @@ def test_what_authors_are_shown_imports_public_names_only() -> None:
                 name = name.strip().split(" as ")[0]
                 found.add((module, name))
                 known = "@" in name or (
-                    module == "" and (name in lent or name.startswith("DiLoCo"))
+                    module == "accelerate_core" and (name in lent or name.startswith("DiLoCo"))
                 )
                 assert known or name in names.get(module, ()), f"{path}: {name} of {module!r}"
-    assert {(".launch", "LaunchPlan"), (".launch", "target_command"), ("", "Backend")} <= found
+    assert {
+        ("accelerate_launch", "LaunchPlan"),
+        ("accelerate_launch", "target_command"),
+        ("accelerate_core", "Backend"),
+    } <= found
 
 
 def test_layers_hold() -> None:

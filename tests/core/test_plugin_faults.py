@@ -140,7 +140,7 @@ def test_who_cannot_answer_is_passed_over_and_listed(root, variable):
     listed = run(
         root,
         """
-        from accelerate_core.plugins import report
+        from accelerate_launch.explain.report import report
         out([[row.name, row.state, row.because] for row in report()])
         """,
         {variable: "1"},

@@ -84,7 +84,7 @@ def test_a_broken_plugin_is_listed_and_harms_nobody(fifty: Path) -> None:
         FAIL
         + f"""
 from accelerate_core import Accelerator
-from accelerate_core.plugins import report
+from accelerate_launch.explain.report import report
 a = Accelerator()
 row = next(r for r in report() if r.name == "broken")
 named = attempt(lambda: Accelerator(backend="broken"))
@@ -105,7 +105,7 @@ def test_a_disabled_plugin_stays_out(fifty: Path) -> None:
         FAIL
         + """
 from accelerate_core import Accelerator
-from accelerate_core.plugins import report
+from accelerate_launch.explain.report import report
 row = next(r for r in report() if r.name == "backend3")
 out([Accelerator().backend.name, row.state, attempt(lambda: Accelerator(backend="backend3"))])
 """

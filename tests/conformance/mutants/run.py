@@ -17,8 +17,8 @@ import of_ranks
 import of_steps
 from registry import MUTANTS
 
-from accelerate_core.testing import Lab, checks_of, write_result
-from accelerate_core.testing.worker import Ranks, run_check
+from accelerate_testing import Lab, checks_of, write_result
+from accelerate_testing.worker import Ranks, run_check
 
 __all__ = ["of_checkpoints", "of_endings", "of_models", "of_optimizers", "of_ranks", "of_steps"]
 

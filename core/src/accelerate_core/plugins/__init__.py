@@ -2,7 +2,6 @@
 
 from accelerate_core.plugins.discovery import PluginRecord, find, installed
 from accelerate_core.plugins.manager import ActivePlugins, Hooks
-from accelerate_core.plugins.report import PluginRow, report
 from accelerate_core.plugins.selection import Claim, Request, Selection, select_backend
 
 __all__ = [
@@ -10,11 +9,9 @@ __all__ = [
     "Claim",
     "Hooks",
     "PluginRecord",
-    "PluginRow",
     "Request",
     "Selection",
     "find",
     "installed",
-    "report",
     "select_backend",
 ]

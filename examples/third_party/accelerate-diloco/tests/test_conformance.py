@@ -1,4 +1,4 @@
-from accelerate_core.testing import BackendSuite
+from accelerate_testing import BackendSuite
 
 
 class TestDiLoCo(BackendSuite):

@@ -11,7 +11,7 @@ import torch
 
 from accelerate_core import Accelerator, DiLoCoSettings
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.testing import run_workers
+from accelerate_testing import run_workers
 
 WORKER = Path(__file__).with_name("worker.py")
 

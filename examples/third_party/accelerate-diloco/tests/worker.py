@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_core import Accelerator
-from accelerate_core.testing import count_communication, write_result
+from accelerate_testing import count_communication, write_result
 
 
 def net(seed: int) -> torch.nn.Module:

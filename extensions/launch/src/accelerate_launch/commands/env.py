@@ -104,7 +104,7 @@ def _devices() -> dict[str, Any]:
 
 def _plugins(environ: Mapping[str, str]) -> list[dict[str, Any]]:
     from accelerate_core.configuration.files import CONFIG_VARIABLE, read_config
-    from accelerate_core.plugins.report import survey
+    from accelerate_launch.explain.report import survey
     from accelerate_launch.outlook import outlook
 
     named = environ.get(CONFIG_VARIABLE)

@@ -32,7 +32,7 @@ def show(as_json: bool, kind: str | None = None, config_file: str | None = None)
         ConfigurationError: there is no such kind.
     """
     from accelerate_core.plugins.discovery import KINDS
-    from accelerate_core.plugins.report import survey
+    from accelerate_launch.explain.report import survey
     from accelerate_launch.outlook import outlook
     from accelerate_launch.resolve import find_config
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from accelerate_core.configuration.files import ConfigFile
-    from accelerate_core.plugins.why import Decision
+    from accelerate_launch.explain.why import Decision
 
 __all__ = ["command"]
 
@@ -31,7 +31,7 @@ def command(name: str, num_processes: int | None, config_file: str | None, as_js
 
     Exits with 1, as the table does, if nothing of its kind can be chosen here.
     """
-    from accelerate_core.plugins.why import why
+    from accelerate_launch.explain.why import why
     from accelerate_launch.outlook import outlook
     from accelerate_launch.resolve import find_config
 

@@ -1,0 +1,1 @@
+"""What is installed, what is active, and why: told without starting anything."""

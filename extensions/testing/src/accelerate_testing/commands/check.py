@@ -1,0 +1,154 @@
+"""`accelerate-core plugins check NAME`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accelerate_core.builtin.console import console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from accelerate_core.plugins import PluginRecord
+    from accelerate_testing.results import Result
+
+__all__ = ["command"]
+
+_STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+
+
+@click.command("check")
+@click.argument("name")
+@click.option(
+    "--kind", metavar="backend|precision|tracker|launcher|extension",
+    help="The kind of plugin, where several have the name.",
+)  # fmt: skip
+@click.option("--only", multiple=True, metavar="CHECK", help="Run this check only; repeatable.")
+@click.option("--env", "env", multiple=True, metavar="NAME=VALUE", help="Set for the checks.")
+@click.option("--options", metavar="JSON", help="What checks of this kind can be told.")
+@click.option("--timeout", type=float, default=20.0, help="Seconds a collective may wait.")
+@click.option("--num_processes", type=int, default=2, help="Ranks of the checks on ranks.")
+@click.option("--junit", metavar="FILE", help="Write JUnit XML as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a report.")
+@click.option("--list", "as_list", is_flag=True, help="List the checks, and run none.")
+def command(
+    name: str,
+    kind: str | None,
+    only: tuple[str, ...],
+    env: tuple[str, ...],
+    options: str | None,
+    timeout: float,
+    num_processes: int,
+    junit: str | None,
+    as_json: bool,
+    as_list: bool,
+) -> None:
+    """Run the conformance suite against the installed plugin NAME.
+
+    Exits with 1 if a check failed. What the plugin does not declare is skipped, by name.
+    """
+    from accelerate_testing.checks import checks_of
+    from accelerate_testing.results import write_junit
+    from accelerate_testing.runner import choose_plugin
+
+    record = choose_plugin(name, kind)
+    if as_list:
+        for one in checks_of(record.kind).values():
+            click.echo(f"{one.name:20} {one.doc}")
+        return
+    if junit is not None and not Path(junit).resolve().parent.is_dir():
+        raise click.UsageError(f"--junit {junit}: there is no directory {Path(junit).parent}.")
+    with contextlib.redirect_stdout(sys.stderr):  # a plugin may print where it is imported
+        results = _run(
+            record,
+            quiet=as_json,
+            only=list(only) or None,
+            environ=_pairs(env),
+            options=_options(options),
+            timeout=timeout,
+            num_processes=num_processes,
+        )
+    if junit is not None:
+        write_junit(junit, f"{record.kind} {record.label}", results)
+    failed = [result for result in results if result.state == "failed"]
+    if as_json:
+        made = {
+            "plugin": record.label,
+            "kind": record.kind,
+            "passed": not failed,
+            "checks": [result.as_dict() for result in results],
+        }
+        click.echo(json.dumps(made, indent=2))
+    else:
+        _print(record, results)
+    sys.exit(1 if failed or not results else 0)
+
+
+def _pairs(env: Sequence[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in env]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise click.BadParameter(f"--env takes NAME=VALUE, not {name!r}")
+    return {name: value for name, _, value in pairs}
+
+
+def _options(text: str | None) -> dict[str, Any]:
+    try:
+        made = json.loads(text or "{}")
+    except ValueError as error:
+        raise click.BadParameter(f"--options is no JSON: {error}") from None
+    if not isinstance(made, dict):
+        raise click.BadParameter("--options takes a JSON object")
+    return made
+
+
+def _run(record: PluginRecord, *, quiet: bool, only: list[str] | None, **how: Any) -> list[Result]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from accelerate_testing.checks import checks_of
+    from accelerate_testing.runner import run_suite
+
+    total = len(only or ()) or len(checks_of(record.kind))
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    out = console(stderr=True)
+    with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+        return run_suite(
+            record.kind,
+            record.name,
+            only=only,
+            on_begin=lambda name: bar.update(task, description=name),
+            on_result=lambda result: bar.advance(task),
+            **how,
+        )
+
+
+def _print(record: PluginRecord, results: Sequence[Result]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    table = Table("check", "result", "seconds", "detail", title=f"{record.kind} {record.label}")
+    table.title_justify = "left"
+    for result in results:
+        said = result.error if result.state == "failed" else result.detail
+        seconds = f"{result.seconds:.2f}" if result.seconds else ""
+        state = Text(result.state, style=_STYLES[result.state])
+        table.add_row(result.name, state, seconds, Text(said, overflow="fold"))
+    out.print(table)
+    counts = {state: sum(r.state == state for r in results) for state in _STYLES}
+    out.print(Text(", ".join(f"{n} {state}" for state, n in counts.items() if n)))
+    failed = next((result for result in results if result.state == "failed"), None)
+    if failed is not None and failed.trace:
+        out.print(Text(f"\n{failed.name}:\n{failed.trace.strip()}"), soft_wrap=True)

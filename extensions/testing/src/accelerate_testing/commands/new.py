@@ -1,0 +1,43 @@
+"""`accelerate-core plugins new NAME --kind KIND`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command("new")
+@click.argument("name")
+@click.option(
+    "--kind", required=True, metavar="backend|precision|tracker|launcher|extension",
+    help="What it is to be.",
+)  # fmt: skip
+@click.option("--directory", metavar="DIR", help="Where; default: accelerate-NAME.")
+def command(name: str, kind: str, directory: str | None) -> None:
+    """Write a complete repository for a new plugin NAME.
+
+    It has a working class, settings, tests that run the conformance suite, a README and CI, and
+    passes its own tests as it is.
+    """
+    from accelerate_testing.scaffold import write_repository
+
+    made = write_repository(name, kind, Path(directory) if directory else None)
+    root = made[0].parent if len(made) == 1 else Path(*_common(made))
+    click.echo(f"{len(made)} files in {root}:")
+    for path in made:
+        click.echo(f"  {path.relative_to(root)}")
+    click.echo(
+        f"\nNext:\n  cd {root}\n  pip install -e '.[test]'\n  accelerate-core plugins check {name}\n"
+        "  pytest"
+    )
+
+
+def _common(paths: list[Path]) -> tuple[str, ...]:
+    first, *rest = (path.parts for path in paths)
+    length = 0
+    while all(len(p) > length and p[length] == first[length] for p in (first, *rest)):
+        length += 1
+    return first[:length]

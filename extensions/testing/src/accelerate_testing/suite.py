@@ -1,0 +1,163 @@
+"""The suite for pytest: subclass one class, name the plugin."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from accelerate_core.errors import ConfigurationError
+from accelerate_testing.checks import Check, check_options, checks_of
+from accelerate_testing.results import Result
+from accelerate_testing.runner import choose_plugin, run_suite
+
+__all__ = [
+    "BackendSuite",
+    "ExtensionSuite",
+    "LauncherSuite",
+    "PrecisionSuite",
+    "TrackerSuite",
+]
+
+
+_PREFIX = "test_"
+_ATTRIBUTES = ("plugin", "environ", "options", "timeout", "num_processes")
+_NEAR = 0.75  # stricter than elsewhere: a suite may have attributes of its own
+
+
+class _Suite:
+    """One test per check of a kind. The checks that pytest selected run in few processes.
+
+    Attributes:
+        plugin: the plugin's name, as its entry point has it.
+        environ: variables for all processes of the checks, such as the plugin's settings.
+        options: what some checks can be told.
+        timeout: seconds a collective may wait.
+        num_processes: ranks of the checks on ranks.
+    """
+
+    kind: ClassVar[str]
+    plugin: ClassVar[str] = ""
+    environ: ClassVar[Mapping[str, str]] = {}
+    options: ClassVar[Mapping[str, Any]] = {}
+    timeout: ClassVar[float] = 20.0
+    num_processes: ClassVar[int] = 2
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _refuse_misspelt(cls)
+        if cls.plugin:  # the kinds' own classes have no tests: pytest would collect an import
+            check_options(cls.kind, cls.options, f"options of the suite {cls.__qualname__}")
+            for made in checks_of(cls.kind).values():
+                if not hasattr(cls, _PREFIX + made.name):
+                    setattr(cls, _PREFIX + made.name, _test_of(made))
+
+    @pytest.fixture
+    def results(self, request: pytest.FixtureRequest) -> Mapping[str, Result]:
+        """Run the checks that were selected, all together, for the first test that asks."""
+        cls: Any = request.cls
+        if "_found" not in vars(cls):
+            known = checks_of(cls.kind)
+            names = [
+                str(getattr(item, "originalname", "")).removeprefix(_PREFIX)
+                for item in request.session.items
+                if getattr(item, "cls", None) is cls
+            ]
+            choose_plugin(cls.plugin, cls.kind)
+            found = run_suite(
+                cls.kind,
+                cls.plugin,
+                only=[name for name in names if name in known],
+                environ=cls.environ,
+                options=cls.options,
+                timeout=cls.timeout,
+                num_processes=cls.num_processes,
+            )
+            cls._found = {result.name: result for result in found}
+        made: Mapping[str, Result] = cls._found
+        return made
+
+
+def _refuse_misspelt(cls: type[_Suite]) -> None:
+    """Refuse an attribute that is nearly one of a suite's: nobody would read it.
+
+    Raises:
+        ConfigurationError: with the right name.
+    """
+    for name, value in vars(cls).items():
+        # Methods, fixtures, properties and nested classes are the author's own.
+        if hasattr(_Suite, name) or name.startswith("_") or name == "kind":
+            continue
+        if name.startswith(_PREFIX) or callable(value) or hasattr(value, "__get__"):
+            continue
+        as_option = "environ" if name == "env" else ""  # what `plugins check` calls it
+        near = difflib.get_close_matches(name.lower(), _ATTRIBUTES, n=1, cutoff=_NEAR)
+        if as_option or near:
+            raise ConfigurationError(
+                f"The suite {cls.__qualname__} has an attribute {name!r}, which nobody reads. "
+                f"Did you mean {as_option or near[0]!r}?"
+            )
+
+
+def _test_of(made: Check) -> Any:
+    def test(self: _Suite, results: Mapping[str, Result]) -> None:
+        result = results[made.name]
+        if result.state == "skipped":
+            pytest.skip(result.detail)
+        if result.state == "failed":
+            pytest.fail(f"{result.error}\n\n{result.trace}".strip(), pytrace=False)
+
+    test.__name__ = f"test_{made.name}"
+    test.__doc__ = made.doc
+    return pytest.mark.timeout(600)(test)
+
+
+class BackendSuite(_Suite):
+    """The suite of a backend; two processes on this machine.
+
+    `options`: `prints`, True if it prints without being asked to.
+    """
+
+    kind = "backend"
+
+
+class PrecisionSuite(_Suite):
+    """The suite of a precision, in one process and over the installed backend for several.
+
+    `options`: `tolerance`, by how much of it a loss may differ from that of full precision;
+    `prints`, True if it prints without being asked to.
+    """
+
+    kind = "precision"
+
+
+class TrackerSuite(_Suite):
+    """The suite of a tracker.
+
+    `options`: `init`, arguments of its constructor; `read` and `read_config`, functions
+    `module:name` of a directory that read what it wrote there: `{key: [[step, value], ...]}` in
+    order (the step None where there was none), and the config as a dict; `elsewhere`, True if what
+    it writes is not in the run's directory, or packed; `overwrites`, True if a run replaces one of
+    the same name, as in a library that keeps its history elsewhere.
+    """
+
+    kind = "tracker"
+
+
+class LauncherSuite(_Suite):
+    """The suite of a launcher, which starts two processes of this machine."""
+
+    kind = "launcher"
+
+
+class ExtensionSuite(_Suite):
+    """The suite of an extension.
+
+    `options`: `changes_training`, True if losses are not those of a run without it; `not_saved`,
+    the attributes it serves that are no state of the run; `ranks_differ`, True if the ranks' models
+    may be apart; `prints`, True if it prints without being asked to.
+    """
+
+    kind = "extension"

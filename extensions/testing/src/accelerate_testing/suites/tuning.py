@@ -1,0 +1,161 @@
+"""Training as it is beyond examples: frozen parts, groups of parameters, closures, own optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate_testing.checks import check
+from accelerate_testing.lab import RATE, Batch, Lab, Net, loss_of, plain_training
+
+
+class Tuned(nn.Module):
+    """A frozen body, a counter and a head; different for different seeds."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.body = nn.Linear(6, 8).requires_grad_(False)
+            self.head = nn.Linear(8, 1)
+        self.register_buffer("seen", torch.tensor([10 * seed]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Samples [batch, 6] in, numbers [batch, 1] out."""
+        y: torch.Tensor = self.head(torch.tanh(self.body(x)))
+        return y
+
+
+@check("backend", needs="exact")
+def fine_tuning(lab: Lab) -> str | None:
+    """A model whose first part is frozen trains as in one process, and its frozen part stays so."""
+    accelerator = lab.accelerator()
+    model: Any = Tuned(0 if accelerator.is_main_process else 1 + accelerator.process_index)
+    optimizer: Any = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), RATE)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    lab.equal(model.training, True, "the prepared model is in training mode")
+    inner = accelerator.unwrap_model(model)
+    lab.equal(
+        [name for name, p in inner.named_parameters() if p.requires_grad],
+        ["head.weight", "head.bias"],
+        "parameters that are trained",
+    )
+    mine, whole = lab.batches(accelerator, 4)
+    lab.train(accelerator, model, optimizer, mine)
+    expected = Tuned(0)
+    plain = torch.optim.SGD(expected.head.parameters(), RATE)
+    _train_plainly(expected, plain, whole)
+    lab.close(lab.weights(accelerator, model), dict(expected.state_dict()), "weights")
+    lab.alike(accelerator, inner.get_buffer("seen").tolist(), "a buffer of integers")
+    lab.same_everywhere(accelerator, model, "a model with a frozen part")
+    return None
+
+
+def _train_plainly(model: nn.Module, optimizer: Any, batches: Iterable[Batch]) -> None:
+    """Step with nothing but torch."""
+    for batch in batches:
+        torch.autograd.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Counting(torch.optim.Optimizer):
+    """Smaller steps each time; how many there were is a number, and no tensor."""
+
+    def __init__(self, params: Iterable[Any], lr: float = RATE) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step; there is no closure."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    times = self.state[p].setdefault("times", 0) + 1
+                    self.state[p]["times"] = times
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(p.grad, alpha=-group["lr"] / times)
+
+
+def _groups(model: Net) -> list[dict[str, Any]]:
+    return [
+        {"params": list(model.inner.parameters()), "lr": 0.02, "weight_decay": 0.25},
+        {"params": list(model.out.parameters()), "lr": 0.002, "weight_decay": 0.5},
+    ]
+
+
+@check("backend")
+def groups(lab: Lab) -> str | None:
+    """Groups of parameters keep their rates, also through a checkpoint, with whatever state there is."""
+    accelerator = lab.accelerator()
+    own = "optimizer" not in accelerator.backend.owns
+    model: Any = lab.net(accelerator)
+    optimizer: Any = (Counting if own else torch.optim.AdamW)(_groups(model))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    mine, whole = lab.batches(accelerator, 4)
+    lab.train(accelerator, model, optimizer, mine[:2])
+    if accelerator.backend.supports.get("exact", True):
+        expected = Net(0)
+        plain = (Counting if own else torch.optim.AdamW)(_groups(expected))
+        _train_plainly(expected, plain, whole[:2])
+        lab.close(lab.weights(accelerator, model), dict(expected.state_dict()), "weights")
+    path = accelerator.save_state(str(lab.scratch("groups")))
+    lab.train(accelerator, model, optimizer, mine[2:])
+    after = lab.weights(accelerator, model)
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 1.0
+    accelerator.load_state(path)
+    for key, kept in (("lr", [0.02, 0.002]), ("weight_decay", [0.25, 0.5])):
+        rates = [group[key] for group in optimizer.param_groups]
+        lab.close(rates, kept, f"{key} after load_state", 1e-12)
+    lab.train(accelerator, model, optimizer, mine[2:])
+    lab.close(lab.weights(accelerator, model), after, "weights two steps later", 1e-6)
+    if own:
+        accelerator.backward(loss_of(model, mine[0]))
+        optimizer.zero_grad()
+        held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        lab.equal(held, [None] * len(held), "gradients of all groups after zero_grad()")
+    return f"{len(rates)} groups"
+
+
+@check("backend")
+def calls(lab: Lab) -> str | None:
+    """`step` calls a closure, `zero_grad` sets to zero or None as told, `backward` keeps its arguments."""
+    accelerator = lab.accelerator()
+    if "optimizer" in accelerator.backend.owns:
+        lab.skip("its engine owns the optimizer")
+    model, optimizer = lab.ready(accelerator)
+    mine, whole = lab.batches(accelerator, 3)
+    called = 0
+
+    def closure(batch: Batch) -> torch.Tensor:
+        nonlocal called
+        called += 1
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        return loss
+
+    for batch in mine:
+        optimizer.step(lambda batch=batch: closure(batch))
+    lab.equal(called, len(mine), "calls of the closure")
+    if accelerator.backend.supports.get("exact", True):
+        lab.close(lab.weights(accelerator, model), plain_training(whole)[1], "weights")
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    optimizer.zero_grad(set_to_none=False)
+    if held:
+        zeros = [p.grad is not None and not bool(p.grad.any()) for p in held]
+        lab.equal(all(zeros), True, "gradients are zeros after zero_grad(set_to_none=False)")
+    optimizer.zero_grad(set_to_none=True)
+    lab.equal([p.grad for p in held], [None] * len(held), "gradients after zero_grad()")
+    loss = loss_of(model, mine[0])
+    accelerator.backward(loss, retain_graph=True)
+    try:
+        accelerator.backward(loss)
+    except RuntimeError as error:
+        raise AssertionError(f"backward(retain_graph=True) has not retained it: {error}") from None
+    optimizer.zero_grad()
+    return None
