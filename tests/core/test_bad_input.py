@@ -168,7 +168,7 @@ def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     plugins = tuple(one for one in found.plugins if one.distribution == "accelerate-core")
     without = dataclasses.replace(found, plugins=plugins)
     monkeypatch.setattr(discovery, "installed", lambda: without)
-    with pytest.raises(MissingPluginError, match=r"pip install accelerate-core\[mlflow\]"):
+    with pytest.raises(MissingPluginError, match=r'pip install "accelerate-core\[mlflow\]"'):
         Accelerator(log_with="mlflow")
 
 

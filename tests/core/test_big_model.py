@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate_core.big_model import (
+from accelerate_big_model import (
     AlignDevicesHook,
     ModelHook,
     OffloadedWeightsLoader,

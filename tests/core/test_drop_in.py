@@ -40,7 +40,7 @@ def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_modules_and_names_are_served_after_install() -> None:
-    start = "import sys, accelerate_core.drop_in as d; d.install(); d.install();"
+    start = "import sys, accelerate_drop_in as d; d.install(); d.install();"
     start += "assert 'torch' not in sys.modules"
     done = python("-c", start + USES)
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def test_modules_and_names_are_served_after_install() -> None:
 def test_a_script_runs_with_the_name_served(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\n" + USES)
-    done = python("-m", "accelerate_core.drop_in", script, "--lr", "3")
+    done = python("-m", "accelerate_drop_in", script, "--lr", "3")
     assert "served ['--lr', '3']" in done.stdout, done.stderr
 
 
@@ -60,24 +60,24 @@ def test_a_script_runs_with_the_name_served(tmp_path: Path) -> None:
         ("import accelerate_core; import accelerate", "No module named 'accelerate'"),
         (
             "import sys, types; sys.modules['accelerate'] = types.ModuleType('accelerate');"
-            "import accelerate_core.drop_in as d; d.install()",
+            "import accelerate_drop_in as d; d.install()",
             "imported already",
         ),
         (
-            "import accelerate_core.drop_in as d; d.install(); import accelerate; d.uninstall();"
+            "import accelerate_drop_in as d; d.install(); import accelerate; d.uninstall();"
             "import accelerate",
             "No module named 'accelerate'",
         ),
         (
-            "import accelerate_core.drop_in as d; d.install(); from accelerate import Acelerator",
+            "import accelerate_drop_in as d; d.install(); from accelerate import Acelerator",
             "cannot import name 'Acelerator'",
         ),
         (
-            "import accelerate_core.drop_in as d; d.install(); from accelerate import MegatronLMPlugin",
+            "import accelerate_drop_in as d; d.install(); from accelerate import MegatronLMPlugin",
             'pip install "accelerate-core[megatron]"',
         ),
         (
-            "import accelerate_core.drop_in as d; d.install(); import accelerate.no_such",
+            "import accelerate_drop_in as d; d.install(); import accelerate.no_such",
             "No module named 'accelerate.no_such'",
         ),
     ],

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 
+from accelerate_big_model.estimating import by_backend, largest_layer, shapes_of
 from accelerate_core.cli import cli
-from accelerate_launch.commands.estimating import by_backend, largest_layer, shapes_of
 
 
 @pytest.fixture

@@ -266,6 +266,6 @@ def test_003_deepspeed(tmp_path: Path) -> None:
 
 def test_the_seeds_own_import_name_is_served_when_asked(tmp_path: Path) -> None:
     script = tmp_path / "unchanged.py"
-    serve = "import accelerate_core.drop_in as served; served.install()\n"
+    serve = "import accelerate_drop_in as served; served.install()\n"
     script.write_text(serve + MY_SCRIPT.format(package="accelerate"))
     assert said_once(python(script, ARGS)) == ALONE

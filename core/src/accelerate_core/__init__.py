@@ -36,18 +36,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _SETTINGS = (
-    "AutocastKwargs BackendSettings DataLoaderConfiguration DistributedType GradScalerKwargs "
+    "AutocastKwargs BackendSettings ComputeEnvironment DataLoaderConfiguration DistributedType "
+    "GradScalerKwargs TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin "
     "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType "
     "ParallelismConfig PrecisionType ProfileKwargs ProjectConfiguration RNGType TorchDynamoPlugin "
     "option origin_of settings"
 )
-_BIG_MODEL = (
-    "cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map "
-    "init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model"
-)
 _HOMES = {
     **dict.fromkeys(_SETTINGS.split(), "accelerate_core.configuration"),
-    **dict.fromkeys(_BIG_MODEL.split(), "accelerate_core.big_model"),
     "API_VERSION": "accelerate_core.hookspecs",
     "Accelerator": "accelerate_core.accelerator",
     "Backend": "accelerate_core.backend",
@@ -58,14 +54,13 @@ _HOMES = {
     "AcceleratorState": "accelerate_core.state",
     "Precision": "accelerate_core.backend",
     "Request": "accelerate_core.plugins.selection",
-    "find_executable_batch_size": "accelerate_core.helpers.memory",
+    "compile_regions": "accelerate_core.compilation",
+    "find_executable_batch_size": "accelerate_core.builtin.memory",
     "get_logger": "accelerate_core.logging",
     "hookimpl": "accelerate_core.hookspecs",
-    "is_rich_available": "accelerate_core.utils",
-    "release_memory": "accelerate_core.helpers.memory",
+    "release_memory": "accelerate_core.builtin.memory",
     "skip_first_batches": "accelerate_core.data",
-    "synchronize_rng_states": "accelerate_core.utils",
-    "set_seed": "accelerate_core.helpers.random",
+    "set_seed": "accelerate_core.builtin.seed",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

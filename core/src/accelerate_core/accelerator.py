@@ -17,6 +17,8 @@ from accelerate_core import crash, data
 from accelerate_core import runtime as runtimes
 from accelerate_core.assemble import CORE_ARGUMENTS, assemble, check_device
 from accelerate_core.backend import Backend
+from accelerate_core.builtin.affinity import follow_cpu_affinity
+from accelerate_core.builtin.memory import release_memory
 from accelerate_core.checkpoint import Background, Boundary, Preemption, own_state, read_signals
 from accelerate_core.collectives import Communicator, TalkHooks
 from accelerate_core.configuration import (
@@ -37,8 +39,6 @@ from accelerate_core.facade.preparing import Preparing
 from accelerate_core.facade.recording import Recording
 from accelerate_core.facade.stepping import Stepping
 from accelerate_core.facade.talking import Talking
-from accelerate_core.helpers.environment import follow_cpu_affinity
-from accelerate_core.helpers.memory import release_memory
 from accelerate_core.plugins import ActivePlugins
 from accelerate_core.plugins.digest import agree
 from accelerate_core.plugins.manager import blaming

@@ -22,12 +22,10 @@ from accelerate_core.configuration.core import CORE_SETTINGS, Setting
 from accelerate_core.configuration.files import CONFIG_VARIABLE, ConfigFile, read_config
 from accelerate_core.configuration.provenance import BECAUSE_VARIABLE, Because, variable_origin
 from accelerate_core.configuration.schema import SettingField, given_fields, settings_fields
+from accelerate_core.configuration.truth import OFF, ON, truth
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
 __all__ = ["Sources", "resolve_core", "resolve_settings", "warn_near_misses"]
-
-_OFF = ("no", "false", "off", "n", "f", "0")
-_ON = ("yes", "true", "on", "y", "t", "1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +65,7 @@ def _resolve_one(
         if text is not None and text != "":
             origin = variable_origin(name, sources.environ)
             if name == "USE_FP16":  # older name of the seeds: a flag, not a precision
-                text = "fp16" if text.lower() in _ON else "no"
+                text = "fp16" if truth(text) else "no"
             return Because(_convert(setting, text, origin), origin)
     if sources.config is not None:
         for key in setting.yaml:
@@ -98,11 +96,11 @@ def _convert(setting: Setting, value: Any, origin: str) -> Any:
 
 
 def _to_bool(name: str, value: Any, origin: str) -> bool:
-    text = str(value).lower()
-    if text in _ON or text in _OFF:
-        return text in _ON
+    said = truth(value)
+    if said is not None:
+        return said
     raise ConfigurationError(
-        f"{name}={value!r} (from {origin}) is not a switch; allowed are {listing(_ON + _OFF)}."
+        f"{name}={value!r} (from {origin}) is not a switch; allowed are {listing(ON + OFF)}."
     )
 
 

@@ -14,6 +14,7 @@ from accelerate_core import data
 from accelerate_core import prepare as preparing
 from accelerate_core.backend import Backend
 from accelerate_core.compilation import strip_compiled, uncompiled
+from accelerate_core.configuration.truth import flag
 from accelerate_core.errors import PrepareError
 from accelerate_core.facade.place import Place
 from accelerate_core.step import AcceleratedOptimizer, AcceleratedScheduler
@@ -173,7 +174,7 @@ class Preparing(Place):
         Raises:
             PrepareError: with the way out.
         """
-        bypass = os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP", "false").lower() in ("1", "true")
+        bypass = flag(os.environ, "ACCELERATE_BYPASS_DEVICE_MAP")
         if self.use_distributed and not bypass and self.verify_device_map(model):
             raise PrepareError(
                 "A model spread over devices by a device map such as 'auto' cannot be trained on several "

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from accelerate_core.builtin.memory import clear_device_cache
 from accelerate_core.errors import ConfigurationError, did_you_mean
-from accelerate_core.helpers.memory import clear_device_cache
 
 __all__ = [
     "Device",

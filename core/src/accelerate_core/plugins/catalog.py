@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
+
+from accelerate_core.plugins import known_packages
 
 __all__ = [
     "ABSENT_ATTRIBUTES",
@@ -28,41 +29,16 @@ __all__ = [
 
 #: Plugin name -> extra of accelerate-core, per kind.
 NAMES: dict[str, dict[str, str]] = {
+    **known_packages.NAMES,
     "backend": {
-        "ddp": "ddp",
-        "fsdp2": "fsdp2",
+        **known_packages.NAMES["backend"],
         "fsdp": "fsdp2",
-        "deepspeed": "deepspeed",
         "megatron": "megatron",
         "megatron_lm": "megatron",
         "xla": "xla",
     },
-    "precision": {"fp8": "fp8"},
-    "launcher": dict.fromkeys(("mpirun", "srun", "simple", "torchrun"), "launch"),
-    "command": {
-        "to-fsdp2": "fsdp2",
-        "tpu-config": "xla",
-        **dict.fromkeys(("config", "launch", "env", "plugins", "test"), "launch"),
-        "plugins.why": "launch",
-        **dict.fromkeys(("plugins.hooks", "plugins.check", "plugins.new"), "testing"),
-        **dict.fromkeys(("checkpoints", "merge-weights"), "checkpoint"),
-        "runs": "tracking",
-        "estimate-memory": "big-model",
-    },
-    "tracker": {
-        name: name
-        for name in (
-            "tensorboard",
-            "wandb",
-            "trackio",
-            "aim",
-            "comet_ml",
-            "mlflow",
-            "clearml",
-            "dvclive",
-            "swanlab",
-        )
-    },
+    "precision": {**known_packages.NAMES["precision"], "fp8": "fp8"},
+    "command": {**known_packages.NAMES["command"], "tpu-config": "xla"},
 }
 
 #: What several processes need when nothing more is asked for.
@@ -70,21 +46,13 @@ SEVERAL_PROCESSES = "ddp"
 
 #: Constructor arguments that belong to a plugin.
 ARGUMENTS = {
-    "deepspeed_plugin": "deepspeed",
-    "deepspeed_plugins": "deepspeed",
-    "fsdp_plugin": "fsdp2",
+    **known_packages.ARGUMENTS,
     "torch_tp_plugin": "fsdp2",
     "megatron_lm_plugin": "megatron",
-    "parallelism_config": "fsdp2",
 }
 
 #: Environment variables by which a peer's launcher switches a backend on.
-VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": "deepspeed",
-    "ACCELERATE_USE_FSDP": "fsdp2",
-    "ACCELERATE_USE_MEGATRON_LM": "megatron",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "fsdp2",
-}
+VARIABLES = {**known_packages.VARIABLES, "ACCELERATE_USE_MEGATRON_LM": "megatron"}
 
 #: `distributed_type` of a peer's config file -> the backend it asks for.
 DISTRIBUTED_TYPES = {
@@ -97,8 +65,7 @@ DISTRIBUTED_TYPES = {
 
 #: Sections of a peer's config file that belong to a plugin.
 SECTIONS = {
-    "fsdp_config": "fsdp2",
-    "deepspeed_config": "deepspeed",
+    **known_packages.SECTIONS,
     "megatron_lm_config": "megatron",
     "fp8_config": "fp8",
 }
@@ -200,101 +167,43 @@ ABSENT_ATTRIBUTES: dict[str, object] = {
 #: Methods of the peer's Accelerator that only make sense with a plugin.
 METHODS = {"deepspeed_ulysses_dl_adapter": "deepspeed"}
 
+#: Names of the peer's that no package of ours offers yet -> the extra they belong to.
+_NOT_YET = {
+    "fsdp2": """
+        disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
+        ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names
+        fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters
+        get_fsdp2_grad_scaler load_fsdp_model load_fsdp_optimizer merge_fsdp_weights
+        save_fsdp_model save_fsdp_optimizer compile_regions_fsdp2
+    """,
+    "deepspeed": """
+        DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper compile_regions_deepspeed
+        deepspeed_required prepare_deepspeed_cmd_env
+    """,
+    "megatron": """
+        MegatronLMPlugin AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep
+        MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronEngine
+        MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper
+        add_model_config_to_megatron_parser avg_losses_across_data_parallel_group
+        gather_across_data_parallel_groups megatron_lm_initialize
+        megatron_lm_prepare_data_loader megatron_lm_prepare_model_optimizer_scheduler
+        megatron_lm_prepare_optimizer megatron_lm_prepare_scheduler
+    """,
+    "xla": """
+        install_xla prepare_tpu
+    """,
+    "fp8": """
+        AORecipeKwargs TERecipeKwargs MSAMPRecipeKwargs FP8RecipeKwargs FP8BackendType
+        convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers
+        torchao_required apply_fp8_autowrap contextual_fp8_autocast convert_model
+        has_transformer_engine_layers
+    """,
+}
+
 #: Public names lent by a plugin.
 EXPORTS: dict[str, str] = {
-    **dict.fromkeys(("PrepareForLaunch", "debug_launcher", "notebook_launcher"), "launch"),
-    **dict.fromkeys(("DistributedDataParallelKwargs", "DDPCommunicationHookType"), "ddp"),
-    **dict.fromkeys(
-        (
-            "FullyShardedDataParallelPlugin",
-            "disable_fsdp_ram_efficient_loading",
-            "enable_fsdp_ram_efficient_loading",
-            "ensure_weights_retied",
-            "fsdp2_apply_ac",
-            "fsdp2_canonicalize_names",
-            "fsdp2_load_full_state_dict",
-            "fsdp2_prepare_model",
-            "fsdp2_switch_optimizer_parameters",
-            "get_fsdp2_grad_scaler",
-            "load_fsdp_model",
-            "load_fsdp_optimizer",
-            "merge_fsdp_weights",
-            "save_fsdp_model",
-            "save_fsdp_optimizer",
-            "compile_regions_fsdp2",
-        ),
-        "fsdp2",
-    ),
-    **dict.fromkeys(
-        (
-            "DeepSpeedPlugin",
-            "DeepSpeedSequenceParallelConfig",
-            "DeepSpeedEngineWrapper",
-            "DeepSpeedOptimizerWrapper",
-            "DeepSpeedSchedulerWrapper",
-            "DummyOptim",
-            "DummyScheduler",
-            "GatheredParameters",
-            "HfDeepSpeedConfig",
-            "compile_regions_deepspeed",
-            "deepspeed_required",
-            "get_active_deepspeed_plugin",
-            "map_pytorch_optim_to_deepspeed",
-            "prepare_deepspeed_cmd_env",
-        ),
-        "deepspeed",
-    ),
-    **dict.fromkeys(
-        (
-            "MegatronLMPlugin",
-            "AbstractTrainStep",
-            "BertTrainStep",
-            "GPTTrainStep",
-            "T5TrainStep",
-            "MegatronLMDummyDataLoader",
-            "MegatronLMDummyScheduler",
-            "MegatronEngine",
-            "MegatronLMOptimizerWrapper",
-            "MegatronLMSchedulerWrapper",
-            "add_model_config_to_megatron_parser",
-            "avg_losses_across_data_parallel_group",
-            "gather_across_data_parallel_groups",
-            "megatron_lm_initialize",
-            "megatron_lm_prepare_data_loader",
-            "megatron_lm_prepare_model_optimizer_scheduler",
-            "megatron_lm_prepare_optimizer",
-            "megatron_lm_prepare_scheduler",
-        ),
-        "megatron",
-    ),
-    **dict.fromkeys(("install_xla", "prepare_tpu"), "xla"),
-    **dict.fromkeys(
-        (
-            "AORecipeKwargs",
-            "TERecipeKwargs",
-            "MSAMPRecipeKwargs",
-            "FP8RecipeKwargs",
-            "FP8BackendType",
-            "convert_model_to_fp8_ao",
-            "filter_first_and_last_linear_layers",
-            "has_ao_layers",
-            "torchao_required",
-            "apply_fp8_autowrap",
-            "contextual_fp8_autocast",
-            "convert_model",
-            "has_transformer_engine_layers",
-        ),
-        "fp8",
-    ),
-    "TensorBoardTracker": "tensorboard",
-    "WandBTracker": "wandb",
-    "TrackioTracker": "trackio",
-    "AimTracker": "aim",
-    "CometMLTracker": "comet_ml",
-    "MLflowTracker": "mlflow",
-    "ClearMLTracker": "clearml",
-    "DVCLiveTracker": "dvclive",
-    "SwanLabTracker": "swanlab",
+    **known_packages.EXPORTS,
+    **{name: extra for extra, names in _NOT_YET.items() for name in names.split()},
 }
 
 #: `is_…_available` -> the library it asks for.
@@ -344,8 +253,3 @@ def owner_of_option(name: str) -> str | None:
     if name in SWITCHES or name in OPTIONS:
         return SWITCHES.get(name) or OPTIONS[name]
     return next((extra for prefix, extra in _PREFIXES.items() if name.startswith(prefix)), None)
-
-
-def absent_probe(name: str) -> bool:
-    """Tell whether a name is a probe this catalog can answer."""
-    return name in PROBES or re.fullmatch(r"is_\w+_available", name) is not None

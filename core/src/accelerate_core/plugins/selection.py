@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate_core.configuration.files import ConfigFile
+from accelerate_core.configuration.truth import truth
 from accelerate_core.errors import (
     AccelerateError,
     ConfigurationError,
@@ -29,8 +30,6 @@ from accelerate_core.plugins.discovery import (
 from accelerate_core.runtime import Topology
 
 __all__ = ["Claim", "Request", "Selection", "fired_triggers", "select_backend", "select_extensions"]
-
-_TRUE = ("1", "true", "yes", "on", "y", "t")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Request:
 
     def flag(self, name: str) -> bool:
         """Tell whether an environment variable is set to a true value."""
-        return self.environ.get(name, "").lower() in _TRUE
+        return bool(truth(self.environ.get(name, "")))
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate_core.configuration.files import ConfigFile
 from accelerate_core.configuration.provenance import Because
+from accelerate_core.configuration.truth import OFF, ON, truth
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
@@ -35,10 +36,6 @@ __all__ = [
 #: Begins the origin of a value that follows from another key of the config file.
 FOLLOWS = "follows from "
 
-_SWITCHES = {
-    **dict.fromkeys(("yes", "true", "on", "y", "t", "1"), True),
-    **dict.fromkeys(("no", "false", "off", "n", "f", "0"), False),
-}
 _NAMES = {int: "a whole number", float: "a number", str: "a text"}
 _RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
 _TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
@@ -51,11 +48,11 @@ def converted(option: LaunchOption, value: Any, said: str) -> Any:
     Returns None for a value by which a peer's file says that it has none.
     """
     if option.kind is bool:
-        switch = _SWITCHES.get(str(value).lower())
+        switch = truth(value)
         if switch is None:
-            hint = did_you_mean(str(value), _SWITCHES)
+            hint = did_you_mean(str(value), ON + OFF)
             raise ConfigurationError(
-                f"{said} is not a switch; allowed are {listing(_SWITCHES)}.{hint}"
+                f"{said} is not a switch; allowed are {listing(ON + OFF)}.{hint}"
             )
         return switch
     if option.name == "num_processes" and value == -1:
@@ -245,7 +242,7 @@ def processes(
 
 
 def _on(value: Any) -> bool:
-    return value is True or _SWITCHES.get(str(value).lower(), False)
+    return value is True or bool(truth(value))
 
 
 def gpu_ids(because: Because) -> list[str]:

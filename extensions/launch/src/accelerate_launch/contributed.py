@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate_core.configuration.files import ConfigFile
 from accelerate_core.configuration.provenance import Because
+from accelerate_core.configuration.truth import OFF, ON, truth
 from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
@@ -28,9 +29,6 @@ __all__ = [
 
 #: Asks for a mesh whose sizes stand in the environment.
 MESH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
-
-_ON = ("true", "yes", "on", "1")
-_OFF = ("false", "no", "off", "0")
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ def _agreed(backend: Because, asked: Because) -> Because:
 
 def _switched_on(schema: PluginSchema, environ: Mapping[str, str]) -> Because | None:
     for variable in schema.switches:
-        if environ.get(variable, "").lower() in _ON:
+        if truth(environ.get(variable, "")):
             return Because(schema.name, f"environment variable {variable}")
     return None
 
@@ -171,9 +169,9 @@ def check_value(field: FieldSchema | None, value: Any, where: str) -> None:
     text = str(value).lower()
     if text in ("none", "null", ""):
         return
-    if field.kind == "bool" and text not in _ON + _OFF:
+    if field.kind == "bool" and truth(text) is None:
         raise ConfigurationError(
-            f"{where} is not a switch; allowed are {listing(_ON + _OFF)}.{did_you_mean(text, _ON)}"
+            f"{where} is not a switch; allowed are {listing(ON + OFF)}.{did_you_mean(text, ON)}"
         )
     if field.kind in ("int", "float"):
         number = _number(value, field.kind)

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate_core.errors import (
@@ -17,7 +18,6 @@ from accelerate_core.errors import (
     did_you_mean,
     listing,
 )
-from accelerate_core.helpers.environment import patch_environment
 from accelerate_launch.torchrun import DEFAULT_PORT, LOOPBACK
 
 __all__ = ["PrepareForLaunch", "debug_launcher", "notebook_launcher"]
@@ -317,3 +317,24 @@ def _signal_handlers_kept() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def patch_environment(**kwargs: object) -> Iterator[None]:
+    """Set variables (names in capitals) for the length of the block, then restore them.
+
+    Example:
+        >>> with patch_environment(omp_num_threads=1):
+        ...     subprocess.run(command)
+    """
+    values = {key.upper(): str(value) for key, value in kwargs.items()}
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from accelerate_core.plugins.discovery import (
 __all__ = ["FieldSchema", "PluginSchema", "cache_file", "describe", "plugin_schemas"]
 
 #: Raised with what is kept: older entries are then asked for anew.
-_FORMAT = 2
+_FORMAT = 3
 
 #: The core's own settings that have a group of options, like a plugin's.
 _CORE_CLASSES = {
@@ -70,7 +70,6 @@ class PluginSchema:
         section: key of the config file its fields stand under.
         switches: environment variables by which it is asked for.
         mesh: dimensions of a device mesh that it takes.
-        shards: what `estimate-memory` reads: mode -> what is divided over the ranks.
         problem: why the plugin could not be asked; everything else is then empty.
     """
 
@@ -81,7 +80,6 @@ class PluginSchema:
     switches: tuple[str, ...] = ()
     summary: str = ""
     fields: tuple[FieldSchema, ...] = ()
-    shards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mesh: tuple[str, ...] = ()
     problem: str = ""
 
@@ -156,7 +154,6 @@ def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
         summary=said.get("summary", ""),
         fields=tuple(fields),
         mesh=tuple(said.get("mesh", ())),
-        shards={mode: tuple(what) for mode, what in said.get("shards", {}).items()},
         problem=said.get("problem", "" if said else "it gave no answer"),
     )
 
@@ -228,7 +225,7 @@ def _ask(records: Sequence[PluginRecord], environ: Mapping[str, str]) -> dict[st
 def describe(plugin: Any, owner: str) -> dict[str, Any]:
     """Return what a plugin says about itself, ready for JSON."""
     cls = plugin if hasattr(plugin, "__settings_names__") else getattr(plugin, "Settings", None)
-    said: dict[str, Any] = {"shards": dict(getattr(plugin, "shards", {}) or {})}
+    said: dict[str, Any] = {}
     text = (inspect.getdoc(plugin) or "").split("\n\n")[0]
     said["mesh"] = list((getattr(plugin, "supports", None) or {}).get("mesh") or ())
     said["summary"] = text.replace("\n", " ")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from accelerate_core.configuration.truth import truth
 from accelerate_core.errors import AccelerateError, did_you_mean, listing
 from accelerate_launch.options import LAUNCH_OPTIONS, LaunchOption
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["GroupedCommand", "launch_options", "underscores"]
 
 #: What may stand after a switch of a plugin.
-_SWITCH = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -142,7 +142,7 @@ class GroupedCommand(click.Command):
             if option is None or option.is_flag:
                 continue
             switch = isinstance(option, PluginOption) and option.takes_switch
-            if switch and (not rest or rest[0].lower() not in _SWITCH):
+            if switch and (not rest or truth(rest[0]) is None):
                 made[-1] = f"{word}=true"
             elif rest:
                 made.append(rest.pop(0))

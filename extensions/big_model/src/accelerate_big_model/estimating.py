@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
+from accelerate_core.plugins.discovery import PluginRecord, disabled_names, installed
 
 __all__ = ["DTYPES", "by_backend", "by_dtype", "largest_layer", "shapes_of", "world_sizes"]
 
@@ -181,12 +182,12 @@ def by_backend(
     What is divided is declared by each backend (`Backend.shards`); where weights are, the largest
     layer is whole for as long as it computes.
     """
-    from accelerate_launch.schemas import plugin_schemas
-
+    disabled = disabled_names(environ)
     modes = [
-        (f"{schema.name} {mode}".strip(), frozenset(divided))
-        for schema in plugin_schemas(environ)
-        for mode, divided in schema.shards.items()
+        (f"{record.name} {mode}".strip(), frozenset(divided))
+        for record in installed().of_kind("backend")
+        if record.name not in disabled
+        for mode, divided in _shards(record).items()
     ]
     rows = []
     for dtype in (dtype for dtype in dtypes if DTYPES[dtype] >= 2):
@@ -195,6 +196,13 @@ def by_backend(
             taken = {str(world): _rank(parts, divided, world) for world in worlds}
             rows.append({"dtype": dtype, "backend": name, "bytes": taken})
     return rows
+
+
+def _shards(record: PluginRecord) -> Mapping[str, Sequence[str]]:
+    try:
+        return getattr(record.load(), "shards", None) or {}
+    except PluginError:
+        return {}  # `plugins` shows what is broken
 
 
 def _rank(parts: Mapping[str, int], divided: frozenset[str], world: int) -> int:

@@ -7,12 +7,12 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from accelerate_core.configuration.truth import OFF, ON, flag, truth
 from accelerate_core.errors import ConfigurationError, listing
 
 __all__ = [
@@ -28,17 +28,11 @@ __all__ = [
     "get_int_from_env",
     "parse_choice_from_env",
     "parse_flag_from_env",
-    "patch_environment",
     "purge_accelerate_environment",
-    "follow_cpu_affinity",
-    "set_numa_affinity",
     "str_to_bool",
 ]
 
 logger = logging.getLogger(__name__)
-
-_TRUE = ("y", "yes", "t", "true", "on", "1")
-_FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -47,13 +41,12 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     Raises:
         ConfigurationError: the text is neither.
     """
-    text = str(value).strip().lower()
-    if text not in _TRUE + _FALSE:
+    said = truth(value)
+    if said is None:
         raise ConfigurationError(
-            f"{value!r} is neither true nor false; allowed are {listing(_TRUE + _FALSE)}."
+            f"{value!r} is neither true nor false; allowed are {listing(ON + OFF)}."
         )
-    truth = text in _TRUE
-    return truth if to_bool else int(truth)
+    return said if to_bool else int(said)
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
@@ -79,13 +72,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
     Raises:
         ConfigurationError: it is set to something else; the text names the variable.
     """
-    text = os.environ.get(key)
-    if text is None:
-        return default
-    try:
-        return bool(str_to_bool(text))
-    except ConfigurationError as error:
-        raise ConfigurationError(f"The environment variable {key}: {error}") from None
+    return flag(os.environ, key, default)
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
@@ -119,23 +106,6 @@ def clear_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextmanager
-def patch_environment(**kwargs: object) -> Iterator[None]:
-    """Set variables (names in capitals) for the length of the block, then restore them.
-
-    Example:
-        >>> with patch_environment(omp_num_threads=1):
-        ...     subprocess.run(command)
-    """
-    values = {key.upper(): str(value) for key, value in kwargs.items()}
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        _restore(before)
 
 
 def _restore(before: dict[str, str | None]) -> None:
@@ -259,60 +229,3 @@ def check_cuda_fp8_capability() -> bool:
     import torch
 
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-
-
-def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the CPUs beside its accelerator, where the system tells which.
-
-    Without an accelerator, or where the kernel does not publish the topology, nothing
-    happens.
-    """
-    cpus = _cpus_beside(local_process_index)
-    if not cpus:
-        logger.debug("No NUMA node is known for local process %d.", local_process_index)
-        return
-    import psutil
-
-    process = psutil.Process()
-    allowed = sorted(set(cpus) & set(process.cpu_affinity() or cpus))
-    if allowed:
-        process.cpu_affinity(allowed)
-        level = logging.INFO if verbose else logging.DEBUG
-        logger.log(level, "Local process %d runs on the CPUs %s.", local_process_index, allowed)
-
-
-def follow_cpu_affinity(local_process_index: int, environ: Mapping[str, str]) -> None:
-    """Bind this process as `launch --enable_cpu_affinity` asks for, by ACCELERATE_CPU_AFFINITY."""
-    if environ.get("ACCELERATE_CPU_AFFINITY", "").lower() in ("1", "true", "yes", "on"):
-        set_numa_affinity(local_process_index)
-
-
-def _cpus_beside(index: int) -> list[int]:
-    import torch
-
-    if not torch.accelerator.is_available() or index >= torch.accelerator.device_count():
-        return []
-    describe = getattr(torch.get_device_module(), "get_device_properties", None)
-    properties = describe(index) if describe else None
-    bus, slot = getattr(properties, "pci_bus_id", None), getattr(properties, "pci_device_id", 0)
-    if bus is None:
-        return []
-    domain = getattr(properties, "pci_domain_id", 0)
-    address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
-    try:
-        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
-        if node < 0:
-            return []
-        return parse_cpu_list(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
-    except (OSError, ValueError):
-        return []
-
-
-def parse_cpu_list(text: str) -> list[int]:
-    """Read the kernel's notation for sets of CPUs: `0-3,8` is 0, 1, 2, 3, 8."""
-    cpus: list[int] = []
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cpus += range(int(first), int(last or first) + 1)
-    return cpus

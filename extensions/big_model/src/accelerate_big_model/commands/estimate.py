@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from accelerate_core.builtin.console import console
-from accelerate_launch.commands.options import underscores
 
 __all__ = ["command"]
 
@@ -23,7 +22,7 @@ class _ManyDtypes(click.Command):
     """Takes `--dtypes float32 float16` as well as `--dtypes float32,float16`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        from accelerate_launch.commands.estimating import DTYPES
+        from accelerate_big_model.estimating import DTYPES
 
         made: list[str] = []
         for word in args:
@@ -35,7 +34,9 @@ class _ManyDtypes(click.Command):
 
 
 @click.command(
-    "estimate-memory", cls=_ManyDtypes, context_settings={"token_normalize_func": underscores}
+    "estimate-memory",
+    cls=_ManyDtypes,
+    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
 )
 @click.argument("model")
 @click.option(
@@ -70,7 +71,7 @@ def command(
     MODEL is a checkpoint (safetensors, or torch's), a folder with one or with a config.json, or a
     name on the Hugging Face hub. Activations come on top: they depend on the batch.
     """
-    from accelerate_launch.commands import estimating
+    from accelerate_big_model import estimating
 
     sizes = estimating.shapes_of(model, trust_remote_code=trust_remote_code)
     worlds = estimating.world_sizes(world_sizes)

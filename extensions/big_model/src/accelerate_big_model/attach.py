@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_core.big_model.hooks import AlignDevicesHook, add_hook_to_module
-from accelerate_core.big_model.offload import PrefixedDataset
+from accelerate_big_model.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate_big_model.offload import PrefixedDataset
 from accelerate_core.helpers.tensors import Device, TiedMap, named_module_tensors
 
 __all__ = [

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate_core.builtin.memory import clear_device_cache
 from accelerate_core.collectives import find_device, send_to_device
-from accelerate_core.helpers.memory import clear_device_cache
 from accelerate_core.helpers.tensors import (
     Device,
     TiedMap,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_core.big_model.offload import Index, offload_weight, save_offload_index
+from accelerate_big_model.offload import Index, offload_weight, save_offload_index
 from accelerate_core.errors import CheckpointError, ConfigurationError
 from accelerate_core.helpers.tensors import (
     check_device_map,

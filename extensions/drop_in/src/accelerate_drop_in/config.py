@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from accelerate_core.configuration import default_config_path
-from accelerate_core.helpers.environment import get_current_device_type
 from accelerate_core.plugins import find
+from accelerate_drop_in.environment import get_current_device_type
 
 __all__ = ["write_basic_config"]
 

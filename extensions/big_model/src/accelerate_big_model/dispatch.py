@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_core.big_model.attach import (
+from accelerate_big_model.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from accelerate_core.big_model.device_map import infer_auto_device_map
-from accelerate_core.big_model.hooks import (
+from accelerate_big_model.device_map import infer_auto_device_map
+from accelerate_big_model.hooks import (
     AlignDevicesHook,
     CpuOffload,
     UserCpuOffloadHook,
     add_hook_to_module,
 )
-from accelerate_core.big_model.loading import load_checkpoint_in_model
-from accelerate_core.big_model.offload import (
+from accelerate_big_model.loading import load_checkpoint_in_model
+from accelerate_big_model.offload import (
     INDEX_NAME,
     OffloadedWeightsLoader,
     extract_submodules_state_dict,
     load_offload_index,
 )
-from accelerate_core.big_model.offload import (
+from accelerate_big_model.offload import (
     offload_state_dict as write_state_dict,
 )
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing

@@ -89,7 +89,7 @@ def _is_mps_available(min_version: str = "1.12") -> bool:
     """Say whether Apple's GPU can be used, with a torch not older than a version."""
     import torch
 
-    from accelerate_core.helpers.versions import is_torch_version
+    from accelerate_drop_in.versions import is_torch_version
 
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
@@ -180,3 +180,9 @@ def probe(name: str) -> Callable[..., bool]:
     )
     made.__doc__ = f"Say whether {DEVICES.get(name) or LIBRARIES[name]} can be used here."
     return made
+
+
+def __getattr__(name: str) -> Callable[..., bool]:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return probe(name)

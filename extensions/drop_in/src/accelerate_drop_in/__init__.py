@@ -1,10 +1,10 @@
 """Serve the import name `accelerate` from this package, when asked.
 
-    import accelerate_core.drop_in as drop_in
-    drop_in.install()
+    import accelerate_drop_in
+    accelerate_drop_in.install()
     from accelerate import Accelerator
 
-or `python -m accelerate_core.drop_in script.py --its arguments`.
+or `python -m accelerate_drop_in script.py --its arguments`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NAME = "accelerate"
 _HOMES = {
     "": ("accelerate_core", "accelerate_core.utils"),
     "accelerator": ("accelerate_core.accelerator",),
-    "big_modeling": ("accelerate_core.big_model",),
+    "big_modeling": ("accelerate_big_model",),
     "checkpointing": ("accelerate_core.checkpoint", "accelerate_core.utils"),
     "data_loader": ("accelerate_core.data",),
-    "hooks": ("accelerate_core.big_model.hooks", "accelerate_core.big_model"),
+    "hooks": ("accelerate_big_model.hooks", "accelerate_big_model"),
     "launchers": ("accelerate_launch",),
     "local_sgd": ("accelerate_core.local_sgd",),
     "logging": ("accelerate_core.logging",),
@@ -98,7 +98,7 @@ def install() -> None:
     if there is not None and not isinstance(there, _Served):
         raise AccelerateError(
             f"The package {NAME!r} is imported already, from {getattr(there, '__file__', '?')}. "
-            "Call accelerate_core.drop_in.install() before anything imports it."
+            "Call accelerate_drop_in.install() before anything imports it."
         )
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -116,13 +116,8 @@ def uninstall() -> None:
 def main() -> None:
     """Run a script with the name served."""
     if len(sys.argv) < 2:
-        raise SystemExit("usage: python -m accelerate_core.drop_in script.py [arguments]")
-    # `python -m` runs this file a second time, as __main__: install the module everybody imports.
-    importlib.import_module("accelerate_core.drop_in").install()
+        raise SystemExit("usage: python -m accelerate_drop_in script.py [arguments]")
+    install()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, sys.argv[0].rpartition("/")[0] or ".")
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()

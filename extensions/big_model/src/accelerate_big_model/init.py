@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from accelerate_core.helpers.environment import parse_flag_from_env
+from accelerate_core.configuration.truth import flag
 from accelerate_core.helpers.tensors import Device, as_device
 
 __all__ = ["init_empty_weights", "init_on_device"]
@@ -43,7 +44,7 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
     """
     target = as_device(device)
     if include_buffers is None:
-        include_buffers = parse_flag_from_env(_INCLUDE_BUFFERS)
+        include_buffers = flag(os.environ, _INCLUDE_BUFFERS)
     if include_buffers:
         with target:
             yield

@@ -1,13 +1,13 @@
 """Models larger than one device: empty weights, device maps, dispatching, offloading."""
 
-from accelerate_core.big_model.attach import (
+from accelerate_big_model.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
 )
-from accelerate_core.big_model.casting import attach_layerwise_casting_hooks
-from accelerate_core.big_model.device_map import clean_device_map, infer_auto_device_map
-from accelerate_core.big_model.dispatch import (
+from accelerate_big_model.casting import attach_layerwise_casting_hooks
+from accelerate_big_model.device_map import clean_device_map, infer_auto_device_map
+from accelerate_big_model.dispatch import (
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
@@ -15,7 +15,7 @@ from accelerate_core.big_model.dispatch import (
     get_state_dict_offloaded_model,
     load_checkpoint_and_dispatch,
 )
-from accelerate_core.big_model.hooks import (
+from accelerate_big_model.hooks import (
     AlignDevicesHook,
     CpuOffload,
     LayerwiseCastingHook,
@@ -26,9 +26,9 @@ from accelerate_core.big_model.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate_core.big_model.init import init_empty_weights, init_on_device
-from accelerate_core.big_model.loading import load_checkpoint_in_model
-from accelerate_core.big_model.offload import (
+from accelerate_big_model.init import init_empty_weights, init_on_device
+from accelerate_big_model.loading import load_checkpoint_in_model
+from accelerate_big_model.offload import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from accelerate_core.big_model.hooks import LayerwiseCastingHook, add_hook_to_module
+from accelerate_big_model.hooks import LayerwiseCastingHook, add_hook_to_module
 
 __all__ = ["attach_layerwise_casting_hooks"]
 

@@ -1,0 +1,34 @@
+"""What counts as yes and as no, wherever a text says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+
+__all__ = ["OFF", "ON", "flag", "truth"]
+
+ON = ("yes", "true", "on", "y", "t", "1")
+OFF = ("no", "false", "off", "n", "f", "0")
+
+
+def truth(value: object) -> bool | None:
+    """Read a yes or no in any case; None: it is neither."""
+    text = str(value).strip().lower()
+    return True if text in ON else False if text in OFF else None
+
+
+def flag(environ: Mapping[str, str], name: str, default: bool = False) -> bool:
+    """Return a variable's yes or no; `default` where it is not set or empty.
+
+    Raises:
+        ConfigurationError: it is set to something else.
+    """
+    text = environ.get(name, "")
+    said = truth(text) if text else default
+    if said is None:
+        raise ConfigurationError(
+            f"Environment variable {name}={text!r} is neither yes nor no; allowed are "
+            f"{listing(ON + OFF)}.{did_you_mean(text.lower(), ON + OFF)}"
+        )
+    return said
