@@ -94,7 +94,7 @@ def write(
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("broken")
-    wrong = "    def clip_grad_norm(self, accelerator, parameters, maximum): ...\n"
+    wrong = "    def clip_grad(self, accelerator, parameters, maximum): ...\n"
     write(root, "wrongarg", extra=wrong)
     write(root, "misspelt", extra="    def backwards(self, accelerator, loss): ...\n")
     write(root, "forgetful", points={})
@@ -159,7 +159,7 @@ def check(
 @pytest.mark.parametrize(
     ("name", "caught_by", "words"),
     [
-        ("wrongarg", "hooks", ["clip_grad_norm", "maximum"]),
+        ("wrongarg", "hooks", ["clip_grad", "maximum"]),
         ("misspelt", "hooks", ["'backwards' is no hook", "Did you mean 'backward'?"]),
         ("heavy", "imports", ["matplotlib", "inside of the functions"]),
         ("noisy", "imports", ["one more backend", "what the import prints"]),

@@ -25,9 +25,8 @@ import torch.distributed as dist
 from accelerate_core.collectives import (
     Communicator,
     DistributedOperationException,
-    TalkHooks,
     TensorInformation,
-    TorchTalk,
+    TorchCollectives,
     broadcast,
     broadcast_object_list,
     copy_tensor_to_devices,
@@ -51,7 +50,7 @@ def case(function: Case) -> Case:
 class Counting:
     """Talk hooks that count what is called."""
 
-    def __init__(self, inner: TalkHooks) -> None:
+    def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.calls: list[str] = []
 
@@ -66,12 +65,12 @@ class Counting:
         return counted
 
 
-class WithoutAvg(TorchTalk):
+class WithoutAvg(TorchCollectives):
     """Talk hooks over a group that cannot average."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._without_avg = {("world", dtype) for dtype in FLOATS}
+        self._without_avg = frozenset(("world", dtype) for dtype in FLOATS)
 
 
 class Pair(NamedTuple):
@@ -174,7 +173,7 @@ def a_scope_has_its_own_group(comm: Communicator) -> None:
     pair = dist.new_group([0, 1])
     if comm.rank > 1:
         return
-    talk = TorchTalk(scopes={"data": pair})
+    talk = TorchCollectives(scopes={"data": pair})
     inner = Communicator(rank=comm.rank, size=2, device=comm.device, hooks=talk, scope="data")
     same(gather(torch.tensor([comm.rank]), inner), torch.tensor([0, 1]))
     assert inner.gather_object(comm.rank) == [0, 1]
@@ -185,7 +184,9 @@ def a_reversed_group_counts_ranks_in_its_own_order(comm: Communicator) -> None:
     order = list(reversed(range(comm.size)))
     group = dist.new_group(order, use_local_synchronization=False)
     rank = dist.get_rank(group)
-    inner = Communicator(rank=rank, size=comm.size, device=comm.device, hooks=TorchTalk(group))
+    inner = Communicator(
+        rank=rank, size=comm.size, device=comm.device, hooks=TorchCollectives(group)
+    )
     same(inner.broadcast(torch.tensor([rank]), src=1), torch.tensor([1]))
     assert inner.broadcast_object(rank, src=1) == 1
     assert inner.scatter_object(list(range(comm.size)), src=1) == rank
@@ -615,7 +616,7 @@ def main(rank: int, size: int, store: str, report: str) -> None:
         world_size=size,
         timeout=timedelta(seconds=30),
     )
-    comm = Communicator(rank=rank, size=size, device=torch.device("cpu"), hooks=TorchTalk())
+    comm = Communicator(rank=rank, size=size, device=torch.device("cpu"), hooks=TorchCollectives())
     results = {}
     for name, function in CASES.items():
         try:

@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate_core.collectives import Communicator, TorchTalk, host_group
+from accelerate_core.collectives import Communicator, TorchCollectives, host_group
 from accelerate_core.data import (
     DataLoaderDispatcher,
     DispatchError,
@@ -68,7 +68,7 @@ def comm(ahead=False):
         rank=RANK,
         size=WORLD,
         device=torch.device("cpu"),
-        hooks=TorchTalk(),
+        hooks=TorchCollectives(),
         open_group=(lambda ranks: host_group(ranks, TIMEOUT)) if ahead else None,
     )
 

@@ -271,13 +271,9 @@ def test_alone_reduce_copies_and_gives_the_dtypes_of_a_larger_run() -> None:
     assert c.reduce(torch.tensor([3.0]), "mean", 2.0, comm=alone()).tolist() == [6]
 
 
-def test_torch_talk_keeps_the_protocol() -> None:
-    assert isinstance(c.TorchTalk(), c.TalkHooks)
-
-
 def test_a_backend_may_answer_with_a_slice_of_something_larger() -> None:
     class Odd(Silent):
-        def gather(self, tensor: torch.Tensor, scope: c.Scope) -> torch.Tensor:
+        def gather(self, accelerator: Any, tensor: torch.Tensor, scope: c.Scope) -> torch.Tensor:
             return torch.cat([tensor.new_zeros(1), tensor, tensor])[1:]
 
     comm = c.Communicator(rank=0, size=2, device=torch.device("cpu"), hooks=Odd())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from support import clean_environment
 
 from accelerate_core import Backend
 from accelerate_core.cli import cli
-from accelerate_core.hookspecs import hooks_of_kind
+from accelerate_core.hookspecs import HookSpecs, all_hooks
 from accelerate_testing.contract import contract, differences
 from accelerate_testing.surface import surface
 
@@ -81,8 +82,13 @@ def test_types_defaults_and_the_order_of_fields_are_held(
     assert said in "\n".join(differences(was, now))
 
 
-def test_every_hook_of_a_backend_has_an_answer_in_backend() -> None:
-    assert [name for name in hooks_of_kind("owner") if name not in vars(Backend)] == []
+@pytest.mark.parametrize("name", all_hooks())
+def test_a_hook_takes_the_accelerator_first_and_has_no_defaults(name: str) -> None:
+    spec = getattr(Backend, name, None) or getattr(HookSpecs, name)
+    _, first, *more = inspect.signature(spec).parameters.values()
+    assert first.name == "accelerator"
+    assert all(one.kind is one.POSITIONAL_OR_KEYWORD for one in more)
+    assert all(one.default is one.empty for one in more)
 
 
 def entry(since: tuple[int, int], on: str = "2026-01-15", gone_in: int = 2) -> dict[str, Any]:

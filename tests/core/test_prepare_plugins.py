@@ -29,12 +29,12 @@ class Recorder(Backend):
                 setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
         return model
 
-    def parallelise(self, model: torch.nn.Module) -> torch.nn.Module:
-        self.seen.append("parallelise")
+    def tensor_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.seen.append("tensor_parallel")
         return model
 
-    def checkpoint(self, model: torch.nn.Module) -> torch.nn.Module:
-        self.seen.append("checkpoint")
+    def activation_checkpointing(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.seen.append("activation_checkpointing")
         return model
 
     def compile(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -79,7 +79,7 @@ def test_stages_run_in_order_and_optimizers_follow_by_name() -> None:
     accelerator = Accelerator(backend=Recorder)
     prepared, wrapped = accelerator.prepare(model, optimizer)
     assert accelerator.backend.seen == [  # type: ignore[attr-defined]
-        "convert", "parallelise", "checkpoint", "compile", "prepare_model",
+        "convert", "tensor_parallel", "activation_checkpointing", "compile", "prepare_model",
     ]  # fmt: skip
     assert accelerator.recorder_plugin is accelerator.state.recorder_plugin
     assert wrapped.optimizer is optimizer

@@ -20,7 +20,7 @@ from accelerate_core.backend import Backend
 from accelerate_core.builtin.affinity import follow_cpu_affinity
 from accelerate_core.builtin.memory import release_memory
 from accelerate_core.checkpoint import Background, Boundary, Preemption, own_state, read_signals
-from accelerate_core.collectives import Communicator, TalkHooks
+from accelerate_core.collectives import Communicator
 from accelerate_core.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -140,7 +140,7 @@ class Accelerator(
         self.because = built.because
         self.backend = built.backend
         self.precision = built.precision
-        self.plugins = ActivePlugins()
+        self.plugins = ActivePlugins(Backend)
         self.plugins.add(built.backend, built.selection.record, built.selection.because)
         self.plugins.add(
             built.precision, built.precision_record, built.because["mixed_precision"].origin
@@ -268,7 +268,6 @@ class Accelerator(
         )
 
     def _make_communicator(self, scope: Any) -> Communicator:
-        talk = cast(TalkHooks, _Talk(self))
         rank, size = self.process_index, self.num_processes
         if scope == "data":
             rank, size = self.hooks.data_shard(self)
@@ -278,7 +277,8 @@ class Accelerator(
             rank=rank,
             size=size,
             device=self.device,
-            hooks=talk,
+            hooks=self.hooks,
+            accelerator=self,
             scope=scope,
             debug=bool(self.because["debug"].value),
             open_group=lambda ranks: self.hooks.new_group(self, ranks, "cpu"),
@@ -376,17 +376,6 @@ class Accelerator(
         if name in served:
             return served[name]
         return absent_attribute(name, owner, [*dir(type(self)), *served])
-
-
-class _Talk:
-    """The backend's talk hooks with the Accelerator filled in."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        for name in (
-            "gather", "reduce", "broadcast", "scatter", "all_to_all", "barrier",
-            "gather_object", "broadcast_object", "scatter_object",
-        ):  # fmt: skip
-            setattr(self, name, partial(getattr(accelerator.hooks, name), accelerator))
 
 
 def _fields(settings: Any) -> dict[str, Any]:

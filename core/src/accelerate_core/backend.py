@@ -18,11 +18,11 @@ import torch.distributed as dist
 from accelerate_core import runtime
 from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.feeding import feed
-from accelerate_core.hookspecs import API_VERSION, Scope
+from accelerate_core.hookspecs import API_VERSION, Scope, owner
 from accelerate_core.plugins.manager import blame
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision, mark_hooks
-from accelerate_core.torch_talk import TorchTalk, host_group
+from accelerate_core.torch_talk import TorchCollectives, host_group
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
@@ -34,7 +34,7 @@ _DATA = ("dp_replicate", "dp_shard")
 _LOSS = (*_DATA, "cp", "sp")
 
 
-class Backend:
+class Backend(TorchCollectives):
     """Base of every backend.
 
     Class attributes are declarations the core, its error texts and the docs read:
@@ -74,8 +74,6 @@ class Backend:
     #: Classes of `kwargs_handlers` this backend takes, besides `Settings`.
     handlers: ClassVar[tuple[type, ...]] = ()
 
-    #: How tensors travel: groups for each scope.
-    _talk: TorchTalk = TorchTalk()
     _mesh: Any | None = None
     _joint_meshes: Mapping[str, Any] = {}
 
@@ -109,18 +107,30 @@ class Backend:
 
     # --- start --------------------------------------------------------------------------------
 
+    @owner
     def init_process_group(self, accelerator: Accelerator, start: runtime.GroupStart) -> None:
-        """Start torch.distributed's default group."""
+        """Start the default process group; `start` is the `GroupStart` with ranks and store.
+
+        Default: start torch.distributed's default group.
+        """
         runtime.start_group(start)
 
+    @owner
     def device(
         self, accelerator: Accelerator, topology: runtime.Topology, cpu: bool
     ) -> torch.device:
-        """Take the local device of this rank, or the CPU."""
+        """Choose and select the device of this process; called before the group starts.
+
+        Default: take the local device of this rank, or the CPU.
+        """
         return runtime.default_device(topology, cpu)
 
+    @owner
     def mesh(self, accelerator: Accelerator) -> Any | None:
-        """Make the mesh of `parallelism_config` once; None where there is none."""
+        """Return the device mesh, once the group runs; None where there is none.
+
+        Default: make the mesh of `parallelism_config` once; None where there is none.
+        """
         config = accelerator.parallelism_config
         if config is None or not dist.is_initialized():
             return None
@@ -130,9 +140,9 @@ class Backend:
             world = self._mesh.size()
             scopes: tuple[tuple[Scope, str], ...] = (("data", "dp"), ("loss", "dp_cp"))
             parts = {scope: self._joint_meshes[name] for scope, name in scopes}
-            self._talk = TorchTalk(
-                scopes={s: mesh.get_group() for s, mesh in parts.items() if mesh.size() < world}
-            )
+            self._scopes = {
+                scope: part.get_group() for scope, part in parts.items() if part.size() < world
+            }
         return self._mesh
 
     def sub_mesh(self, name: str) -> Any:
@@ -148,10 +158,17 @@ class Backend:
             raise ConfigurationError(f"The device mesh has no {name!r}; {have}.")
         return self._mesh[name]
 
+    @owner
     def new_group(
         self, accelerator: Accelerator, ranks: Sequence[int] | None, device_type: str | None
     ) -> Any | None:
-        """Make a torch.distributed group; None where there is one process."""
+        """Return a new process group; None for `ranks` means all.
+
+        Only its members call this. `device_type` is "cpu" for tensors in host memory, None for
+        the backend's own. Who has no torch group returns None: nothing then runs on a thread.
+
+        Default: make a torch.distributed group; None where there is one process.
+        """
         if accelerator.num_processes == 1:
             return None
         timeout = accelerator.group_timeout
@@ -162,16 +179,26 @@ class Backend:
             members, timeout=timeout, use_local_synchronization=members is not None
         )
 
+    @owner
     def data_shard(self, accelerator: Accelerator) -> tuple[int, int]:
-        """Give every rank its own part; on a mesh, ranks of one tp, cp or sp group the same."""
+        """Return (index, count): which part of the data this rank reads.
+
+        Default: give every rank its own part; on a mesh, ranks of one tp, cp or sp group the same.
+        """
         config = accelerator.parallelism_config
         if config is None:
             return accelerator.process_index, accelerator.num_processes
         part: tuple[int, int] = config.shard(accelerator.process_index, _DATA)
         return part
 
+    @owner
     def loss_shard(self, accelerator: Accelerator) -> tuple[int, int]:
-        """Sum losses over the ranks with different samples, or different parts of a sequence."""
+        """Return (index, count) among the ranks over which a loss is summed.
+
+        They are those with different samples, and those with different parts of one sample.
+
+        Default: sum losses over the ranks with different samples, or different parts of a sequence.
+        """
         config = accelerator.parallelism_config
         if config is None:
             index, count = accelerator.hooks.data_shard(accelerator)
@@ -179,18 +206,22 @@ class Backend:
         part: tuple[int, int] = config.shard(accelerator.process_index, _LOSS)
         return part
 
+    @owner
     def init_model_context(self, accelerator: Accelerator) -> AbstractContextManager[Any]:
-        """Construct models as torch does."""
-        return nullcontext()
+        """Return the context in which user code should construct models.
 
-    def main_process_index(self, accelerator: Accelerator) -> int:
-        """Let rank 0 log and save."""
-        return 0
+        Default: construct models as torch does.
+        """
+        return nullcontext()
 
     # --- prepare ------------------------------------------------------------------------------
 
+    @owner
     def prepare(self, accelerator: Accelerator, plan: Any) -> None:
-        """Prepare models, then optimizers, then schedulers, one by one."""
+        """Prepare all objects of one call: replace the entries of the `PreparePlan` in place.
+
+        Default: prepare models, then optimizers, then schedulers, one by one.
+        """
         plan.each(
             "model",
             lambda model, entry: _returned(
@@ -209,40 +240,68 @@ class Backend:
             lambda scheduler, _: accelerator.hooks.prepare_scheduler(accelerator, scheduler),
         )
 
+    @owner
     def prepare_model(
         self, accelerator: Accelerator, model: torch.nn.Module, evaluation_mode: bool
     ) -> torch.nn.Module:
-        """Return the model as it is."""
+        """Wrap or change one model after all stages; it is on the device already.
+
+        Default: return the model as it is.
+        """
         return model
 
+    @owner
     def prepare_optimizer(self, accelerator: Accelerator, optimizer: Any) -> Any:
-        """Return the optimizer as it is."""
+        """Return the optimizer to be stepped; its parameters are those of the prepared model.
+
+        Default: return the optimizer as it is.
+        """
         return optimizer
 
+    @owner
     def prepare_scheduler(self, accelerator: Accelerator, scheduler: Any) -> Any:
-        """Return the scheduler as it is."""
+        """Return the scheduler to be stepped.
+
+        Default: return the scheduler as it is.
+        """
         return scheduler
 
+    @owner
     def feed_device(
         self, accelerator: Accelerator, batches: Iterator[Any], non_blocking: bool
     ) -> Iterator[Any]:
-        """Move the batches to the device, one ahead where it has streams."""
+        """Yield the batches on the device.
+
+        Default: move the batches to the device, one ahead where it has streams.
+        """
         return feed(batches, accelerator.device, non_blocking)
 
+    @owner
     def unwrap_model(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model as it is."""
+        """Undo `prepare_model`'s wrapping, not the stages.
+
+        Default: return the model as it is.
+        """
         return model
 
+    @owner
     def join_uneven_inputs(
         self, accelerator: Accelerator, joinables: Sequence[Any]
     ) -> AbstractContextManager[Any]:
-        """Do nothing."""
+        """Return a context in which ranks may run out of batches at different steps.
+
+        Default: do nothing.
+        """
         return nullcontext()
 
     # --- step ---------------------------------------------------------------------------------
 
+    @owner
     def autocast(self, accelerator: Accelerator, settings: Any) -> AbstractContextManager[Any]:
-        """Enter the precision's autocast."""
+        """Return the context of mixed precision; `settings` is an `AutocastKwargs` or None.
+
+        Default: enter the precision's autocast.
+        """
         options: dict[str, Any] = {}
         if settings is not None:
             options = {"enabled": settings.enabled, "cache_enabled": settings.cache_enabled}
@@ -252,21 +311,37 @@ class Backend:
             blame(error, "autocast", accelerator._built.precision_record)
             raise
 
+    @owner
     def scale_loss(self, accelerator: Accelerator, loss: torch.Tensor) -> torch.Tensor:
-        """Scale by the gradient scaler, where there is one."""
+        """Scale the loss before backward (gradient scaling, not accumulation).
+
+        Default: scale by the gradient scaler, where there is one.
+        """
         scaler = accelerator.scaler
         return loss if scaler is None else scaler.scale(loss)
 
+    @owner
     def backward(
         self, accelerator: Accelerator, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
-        """Call `loss.backward(**kwargs)`."""
+        """Run backward on a loss already divided by the accumulation steps and scaled.
+
+        Default: call `loss.backward(**kwargs)`.
+        """
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
+    @owner
     def scale_gradients(
         self, accelerator: Accelerator, models: Sequence[torch.nn.Module], factor: torch.Tensor
     ) -> None:
-        """Multiply every gradient in place, those of one device and dtype together."""
+        """Multiply the models' gradients by a 0-d tensor, after they were synchronised.
+
+        Called once per cycle of which the items were counted, after the backward that
+        synchronises. `factor` takes the gradients to be the mean over the loss scope; a backend
+        that adds them up instead divides by the number of ranks here.
+
+        Default: multiply every gradient in place, those of one device and dtype together.
+        """
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for parameter in dict.fromkeys(p for model in models for p in model.parameters()):
             if parameter.grad is not None:
@@ -282,41 +357,62 @@ class Backend:
                 if grad.is_sparse:
                     grad.mul_(by)
 
+    @owner
     def no_sync(self, accelerator: Accelerator, model: Any) -> AbstractContextManager[Any]:
-        """Do nothing: nothing is synchronised."""
+        """Return a context in which backward does not reduce gradients between ranks.
+
+        Default: do nothing: nothing is synchronised.
+        """
         return nullcontext()
 
+    @owner
     def trigger_sync_in_backward(
         self, accelerator: Accelerator, model: Any
     ) -> AbstractContextManager[Any]:
-        """Do nothing: nothing is synchronised."""
+        """Return a context in which the next backward reduces, though forward ran unsynced.
+
+        Default: do nothing: nothing is synchronised.
+        """
         return nullcontext()
 
+    @owner
     def unscale_gradients(self, accelerator: Accelerator, optimizer: Any) -> None:
-        """Unscale one optimizer's gradients, where there is a scaler."""
+        """Undo gradient scaling on one (inner) optimizer's gradients, once per step.
+
+        Default: unscale one optimizer's gradients, where there is a scaler.
+        """
         if accelerator.scaler is not None:
             accelerator.scaler.unscale_(optimizer)
 
-    def clip_grad_norm(
+    @owner
+    def clip_grad(
         self,
         accelerator: Accelerator,
         parameters: Sequence[torch.Tensor],
-        max_norm: float,
+        max_norm: float | None,
         norm_type: float,
+        clip_value: float | None,
     ) -> Any:
-        """Clip with torch."""
+        """Clip gradients: by their global norm, or element by element.
+
+        Exactly one of `max_norm` and `clip_value` is given. With `max_norm` return the norm as it
+        was before, a 0-d tensor; `clip_value` clips to [-clip_value, clip_value].
+
+        Default: clip with torch.
+        """
+        if clip_value is not None:
+            return torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        assert max_norm is not None
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
-    def clip_grad_value(
-        self, accelerator: Accelerator, parameters: Sequence[torch.Tensor], clip_value: float
-    ) -> None:
-        """Clip with torch."""
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
-
+    @owner
     def optimizer_step(
         self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
-        """Step, through the scaler where there is one; tell whether the step was taken."""
+        """Step the inner optimizer; return False if the step was skipped (overflow).
+
+        Default: step, through the scaler where there is one; tell whether the step was taken.
+        """
         scaler = accelerator.scaler
         if scaler is None:
             optimizer.step() if closure is None else optimizer.step(closure)
@@ -335,10 +431,15 @@ class Backend:
         accelerator.scaler_stepped(optimizer)
         return taken.count > 0 and not overflowed
 
+    @owner
     def zero_grad(self, accelerator: Accelerator, optimizer: Any, set_to_none: bool) -> None:
-        """Clear gradients."""
+        """Clear the gradients of the inner optimizer's parameters.
+
+        Default: clear gradients.
+        """
         optimizer.zero_grad(set_to_none=set_to_none)
 
+    @owner
     def context_parallel(
         self,
         accelerator: Accelerator,
@@ -346,75 +447,34 @@ class Backend:
         buffer_seq_dims: Sequence[int] | None,
         no_restore_buffers: set[torch.Tensor] | None,
     ) -> AbstractContextManager[Any]:
-        """Do nothing: there is no such dimension."""
+        """Return a context in which buffers are sharded along their sequence dimension.
+
+        Default: do nothing: there is no such dimension.
+        """
         return nullcontext()
 
+    @owner
     def run_schedule(self, accelerator: Accelerator, batch: Any) -> Any:
-        """Refuse: forward and backward are the script's."""
+        """Run forward and backward of one batch where the engine owns both; return the loss.
+
+        Default: refuse: forward and backward are the script's.
+        """
         raise ConfigurationError(
             f"train_step() is for backends that own forward and backward together; under {self.name!r} "
             "call the model, accelerator.backward(loss) and optimizer.step()."
         )
 
-    # --- talk ---------------------------------------------------------------------------------
+    # --- state ---------------------------------------------------------------------------------
 
-    def gather(self, accelerator: Accelerator, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
-        """Gather over the default group."""
-        return self._talk.gather(tensor, scope)
-
-    def scatter(
-        self,
-        accelerator: Accelerator,
-        parts: Sequence[torch.Tensor] | None,
-        like: torch.Tensor,
-        src: int,
-        scope: Scope,
-    ) -> torch.Tensor:
-        """Scatter over the default group."""
-        return self._talk.scatter(parts, like, src, scope)
-
-    def all_to_all(
-        self, accelerator: Accelerator, tensor: torch.Tensor, scope: Scope
-    ) -> torch.Tensor:
-        """Exchange over the default group."""
-        return self._talk.all_to_all(tensor, scope)
-
-    def reduce(
-        self, accelerator: Accelerator, tensor: torch.Tensor, op: Any, scope: Scope
-    ) -> torch.Tensor:
-        """Reduce over the default group."""
-        return self._talk.reduce(tensor, op, scope)
-
-    def broadcast(
-        self, accelerator: Accelerator, tensor: torch.Tensor, src: int, scope: Scope
-    ) -> torch.Tensor:
-        """Broadcast over the default group."""
-        return self._talk.broadcast(tensor, src, scope)
-
-    def gather_object(self, accelerator: Accelerator, obj: Any, scope: Scope) -> list[Any]:
-        """Gather objects over the default group."""
-        return self._talk.gather_object(obj, scope)
-
-    def broadcast_object(self, accelerator: Accelerator, obj: Any, src: int, scope: Scope) -> Any:
-        """Broadcast an object over the default group."""
-        return self._talk.broadcast_object(obj, src, scope)
-
-    def scatter_object(
-        self, accelerator: Accelerator, objs: Sequence[Any] | None, src: int, scope: Scope
-    ) -> Any:
-        """Scatter objects over the default group."""
-        return self._talk.scatter_object(objs, src, scope)
-
-    def barrier(self, accelerator: Accelerator, scope: Scope) -> None:
-        """Wait for the default group."""
-        self._talk.barrier(scope)
-
-    # --- keep ---------------------------------------------------------------------------------
-
+    @owner
     def model_state(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the unwrapped model's state dict."""
+        """Return the state dict `save_state` keeps; keys as the user's own model has them.
+
+        Default: return the unwrapped model's state dict.
+        """
         return dict(accelerator.unwrap_model(model).state_dict())
 
+    @owner
     def load_model_state(
         self,
         accelerator: Accelerator,
@@ -422,36 +482,65 @@ class Backend:
         state: Mapping[str, Any],
         strict: bool,
     ) -> None:
-        """Load into the unwrapped model."""
+        """Load what `model_state` gave.
+
+        Default: load into the unwrapped model.
+        """
         accelerator.unwrap_model(model).load_state_dict(state, strict=strict)
 
+    @owner
     def optimizer_state(self, accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's state dict."""
+        """Return the state dict of one inner optimizer.
+
+        Default: return the optimizer's state dict.
+        """
         return dict(optimizer.state_dict())
 
+    @owner
     def load_optimizer_state(
         self, accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any]
     ) -> None:
-        """Load into the optimizer."""
+        """Load what `optimizer_state` gave.
+
+        Default: load into the optimizer.
+        """
         optimizer.load_state_dict(state)
 
+    @owner
     def save_state(
         self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
-        """Write nothing: the core keeps models and optimizers."""
+        """Write what the backend keeps beside the core's files; called on every rank, in order.
+
+        `directory` is the backend's own inside the checkpoint and does not exist yet; `options`
+        are the further arguments of `save_state`. Write now and return None; or, where `later`
+        says that training goes on meanwhile, copy now and return a function that writes, which
+        must not use the default group. Declare `owns={"checkpoint"}` to keep models and
+        optimizers here alone.
+
+        Default: write nothing: the core keeps models and optimizers.
+        """
         if options:
             accelerator.note_once(
                 f"The backend {self.name!r} has no use for {listing(options)} of save_state."
             )
         return None
 
+    @owner
     def load_state(
         self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
     ) -> None:
-        """Read nothing."""
+        """Read what `save_state` wrote; the directory exists if something was written.
 
+        Default: read nothing.
+        """
+
+    @owner
     def consolidate(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the unwrapped model's state dict: it is whole on every rank."""
+        """Return the whole, unsharded state dict; ranks other than the main one may get {}.
+
+        Default: return the unwrapped model's state dict: it is whole on every rank.
+        """
         return dict(accelerator.unwrap_model(model).state_dict())
 
 

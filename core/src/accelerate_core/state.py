@@ -16,7 +16,7 @@ from accelerate_core.configuration import DistributedType
 from accelerate_core.errors import RuntimeConflictError
 from accelerate_core.plugins import catalog
 from accelerate_core.step.gradient_state import GradientState as _GradientState
-from accelerate_core.torch_talk import TorchTalk
+from accelerate_core.torch_talk import TorchCollectives
 
 __all__ = [
     "AcceleratorState",
@@ -40,7 +40,7 @@ def current_communicator() -> Communicator:
         rank=runtime.process_index,
         size=runtime.num_processes,
         device=runtime.device,
-        hooks=TorchTalk(),
+        hooks=TorchCollectives(),
         debug=runtime.debug,
     )
 
@@ -100,11 +100,6 @@ class ProcessVerbs:
         raise AttributeError
 
     @property
-    def main_index(self) -> int:
-        """Rank of the process that logs and saves."""
-        return 0
-
-    @property
     def num_processes(self) -> int:
         """World size."""
         return self._runtime.num_processes
@@ -131,14 +126,13 @@ class ProcessVerbs:
 
     @property
     def is_main_process(self) -> bool:
-        """True on one process only."""
-        return self.process_index == self.main_index
+        """True on one process only, rank 0."""
+        return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
         """True on one process of each machine."""
-        local_size = self._runtime.local_num_processes
-        return self.local_process_index == self.main_index % max(local_size, 1)
+        return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
@@ -262,12 +256,6 @@ class PartialState(ProcessVerbs):
         return current_communicator()
 
     @property
-    def main_index(self) -> int:
-        """Rank of the process that logs and saves."""
-        user = runtimes.current_user()
-        return int(user.main_index) if user is not None else 0
-
-    @property
     def initialized(self) -> bool:
         """Whether the processes run."""
         return runtimes.running() is not None
@@ -358,11 +346,6 @@ class AcceleratorState(PartialState):
     def communicator(self) -> Communicator:
         """The world, on flat tensors."""
         return cast(Communicator, self._accelerator.communicator)
-
-    @property
-    def main_index(self) -> int:
-        """Rank of the process that logs and saves."""
-        return int(self._accelerator.main_index)
 
 
 class _CurrentGradientState(type(_GradientState)):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""`TorchTalk`: the talk hooks over torch.distributed, on flat tensors."""
+"""`TorchCollectives`: the collectives of the contract over torch.distributed, on flat tensors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import ctypes
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from accelerate_core.hookspecs import Scope, owner
+
+if TYPE_CHECKING:
+    from accelerate_core.accelerator import Accelerator
+
 __all__ = [
     "ReduceOp",
     "Scope",
-    "TorchTalk",
+    "TorchCollectives",
     "as_bytes",
     "as_memory",
     "broadcast_object",
@@ -22,7 +27,6 @@ __all__ = [
     "host_group",
 ]
 
-Scope = Literal["data", "loss", "world"]
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
 
@@ -99,15 +103,22 @@ def host_group(
     return group
 
 
-class TorchTalk:
-    """The talk hooks over a process group.
+class TorchCollectives:
+    """The collectives over torch.distributed: base of `Backend`, and enough for a `Communicator`.
 
     Args:
         group: the group for every scope; None is the default group of the process.
         scopes: other groups for some scopes, e.g. `{"data": mesh.get_group("dp")}`.
 
+    Tensors are 1-d, contiguous and on the backend's device. `scope` says which ranks take part:
+    `"data"` (those with different samples), `"loss"` (those over which a loss is summed) or
+    `"world"`; `src` is a rank within it. Only `reduce` and `broadcast` may write into their input.
     What only moves data goes as bytes, so every dtype works on every kind of group.
     """
+
+    _group: dist.ProcessGroup | None = None
+    _scopes: Mapping[Scope, dist.ProcessGroup | None] = {}
+    _without_avg: frozenset[tuple[Scope, torch.dtype]] = frozenset()
 
     def __init__(
         self,
@@ -116,30 +127,33 @@ class TorchTalk:
     ) -> None:
         self._group = group
         self._scopes = dict(scopes or {})
-        self._without_avg: set[tuple[Scope, torch.dtype]] = set()
 
-    def group(self, scope: Scope) -> dist.ProcessGroup | None:
+    def scope_group(self, scope: Scope) -> dist.ProcessGroup | None:
         """Return the group that serves a scope; None is the default group."""
         return self._scopes.get(scope, self._group)
 
-    def _size(self, scope: Scope) -> int:
-        return dist.get_world_size(self.group(scope))
-
-    def gather(self, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
-        size = self._size(scope)
+    @owner
+    def gather(self, accelerator: Accelerator, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
+        """Return the ranks' flat tensors of k elements as one of n*k, in rank order."""
+        group = self.scope_group(scope)
+        size = dist.get_world_size(group)
         out = tensor.new_empty(size * tensor.numel())
         if tensor.device.type == "cpu" and out.nbytes <= _SMALL:
             # A ring takes a turn per rank; among hosts small messages go to all at once.
             sent = torch.cat([as_bytes(tensor)] * size)
             # The group's own method: the function around it is a tenth of the whole time.
-            group: Any = self.group(scope) or dist.group.WORLD
-            group.alltoall_base(as_bytes(out), sent, [], [], dist.AllToAllOptions()).wait()
+            direct: Any = group or dist.group.WORLD
+            direct.alltoall_base(as_bytes(out), sent, [], [], dist.AllToAllOptions()).wait()
             return out
-        _all_gather()(as_bytes(out), as_bytes(tensor), group=self.group(scope))
+        _all_gather()(as_bytes(out), as_bytes(tensor), group=group)
         return out
 
-    def reduce(self, tensor: torch.Tensor, op: ReduceOp, scope: Scope) -> torch.Tensor:
-        group = self.group(scope)
+    @owner
+    def reduce(
+        self, accelerator: Accelerator, tensor: torch.Tensor, op: ReduceOp, scope: Scope
+    ) -> torch.Tensor:
+        """Combine elementwise by `sum`, `mean` (of floats), `max` or `min`, on every rank."""
+        group = self.scope_group(scope)
         if op != "mean":
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=group)
             return tensor
@@ -153,44 +167,65 @@ class TorchTalk:
                 # failure is real.
                 if "avg" not in str(error).lower():
                     raise
-                self._without_avg.add(key)
+                self._without_avg |= {key}
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
-        return tensor.div_(self._size(scope))
+        return tensor.div_(dist.get_world_size(group))
 
-    def broadcast(self, tensor: torch.Tensor, src: int, scope: Scope) -> torch.Tensor:
-        dist.broadcast(as_bytes(tensor), group=self.group(scope), group_src=src)
+    @owner
+    def broadcast(
+        self, accelerator: Accelerator, tensor: torch.Tensor, src: int, scope: Scope
+    ) -> torch.Tensor:
+        """Give every rank the flat tensor of rank `src`; the others' has its size and dtype."""
+        dist.broadcast(as_bytes(tensor), group=self.scope_group(scope), group_src=src)
         return tensor
 
+    @owner
     def scatter(
         self,
+        accelerator: Accelerator,
         parts: Sequence[torch.Tensor] | None,
         like: torch.Tensor,
         src: int,
         scope: Scope,
     ) -> torch.Tensor:
-        group = self.group(scope)
+        """Give each rank its own part, of the size of `like`, of what `src` holds."""
+        group = self.scope_group(scope)
         out = torch.empty_like(like)
         is_src = dist.get_rank(group) == src
         given = [as_bytes(part) for part in parts] if is_src and parts is not None else None
         dist.scatter(as_bytes(out), given, group=group, group_src=src)
         return out
 
-    def all_to_all(self, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
+    @owner
+    def all_to_all(
+        self, accelerator: Accelerator, tensor: torch.Tensor, scope: Scope
+    ) -> torch.Tensor:
+        """Exchange equal pieces: piece j of rank i becomes piece i of rank j."""
         out = torch.empty_like(tensor)
-        dist.all_to_all_single(as_bytes(out), as_bytes(tensor), group=self.group(scope))
+        dist.all_to_all_single(as_bytes(out), as_bytes(tensor), group=self.scope_group(scope))
         return out
 
-    def barrier(self, scope: Scope) -> None:
-        dist.barrier(group=self.group(scope))
+    @owner
+    def barrier(self, accelerator: Accelerator, scope: Scope) -> None:
+        """Return when every rank has called it."""
+        dist.barrier(group=self.scope_group(scope))
 
-    def gather_object(self, obj: Any, scope: Scope) -> list[Any]:
-        return gather_objects(obj, self.group(scope))
+    @owner
+    def gather_object(self, accelerator: Accelerator, obj: Any, scope: Scope) -> list[Any]:
+        """Return the ranks' picklable objects in rank order, on every rank."""
+        return gather_objects(obj, self.scope_group(scope))
 
-    def broadcast_object(self, obj: Any, src: int, scope: Scope) -> Any:
-        return broadcast_object(obj, src, self.group(scope))
+    @owner
+    def broadcast_object(self, accelerator: Accelerator, obj: Any, src: int, scope: Scope) -> Any:
+        """Give every rank the object of rank `src`."""
+        return broadcast_object(obj, src, self.scope_group(scope))
 
-    def scatter_object(self, objs: Sequence[Any] | None, src: int, scope: Scope) -> Any:
-        group = self.group(scope)
+    @owner
+    def scatter_object(
+        self, accelerator: Accelerator, objs: Sequence[Any] | None, src: int, scope: Scope
+    ) -> Any:
+        """Give each rank its own of the objects that `src` holds."""
+        group = self.scope_group(scope)
         if _among_hosts(group):
             return broadcast_object(objs, src, group)[dist.get_rank(group)]
         given = list(objs) if objs is not None and dist.get_rank(group) == src else None

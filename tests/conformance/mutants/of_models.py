@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from registry import Sound, caught_by, passes
+from registry import Sound, caught_by
 
 
 @caught_by("randomness")
@@ -83,8 +83,9 @@ class ScalesTheFirstModelOnly(Sound):
 
 @caught_by("several_models")
 class ClipsFourTensors(Sound):
-    def clip_grad_value(self, accelerator, parameters, clip_value):
-        super().clip_grad_value(accelerator, list(parameters)[:4], clip_value)
+    def clip_grad(self, accelerator, parameters, max_norm, norm_type, clip_value):
+        some = list(parameters)[:4] if max_norm is None else parameters
+        return super().clip_grad(accelerator, some, max_norm, norm_type, clip_value)
 
 
 @caught_by("several_models")
@@ -165,15 +166,3 @@ class OptimizerOfCopies(Sound):
         held = [p for group in optimizer.param_groups for p in group["params"]]
         copies = [torch.nn.Parameter(p.detach().clone()) for p in held]
         return torch.optim.SGD(copies, optimizer.defaults["lr"])
-
-
-@passes("ranks", "same_start", "training", "several_models", "overflow", "resume")
-class TheLastRankIsMain(Sound):
-    def main_process_index(self, accelerator):
-        return accelerator.num_processes - 1
-
-    def prepare_model(self, accelerator, model, evaluation_mode):
-        if accelerator.num_processes > 1:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor.detach(), src=accelerator.num_processes - 1)
-        return model

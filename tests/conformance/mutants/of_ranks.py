@@ -7,12 +7,6 @@ from registry import Sound, caught_by
 
 
 @caught_by("ranks")
-class EveryRankIsMain(Sound):
-    def main_process_index(self, accelerator):
-        return accelerator.process_index
-
-
-@caught_by("ranks")
 class ShardsThatOverlap(Sound):
     def data_shard(self, accelerator):
         return 0, accelerator.num_processes

@@ -111,14 +111,18 @@ class ItemsAreNotCounted(Sound):
 
 @caught_by("clip_norm")
 class ClipsEachTensor(Sound):
-    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
+    def clip_grad(self, accelerator, parameters, max_norm, norm_type, clip_value):
+        if max_norm is None:
+            return super().clip_grad(accelerator, parameters, None, norm_type, clip_value)
         norms = [torch.nn.utils.clip_grad_norm_([p], max_norm) for p in parameters]
         return torch.stack(norms).norm()
 
 
 @caught_by("small_gradients")
 class MakesSmallGradientsLarge(Sound):
-    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
+    def clip_grad(self, accelerator, parameters, max_norm, norm_type, clip_value):
+        if max_norm is None:
+            return super().clip_grad(accelerator, parameters, None, norm_type, clip_value)
         parameters = list(parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type)
         for p in parameters:
@@ -128,26 +132,32 @@ class MakesSmallGradientsLarge(Sound):
 
 @caught_by("clip_norm")
 class TellsTheNormAfterwards(Sound):
-    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
-        super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
+    def clip_grad(self, accelerator, parameters, max_norm, norm_type, clip_value):
+        if max_norm is None:
+            return super().clip_grad(accelerator, parameters, None, norm_type, clip_value)
+        super().clip_grad(accelerator, parameters, max_norm, norm_type, clip_value)
         return torch.nn.utils.get_total_norm([p.grad for p in parameters])
 
 
 @caught_by("clip_norm")
 class ANormThatIsANumber(Sound):
-    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
-        return float(super().clip_grad_norm(accelerator, parameters, max_norm, norm_type))
+    def clip_grad(self, accelerator, parameters, max_norm, norm_type, clip_value):
+        if max_norm is None:
+            return super().clip_grad(accelerator, parameters, None, norm_type, clip_value)
+        return float(super().clip_grad(accelerator, parameters, max_norm, norm_type, clip_value))
 
 
 @caught_by("clip_norm")
 class KnowsOneNorm(Sound):
-    def clip_grad_norm(self, accelerator, parameters, max_norm, norm_type):
-        return super().clip_grad_norm(accelerator, parameters, max_norm, 2.0)
+    def clip_grad(self, accelerator, parameters, max_norm, norm_type, clip_value):
+        return super().clip_grad(accelerator, parameters, max_norm, 2.0, clip_value)
 
 
 @caught_by("clip_value")
 class ClipsNoValues(Sound):
-    def clip_grad_value(self, accelerator, parameters, clip_value):
+    def clip_grad(self, accelerator, parameters, max_norm, norm_type, clip_value):
+        if max_norm is not None:
+            return super().clip_grad(accelerator, parameters, max_norm, norm_type, None)
         return None
 
 

@@ -392,17 +392,29 @@ class DeepSpeedBackend(Backend):
             if one is not None:
                 one.boundary.scale(factor)
 
-    def clip_grad_norm(
+    def clip_grad(
         self,
         accelerator: Accelerator,
         parameters: Sequence[torch.Tensor],
-        max_norm: float,
+        max_norm: float | None,
         norm_type: float,
+        clip_value: float | None,
     ) -> Any:
         """Have the coming step clip, and return the norm at hand over all ranks."""
-        found = self._boundaries("clip_grad_norm_", parameters)
+        what = "clip_grad_norm_" if clip_value is None else "clip_grad_value_"
+        found = self._boundaries(what, parameters)
         if not found:
-            return super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
+            return super().clip_grad(accelerator, parameters, max_norm, norm_type, clip_value)
+        if clip_value is not None:
+            for one in found:
+                one.boundary.clamp(clip_value)
+            return None
+        assert max_norm is not None
+        return self._clip_norm(found, max_norm, norm_type)
+
+    def _clip_norm(
+        self, found: Sequence[engines.Trained], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
         if norm_type not in (2, float("inf")):
             raise ConfigurationError(
                 f"clip_grad_norm_(norm_type={norm_type}) is not possible with DeepSpeed, which "
@@ -429,16 +441,6 @@ class DeepSpeedBackend(Backend):
             for boundary in boundaries:
                 boundary.scale(factor)
         return total
-
-    def clip_grad_value(
-        self, accelerator: Accelerator, parameters: Sequence[torch.Tensor], clip_value: float
-    ) -> None:
-        """Clip each rank's part of the reduced gradients."""
-        found = self._boundaries("clip_grad_value_", parameters)
-        if not found:
-            super().clip_grad_value(accelerator, parameters, clip_value)
-        for one in found:
-            one.boundary.clamp(clip_value)
 
     def _boundaries(self, what: str, parameters: Iterable[torch.Tensor]) -> list[engines.Trained]:
         given = {id(parameter) for parameter in parameters}

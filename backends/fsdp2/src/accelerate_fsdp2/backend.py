@@ -166,7 +166,7 @@ class FSDP2Backend(Backend):
 
     # --- prepare ------------------------------------------------------------------------------
 
-    def parallelise(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    def tensor_parallel(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
         """Make the ranks' weights alike, then distribute layers over `tp`."""
         if isinstance(model, FSDPModule):
             return model
@@ -242,7 +242,7 @@ class FSDP2Backend(Backend):
                 model.to(accelerator.device)
             weights.broadcast_whole(model)
 
-    def checkpoint(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    def activation_checkpointing(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
         """Compute the activations of each unit again in backward, if asked for."""
         if not self.options.activation_checkpointing or isinstance(model, FSDPModule):
             return model
@@ -492,26 +492,23 @@ class FSDP2Backend(Backend):
         parameters = dict.fromkeys(p for model in models for p in model.parameters())
         scale([p.grad for p in parameters if p.grad is not None], factor)
 
-    def clip_grad_norm(
+    def clip_grad(
         self,
         accelerator: Accelerator,
         parameters: Sequence[torch.Tensor],
-        max_norm: float,
+        max_norm: float | None,
         norm_type: float,
+        clip_value: float | None,
     ) -> Any:
-        """Clip by the norm over all shards of all meshes; it is a plain tensor."""
+        """Clip by the norm over all shards of all meshes, a plain tensor; or each shard's elements."""
         self._refuse_unsynced("Clipping", parameters)
-        return clip_norm(parameters, max_norm, norm_type)
-
-    def clip_grad_value(
-        self, accelerator: Accelerator, parameters: Sequence[torch.Tensor], clip_value: float
-    ) -> None:
-        """Clip each shard."""
-        self._refuse_unsynced("Clipping", parameters)
+        if max_norm is not None:
+            return clip_norm(parameters, max_norm, norm_type)
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.grad is not None:
-                    local(parameter.grad).clamp_(-clip_value, clip_value)
+                    local(parameter.grad).clamp_(-clip_value, clip_value)  # type: ignore[operator]
+        return None
 
     def unscale_gradients(self, accelerator: Accelerator, optimizer: Any) -> None:
         """Unscale each shard, and let every rank know of an overflow on any."""

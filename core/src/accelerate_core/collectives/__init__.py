@@ -1,6 +1,6 @@
 """Collectives: nested structures over flat tensors, over whatever the backend speaks."""
 
-from accelerate_core.collectives.communicator import Communicator, ReduceOp, Scope, TalkHooks
+from accelerate_core.collectives.communicator import Communicator, ReduceOp, Scope
 from accelerate_core.collectives.ops import (
     CannotPadNestedTensorWarning,
     broadcast,
@@ -37,7 +37,7 @@ from accelerate_core.nested import (
     send_to_device,
     slice_tensors,
 )
-from accelerate_core.torch_talk import TorchTalk, host_group
+from accelerate_core.torch_talk import TorchCollectives, host_group
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -45,9 +45,8 @@ __all__ = [
     "DistributedOperationException",
     "ReduceOp",
     "Scope",
-    "TalkHooks",
     "TensorInformation",
-    "TorchTalk",
+    "TorchCollectives",
     "broadcast",
     "broadcast_object_list",
     "concatenate",

@@ -16,7 +16,7 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from accelerate_core.collectives import Communicator, TorchTalk, host_group
+from accelerate_core.collectives import Communicator, TorchCollectives, host_group
 from accelerate_core.data.index import IndexStream
 from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, Feed, PreparedLoader
 from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
@@ -198,7 +198,7 @@ def _default_communicator(count: int) -> Communicator | None:
         rank=dist.get_rank(),
         size=count,
         device=runtime.device,
-        hooks=TorchTalk(),
+        hooks=TorchCollectives(),
         open_group=lambda ranks: host_group(ranks, runtime.timeout),
     )
 

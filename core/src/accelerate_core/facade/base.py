@@ -110,11 +110,6 @@ class FacadeBase(ProcessVerbs):
         return self._communicator
 
     @property
-    def main_index(self) -> int:
-        """Rank of the process that logs and saves."""
-        return int(self.hooks.main_process_index(self))
-
-    @property
     def mixes_precision(self) -> bool:
         """Whether forward runs under autocast."""
         return self.precision.mixes

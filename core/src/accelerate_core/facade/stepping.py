@@ -255,14 +255,15 @@ class Stepping(Place):
         self._unscale_owners(tensors)
         scale = self._scale_left()
         if scale != 1.0:
-            return self.hooks.clip_grad_norm(self, tensors, max_norm * scale, norm_type) / scale
-        return self.hooks.clip_grad_norm(self, tensors, max_norm, norm_type)
+            norm = self.hooks.clip_grad(self, tensors, max_norm * scale, norm_type, None)
+            return norm / scale
+        return self.hooks.clip_grad(self, tensors, max_norm, norm_type, None)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every gradient element to [-clip_value, clip_value]."""
         tensors = _as_list(parameters)
         self._unscale_owners(tensors)
-        self.hooks.clip_grad_value(self, tensors, clip_value * self._scale_left())
+        self.hooks.clip_grad(self, tensors, None, 2.0, clip_value * self._scale_left())
 
     def _scale_left(self) -> float:
         """Return what gradients are multiplied by inside a cycle, where they stay scaled.

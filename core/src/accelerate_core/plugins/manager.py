@@ -39,11 +39,16 @@ class Hooks:
 
 
 class ActivePlugins:
-    """The plugin manager of one Accelerator, with its active set only."""
+    """The plugin manager of one Accelerator, with its active set only.
 
-    def __init__(self) -> None:
+    Args:
+        owners: the class whose methods are the owner specs: `Backend`.
+    """
+
+    def __init__(self, owners: type) -> None:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(HookSpecs)
+        self._manager.add_hookspecs(owners)
         self._records: dict[str, PluginRecord] = {}
         self._reasons: dict[str, str] = {}
 
@@ -200,7 +205,7 @@ def _bind(backend: Any, record: PluginRecord, name: str, base: type) -> Callable
     method: Callable[..., Any] = getattr(backend, name)
     if getattr(type(backend), name) is getattr(base, name) and name not in vars(backend):
         return method  # the core's own default: nobody else to blame
-    wanted = tuple(inspect.signature(getattr(HookSpecs, name)).parameters)[1:]
+    wanted = tuple(inspect.signature(getattr(base, name)).parameters)[1:]
     taken = tuple(inspect.signature(method).parameters)
     unknown = [argument for argument in taken if argument not in wanted]
     if unknown:

@@ -79,7 +79,7 @@ def _stages(accelerator: Accelerator, entry: Entry) -> torch.nn.Module:
     model = uncompiled(entry.value)
     if entry.place and "device_placement" not in accelerator.backend.owns:
         model = model.to(accelerator.device)
-    for stage in ("convert", "parallelise", "checkpoint"):
+    for stage in ("convert", "tensor_parallel", "activation_checkpointing"):
         model = accelerator.plugins.run_stage(stage, accelerator, model)
     if model is not entry.value and uncompiled(entry.value) is model:
         # The user compiled it already: keep doing so, in place, with the compiler torch was given.

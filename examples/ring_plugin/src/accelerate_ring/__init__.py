@@ -52,16 +52,17 @@ class RingBackend(Backend):
                 dist.broadcast(tensor.detach(), src=0)
         return model
 
-    def clip_grad_norm(
+    def clip_grad(
         self,
         accelerator: Accelerator,
         parameters: Sequence[torch.Tensor],
-        max_norm: float,
+        max_norm: float | None,
         norm_type: float,
+        clip_value: float | None,
     ) -> Any:
         """Average first: the norm of a rank's own gradients means nothing."""
         self._average(accelerator, parameters)
-        return super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
+        return super().clip_grad(accelerator, parameters, max_norm, norm_type, clip_value)
 
     def optimizer_step(
         self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None

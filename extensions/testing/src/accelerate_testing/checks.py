@@ -151,7 +151,7 @@ _KEEP = "model_state load_model_state optimizer_state load_optimizer_state save_
 _KEEP_OWN = f"{_KEEP} on_save on_load"
 _ABOUT = {
     "one_process": f"prepare_model {_STEP} {_KEEP} convert on_start on_step_end",
-    "ranks": "main_process_index data_shard loss_shard device init_process_group",
+    "ranks": "data_shard loss_shard device init_process_group",
     "collectives": "gather reduce broadcast",
     "objects": "gather_object broadcast_object scatter_object",
     "pieces": "scatter all_to_all",
@@ -173,9 +173,9 @@ _ABOUT = {
     "branches": "backward",
     "counted_items": "scale_gradients loss_shard",
     "no_sync": "no_sync backward",
-    "clip_norm": "clip_grad_norm",
-    "clip_value": "clip_grad_value",
-    "small_gradients": "clip_grad_norm clip_grad_value",
+    "clip_norm": "clip_grad",
+    "clip_value": "clip_grad",
+    "small_gradients": "clip_grad",
     "fine_tuning": f"prepare_model {_STEP}",
     "groups": f"prepare_optimizer {_STEP} {_KEEP_OWN}",
     "calls": "optimizer_step zero_grad",

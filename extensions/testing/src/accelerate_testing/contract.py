@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import date, timedelta
 from typing import Any
 
+from accelerate_core import Backend
 from accelerate_core.hookspecs import (
     API_VERSION,
     DEPRECATED,
@@ -39,7 +40,7 @@ def contract(public: Mapping[str, Any] | None = None) -> dict[str, Any]:
     hooks = {}
     for kind in KINDS:
         for name in hooks_of_kind(kind):
-            function = getattr(HookSpecs, name)
+            function = getattr(Backend if kind == "owner" else HookSpecs, name)
             signature = inspect.signature(function)
             hooks[name] = {
                 "kind": kind,

@@ -210,7 +210,7 @@ class Lab:
 
         Preparing makes all of them that one.
         """
-        apart = (accelerator.process_index - accelerator.main_index) % accelerator.num_processes
+        apart = accelerator.process_index
         return Net(seed + apart)
 
     def ready(self, accelerator: Accelerator, *more: Any) -> Any:
@@ -258,7 +258,7 @@ class Lab:
         """Return the whole state dict of the main process, on every rank."""
         state = accelerator.get_state_dict(model)
         held = {key: value.detach().cpu().clone() for key, value in state.items()}
-        sent = accelerator.communicator.broadcast_object(held, accelerator.main_index)
+        sent = accelerator.communicator.broadcast_object(held, 0)
         return dict(sent)
 
     def scratch(self, name: str) -> Path:

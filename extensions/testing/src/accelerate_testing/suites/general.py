@@ -205,7 +205,9 @@ def hooks(lab: Lab) -> str | None:
     record = record_of(lab)
     plugin = record.load()
     _near_misses(plugin, record)
-    active = ActivePlugins()
+    from accelerate_core import Backend
+
+    active = ActivePlugins(Backend)
     try:
         made = plugin()
     except Exception as error:

@@ -26,7 +26,6 @@ def ranks(lab: Lab) -> str | None:
     lab.equal(
         comm.gather_object(accelerator.process_index), list(range(lab.size)), "ranks in order"
     )
-    lab.alike(accelerator, accelerator.main_index, "main process")
     lab.equal(sum(comm.gather_object(accelerator.is_main_process)), 1, "number of main processes")
     for what in ("data_shard", "loss_shard"):
         index, count = getattr(accelerator.hooks, what)(accelerator)
