@@ -82,6 +82,8 @@ class ThawsWhatIsFrozen(GridPrecision):
 
 @caught_by("precision", "one_process")
 class SkipsEveryStep(GridPrecision):
+    needs = frozenset({"modules", "loss_scaling"})
+
     def scaler(self, device, options):
         return torch.amp.GradScaler(device.type, init_scale=2.0**127, backoff_factor=0.999)
 
@@ -113,6 +115,8 @@ class LeavesAThreadSetting(GridPrecision):
 
 @caught_by("precision", "one_process")
 class LeavesAutocastOn(GridPrecision):
+    needs = frozenset({"modules", "autocast"})
+
     def autocast(self, device, options):
         torch.set_autocast_enabled(device.type, True)
         return super().autocast(device, options)

@@ -33,6 +33,7 @@ from accelerate_core.configuration import (
 from accelerate_core.configuration.core import CORE_SETTINGS
 from accelerate_core.configuration.resolve import warn_near_misses
 from accelerate_core.configuration.schema import settings_fields
+from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, NEEDS, check_words, lacking
 from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
@@ -388,7 +389,26 @@ def _make_precision(
     made, because = _with_settings(record, plugin, given, sources, handlers)
     if not isinstance(made, Precision):
         raise PluginError(f"The precision plugin {record.label} is no accelerate_core.Precision.")
+    _check_needs(made, record)
     return made, record, because
+
+
+def _check_needs(precision: Precision, record: PluginRecord) -> None:
+    """Hold a precision to its declaration: what it does and does not declare goes wrong elsewhere."""
+    label = f"The precision plugin {record.label}"
+    check_words(precision.needs, label, "needs")
+    own = type(precision)
+    for method, words in (
+        ("autocast", ("autocast",)),
+        ("scaler", ("loss_scaling",)),
+        ("convert", ("modules", "parameters", "subclasses")),
+    ):
+        does = getattr(own, method, None) is not getattr(Precision, method, None)
+        does = does or (method == "autocast" and precision.dtype is not None)
+        if does and not precision.needs & {*words}:
+            raise PluginError(
+                f"{label} has {method!r} and does not say so: put {listing(words)} into its `needs`."
+            )
 
 
 def _find_precision(wanted: Because) -> PluginRecord:
@@ -574,13 +594,32 @@ def _check_supported(assembly: Assembly) -> None:
         check_device(assembly, str(device.value).split(":")[0], device.origin)
     elif cpu.value:
         check_device(assembly, "cpu", cpu.origin)
-    precisions = backend.supports.get("precisions")
-    if precisions is not None and assembly.precision_record.name not in precisions:
+    precision, chosen = assembly.precision, assembly.precision_record.name
+    asked = f"mixed_precision={chosen!r} (from {assembly.because['mixed_precision'].origin})"
+    missing = lacking(backend.supports, chosen, precision.needs)
+    if missing:
+        accepted = backend.supports.get("accepts", ACCEPTED_BY_DEFAULT)
+        own = backend.supports.get("precisions") or ()
         raise ConfigurationError(
-            f"Backend {name!r} does not support mixed_precision={assembly.precision_record.name!r} "
-            f"(from {assembly.because['mixed_precision'].origin}); it supports {listing(precisions)}."
+            f"Backend {name!r} cannot run {asked}, which needs {listing(missing)} ("
+            f"{'; '.join(NEEDS[word] for word in missing)}). It accepts {listing(accepted)}"
+            f"{f' and brings about {listing(own)} itself' if own else ''}. Choose another precision "
+            "or another backend."
         )
-    if assembly.dynamo.enabled and not backend.supports.get("compile", True):
+    if assembly.dynamo.enabled:
+        for label, supports in (
+            (f"Backend {name!r}", backend.supports),
+            (asked, precision.supports),
+        ):
+            if not supports.get("compile", True):
+                raise ConfigurationError(
+                    f"{label} does not support compiled models; leave dynamo_backend out."
+                )
+    mesh = precision.supports.get("mesh")
+    sizes = assembly.parallelism
+    active = sizes.active_mesh_dims if sizes is not None else ()
+    outside = [dimension for dimension in active if mesh is not None and dimension not in mesh]
+    if outside:
         raise ConfigurationError(
-            f"Backend {name!r} does not support compiled models; leave dynamo_backend out."
+            f"{asked} does not run with the mesh dimension {listing(outside)}; it has {listing(mesh)}."
         )

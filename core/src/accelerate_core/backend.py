@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_core import runtime
+from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.feeding import feed
 from accelerate_core.hookspecs import API_VERSION, Scope, owner
@@ -39,7 +40,9 @@ class Backend(TorchCollectives):
 
     Class attributes are declarations the core, its error texts and the docs read:
 
-    * `supports`: `precisions` (names, or None for all), `mesh` (dimension names),
+    * `supports`: `accepts` (what precisions may need, words of `contract.capabilities.NEEDS`; without
+      it autocast, loss_scaling and modules), `precisions` (names it brings about by itself,
+      whatever they need), `mesh` (dimension names),
       `devices` (types such as "cuda", or None for all: on another one the core does not start
       it), `no_sync`, `join`, `compile`, `num_items` (of one that owns accumulation: whether it
       can divide by a number of items), `gradients`
@@ -557,6 +560,7 @@ class SingleProcess(Backend):
     """One process, one device: the defaults as they are."""
 
     name = "single"
+    supports = {"accepts": tuple(NEEDS)}
 
 
 class _steps_taken:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -23,6 +23,11 @@ class Precision:
 
     name: ClassVar[str]
     api_version: ClassVar[tuple[int, int]] = API_VERSION
+    #: What this precision needs of a backend: words of `contract.capabilities.NEEDS`. An instance
+    #: may have its own.
+    needs: frozenset[str] = frozenset()
+    #: `mesh` (dimensions it runs with, or None for all) and `compile`.
+    supports: Mapping[str, Any] = {}
     #: dtype of `torch.autocast`; None enters no autocast.
     dtype: ClassVar[torch.dtype | None] = None
     #: Settings class, made with `settings`: environment, config file, `kwargs_handlers`.
@@ -84,6 +89,7 @@ class Float16(Precision):
     """fp16 autocast with a `torch.amp.GradScaler`."""
 
     name = "fp16"
+    needs = frozenset({"autocast", "loss_scaling"})
     dtype = torch.float16
 
     def scaler(self, device: torch.device, options: dict[str, Any]) -> Any | None:
@@ -95,6 +101,7 @@ class BFloat16(Precision):
     """bf16 autocast."""
 
     name = "bf16"
+    needs = frozenset({"autocast"})
     dtype = torch.bfloat16
 
     def check(self, device: torch.device) -> None:
@@ -109,6 +116,7 @@ class DowncastBFloat16(BFloat16):
     """bf16 autocast whose models hold their floating buffers and parameters in bf16 too."""
 
     name = "downcast_bf16"
+    needs = frozenset({"autocast", "parameters"})
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Cast floating point parameters and buffers to bf16."""

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_core import Accelerator, Backend, Claim, Request
+from accelerate_core.contract.capabilities import NEEDS
 from accelerate_ddp.hooks import has_hook, let_go, register
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 
@@ -26,7 +27,7 @@ class DDPBackend(Backend):
     api_version = (1, 0)
     shards: ClassVar[Mapping[str, tuple[str, ...]]] = {"": ()}
     supports: ClassVar[Mapping[str, Any]] = {
-        "precisions": None,
+        "accepts": tuple(NEEDS),
         "mesh": (),
         "devices": None,
         "no_sync": True,

@@ -33,7 +33,8 @@ class DeepSpeedBackend(Backend):
     name = "deepspeed"
     api_version = (1, 0)
     supports: ClassVar[Mapping[str, Any]] = {
-        "precisions": None,
+        "accepts": ("autocast", "modules", "loss_scaling"),
+        "precisions": ("no", "bf16", "fp16"),
         "mesh": ("dp_shard", "tp", "sp"),
         "devices": None,
         "no_sync": False,

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core import Accelerator, Backend, Claim, Request
 from accelerate_core.checkpoint import rng
+from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.errors import ConfigurationError, PrepareError
 from accelerate_fsdp2 import keeping, sequence, tensor_parallel, testing, units, weights
 from accelerate_fsdp2.clipping import clip_norm, local, scale
@@ -39,7 +40,7 @@ class FSDP2Backend(Backend):
     api_version = (1, 0)
     shards: ClassVar[Mapping[str, tuple[str, ...]]] = {"": ("weights", "gradients", "optimizer")}
     supports: ClassVar[Mapping[str, Any]] = {
-        "precisions": None,
+        "accepts": tuple(word for word in NEEDS if word != "optimizer"),
         "mesh": ("dp_replicate", "dp_shard", "cp", "sp", "tp"),
         "devices": None,
         "no_sync": True,

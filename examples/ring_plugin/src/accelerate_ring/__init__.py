@@ -25,7 +25,7 @@ class RingBackend(Backend):
 
     name = "ring"
     api_version = (1, 0)
-    supports = {"precisions": ("no", "bf16"), "no_sync": True, "join": False}
+    supports = {"accepts": ("autocast",), "no_sync": True, "join": False}
     Settings = RingPlugin
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:

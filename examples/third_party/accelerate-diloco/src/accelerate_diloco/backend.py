@@ -26,7 +26,7 @@ class DiLoCoBackend(Backend):
     name = "diloco"
     api_version = (1, 0)
     # Not "exact": a step is not that of one process on all samples, unless they meet at each one.
-    supports = {"precisions": None, "no_sync": True, "several_models": True, "exact": False}
+    supports = {"no_sync": True, "several_models": True, "exact": False}
     Settings = DiLoCoSettings
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from accelerate_core.configuration.files import read_config
 from accelerate_core.configuration.resolve import Sources, resolve_settings
 from accelerate_core.configuration.schema import SettingField, settings_fields
+from accelerate_core.contract.capabilities import check_words
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch.contributed import contributed_options
@@ -25,7 +26,7 @@ from accelerate_testing.processes import clean_environment
 
 #: Keys of `supports` and of `owns` that somebody reads.
 _SUPPORTS = (
-    "precisions", "mesh", "devices", "no_sync", "join", "compile", "num_items", "gradients",
+    "accepts", "precisions", "mesh", "devices", "no_sync", "join", "compile", "num_items", "gradients",
     "several_models", "exact",
 )  # fmt: skip
 _OWNS = ("precision", "device_placement", "accumulation", "optimizer", "checkpoint")
@@ -47,6 +48,7 @@ def declarations(lab: Lab) -> str | None:
     for name in backend.supports.get("precisions") or ():
         if name not in names and name != "fp8":
             raise AssertionError(f"supports the precision {name!r}; installed are {listing(names)}")
+    check_words(backend.supports.get("accepts", ()), "the backend", "supports['accepts']")
     can = [key for key in _SUPPORTS if backend.supports.get(key)]
     return ", ".join(can) or None
 

@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_core.configuration import AutocastKwargs, GradScalerKwargs
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.contract.capabilities import lacking
+from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.precision import BFloat16, Float16, Precision
 from accelerate_testing.checks import Skip, check
 from accelerate_testing.counting import count_communication
 from accelerate_testing.lab import (
@@ -347,10 +349,9 @@ def _plateau(lab: Lab) -> None:
 @check("backend")
 def precisions(lab: Lab) -> str | None:
     """Under each precision it declares, layers compute in it, and the loss comes down."""
-    declared = lab.supports.get("precisions", None)
-    tried = [n for n in ("bf16", "fp16") if declared is None or n in declared]
+    tried = [one.name for one in (BFloat16, Float16) if not _lacking(lab, one)]
     if not tried:
-        lab.skip("it declares no mixed precision")
+        lab.skip("it accepts no mixed precision of torch's")
     done, refused = [], []
     for name in tried:
         try:
@@ -383,6 +384,10 @@ def precisions(lab: Lab) -> str | None:
     return ", ".join([*done, *refused])
 
 
+def _lacking(lab: Lab, precision: type[Precision]) -> list[str]:
+    return lacking(lab.supports, precision.name, precision.needs)
+
+
 def _without_autocast(lab: Lab, accelerator: Any) -> None:
     """`autocast(AutocastKwargs(enabled=False))` computes in the tensors' own dtype."""
     x = torch.ones(2, 6, device=accelerator.device)
@@ -394,9 +399,8 @@ def _without_autocast(lab: Lab, accelerator: Any) -> None:
 @check("backend", needs="exact")
 def overflow(lab: Lab) -> str | None:
     """Where one rank's gradients overflow, every rank skips the step and says so."""
-    declared = lab.supports.get("precisions", None)
-    if declared is not None and "fp16" not in declared:
-        lab.skip("it does not declare the precision 'fp16'")
+    if _lacking(lab, Float16):
+        lab.skip(f"it does not accept what 'fp16' needs: {listing(_lacking(lab, Float16))}")
     # A small scale, so that nothing overflows by itself.
     scaling = GradScalerKwargs(init_scale=8.0)
     try:
