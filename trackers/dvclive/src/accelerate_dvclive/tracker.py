@@ -36,7 +36,6 @@ class DVCLiveTracker(GeneralTracker):
     groups = True
     packages = ()
     counts_steps = True
-    writes_through = True
     artifacts_in_place = True  # DVC tracks the file itself
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
@@ -148,9 +147,6 @@ class DVCLiveTracker(GeneralTracker):
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
         """Track a file or directory with DVC; outside a DVC repository the library only warns."""
         self.live.log_artifact(path, **{"name": Path(name).stem, **kwargs})
-
-    def flush(self) -> None:
-        self.live.sync()
 
     def finish(self) -> None:
         self.live.end()

@@ -1,0 +1,1 @@
+"""What the core has of its own where no plugin is asked for."""
