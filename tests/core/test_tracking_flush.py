@@ -178,6 +178,9 @@ def test_a_run_that_was_there_before_is_not_deleted_for_one_that_is_resumed(
     hub.init("p", None, kwargs)
     hub.log({"a": 1}, step=0)
     state = hub.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hub.load_state_dict(state)  # back to a checkpoint of the run that goes on
     hub.finish()
     hub = TrackerHub("jsonl", tmp_path)
     hub.init("p", None, {"jsonl": {"run_name": "other"}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import sys
 import warnings
 import weakref
@@ -85,6 +86,7 @@ class TrackerHub:
         self._logged = False
         #: The runs to go on in; forgotten at the end of the run.
         self._resume: dict[str, str] = {}
+        self._start = ""
         self._openers: list[Callable[[], GeneralTracker]] = []
         self._writers: list[Writer] = []
         #: Switched off by an error of theirs, and not closed yet.
@@ -141,6 +143,7 @@ class TrackerHub:
         error = sys.exc_info()[1]
         self._handled = None if error is None else id(error)
         self._retired, self._logged = [], False
+        self._start = secrets.token_hex(4)
         self.trackers = [start() for start in self._openers]
         self._feed()
         self._at_exit = watch(self)
@@ -195,11 +198,10 @@ class TrackerHub:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ids of the runs by tracker, so that a resumed script goes on in them."""
-        runs = self._runs()
-        return {"runs": runs} if runs else {}
+        """Return what a resumed script needs to go on in these runs: only text.
 
-    def _runs(self) -> dict[str, str]:
+        `runs` has their ids by tracker; `start` is this start of them.
+        """
         runs: dict[str, str] = {}
         for tracker in self.trackers if self._state == "open" else ():
             try:
@@ -209,7 +211,7 @@ class TrackerHub:
                 continue
             if found:
                 runs[tracker.name] = str(found)
-        return runs
+        return {"runs": runs, "start": self._start} if runs else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on in the runs of a checkpoint.
@@ -219,8 +221,8 @@ class TrackerHub:
         """
         runs = dict(state.get("runs", {}))
         self.resumed_runs = runs
-        if not runs or runs in (self._resume, self._runs()):
-            return
+        if not runs or runs == self._resume or state.get("start") == self._start:
+            return  # there is none, or this one goes on already
         self._resume = runs
         if self._state != "open":
             return
