@@ -38,6 +38,14 @@ _logger = logging.getLogger(__name__)
 
 _Kwargs = Mapping[str, Mapping[str, Any]] | None
 
+_CLOSED = {
+    "new": "the trackers ({names}) are not started. Call init_trackers(project_name) first.",
+    "forked": "this process was forked while a run was open, which is its parent's. Log there; a "
+    "child has no thread that would write.",
+    "ended": "the run has ended. Log before end_training(), or start a new run with "
+    "init_trackers(project_name).",
+}
+
 #: Those with an open run, which a forked child is to let go of.
 _open_hubs: weakref.WeakSet[TrackerHub] = weakref.WeakSet()
 
@@ -126,7 +134,12 @@ class TrackerHub:
             )
         kwargs = init_kwargs or {}
         here = [self._is_main or is_for_every_rank(item, kwargs) for item in self._asked]
-        plain = self._plain_config(config) if any(here) else None
+        plain = None
+        if config is not None and any(here):
+            try:
+                plain = normalise_config(config, self._reporter)
+            except TypeError as error:
+                raise ConfigurationError(f"init_trackers(config=...): {error}") from None
         place = (self._rank, self._size)
         self._openers = [
             partial(
@@ -140,22 +153,14 @@ class TrackerHub:
             for item, runs in zip(self._asked, here, strict=True)
         ]
         self._state = "open"
-        error = sys.exc_info()[1]
-        self._handled = None if error is None else id(error)
+        handled = sys.exc_info()[1]
+        self._handled = None if handled is None else id(handled)
         self._retired, self._logged = [], False
         self._start = secrets.token_hex(4)
         self.trackers = [start() for start in self._openers]
         self._feed()
         self._at_exit = watch(self)
         _open_hubs.add(self)
-
-    def _plain_config(self, config: object) -> dict[str, Any] | None:
-        if config is None:
-            return None
-        try:
-            return normalise_config(config, self._reporter)
-        except TypeError as error:
-            raise ConfigurationError(f"init_trackers(config=...): {error}") from None
 
     def _open(
         self, item: Asked, build: Callable[[], GeneralTracker], config: dict[str, Any] | None
@@ -260,10 +265,8 @@ class TrackerHub:
             TrackerError: no run is open.
             ConfigurationError: `values` is no mapping, or `step` no whole number.
         """
-        if not self._asked:
+        if not self._is_open("log"):
             return
-        if self._state != "open":
-            self._refuse("log")
         if not isinstance(values, Mapping):
             raise ConfigurationError(
                 f"log takes a dict of names and values, not {type(values).__name__}."
@@ -306,10 +309,8 @@ class TrackerHub:
             TrackerError: no run is open.
             ConfigurationError: the arguments are none that the verb takes.
         """
-        if not self._asked:
+        if not self._is_open(f"log_{verb}"):
             return
-        if self._state != "open":
-            self._refuse(f"log_{verb}")
         without = [w.tracker.name for w in self._writers if verb not in w.tracker.supports]
         if without:
             self._reporter.note(
@@ -347,21 +348,11 @@ class TrackerHub:
         elif self._reporter.first(f"{tracker.name}: {what}"):
             report_failure(tracker, what, error, off=False)
 
-    def _refuse(self, what: str) -> None:
-        if self._state == "new":
-            raise TrackerError(
-                f"{what}: the trackers ({listing(self.names)}) are not started. "
-                f"Call init_trackers(project_name) first."
-            )
-        if self._state == "forked":
-            raise TrackerError(
-                f"{what}: this process was forked while a run was open, which is its parent's. "
-                f"Log there; a child has no thread that would write."
-            )
-        raise TrackerError(
-            f"{what}: the run has ended. Log before end_training(), "
-            f"or start a new run with init_trackers(project_name)."
-        )
+    def _is_open(self, what: str) -> bool:
+        """Tell whether a run is open; raise if there should be one."""
+        if self._asked and self._state != "open":
+            raise TrackerError(f"{what}: {_CLOSED[self._state].format(names=listing(self.names))}")
+        return bool(self._asked)
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker of that name, or with `unwrap` its library's run object.
@@ -383,7 +374,7 @@ class TrackerHub:
                 f"{did_you_mean(name, self.names)}"
             )
         if self._state == "new":
-            self._refuse("get_tracker")
+            self._is_open("get_tracker")
         tracker = next(tracker for tracker in self.trackers if tracker.name == name)
         if isinstance(tracker, BlankTracker):
             return tracker
@@ -428,22 +419,20 @@ class TrackerHub:
         self._resume = {}  # the next run is a new one
         stuck = self._stop_writers()
         hangs = bool(stuck)
-        for tracker in self._retired:
-            # What it took before it failed may still be written out.
-            try:
-                self._close(tracker, failed)
-            except Exception:
-                _logger.debug("closing the tracker %r", tracker.name, exc_info=True)
-        self._retired = []
-        # The last first: each has wrapped the streams and hooks that the ones before had wrapped.
-        for tracker in reversed(list(self.trackers)):
+        # What was switched off may still write out what it had taken. Then the last first: each
+        # has wrapped the streams and hooks that the ones before had wrapped.
+        for tracker in [*self._retired, *reversed(self.trackers)]:
             if tracker in stuck:
                 continue
             try:
                 self._close(tracker, failed)
             except Exception as error:
                 hangs = hangs or isinstance(error, TooLongError)
-                self._switch_off(tracker, "finish", error)
+                if tracker in self._retired:
+                    _logger.debug("closing the tracker %r", tracker.name, exc_info=True)
+                else:
+                    self._switch_off(tracker, "finish", error)
+        self._retired = []
         if not hangs:  # a library that hangs may still be reading
             self._staging.clear()
 

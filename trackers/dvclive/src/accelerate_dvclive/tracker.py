@@ -148,6 +148,9 @@ class DVCLiveTracker(GeneralTracker):
         """Track a file or directory with DVC; outside a DVC repository the library only warns."""
         self.live.log_artifact(path, **{"name": Path(name).stem, **kwargs})
 
+    def flush(self) -> None:
+        self.live.make_summary()  # each value is on disk already, in a file of its name
+
     def finish(self) -> None:
         self.live.end()
 
