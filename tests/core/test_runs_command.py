@@ -11,7 +11,6 @@ from click.testing import CliRunner, Result
 
 from accelerate_core.cli import cli
 from accelerate_core.tracking import TrackerHub
-from accelerate_core.tracking.registry import tracker_class
 from accelerate_core.tracking.runs import read_run, sparkline
 
 
@@ -21,7 +20,7 @@ def show(*arguments: object) -> Result:
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    hub = TrackerHub(["jsonl"], tmp_path, True, tracker_class)
+    hub = TrackerHub(["jsonl"], tmp_path)
     hub.init("digits", {"lr": 0.1, "layers": [8, 8]}, {"jsonl": {"run_name": "first"}})
     for step in range(50):
         hub.log({"loss": 1 / (step + 1), "train": {"accuracy": step / 50}}, step=step)

@@ -33,6 +33,7 @@ from accelerate_core.tracking import (
     normalise_log_with,
     normalise_values,
     on_main_process,
+    registry,
 )
 
 
@@ -130,8 +131,14 @@ def resolve(name: str) -> type[GeneralTracker]:
     return INSTALLED[name]
 
 
+@pytest.fixture(autouse=True)
+def only_these_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "tracker_class", resolve)
+    monkeypatch.setattr(registry, "available_names", lambda: list(INSTALLED))
+
+
 def make_hub(log_with: object, *, main: bool = True, logging_dir: str | None = None) -> TrackerHub:
-    return TrackerHub(normalise_log_with(log_with), logging_dir, main, resolve, INSTALLED)
+    return TrackerHub(log_with, logging_dir, is_main=main)
 
 
 # --- the base class -------------------------------------------------------------------------------
@@ -410,12 +417,14 @@ def test_all_means_every_usable_tracker_and_the_given_instances() -> None:
     assert make_hub("all", logging_dir="x").names == list(INSTALLED)
 
 
-def test_all_passes_over_a_broken_plugin_with_the_reason() -> None:
+def test_all_passes_over_a_broken_plugin_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> type[GeneralTracker]:
         raise OSError("libfoo is missing")
 
+    monkeypatch.setattr(registry, "tracker_class", broken)
+    monkeypatch.setattr(registry, "available_names", lambda: ["foo"])
     with said() as texts:
-        hub = TrackerHub(["all"], None, True, broken, lambda: ["foo"])
+        hub = TrackerHub(["all"])
     assert "libfoo is missing" in texts[0]
     assert "found no tracker" in texts[1]
     hub.log({"a": 1})

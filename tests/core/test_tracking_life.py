@@ -40,33 +40,27 @@ def jsonl_runs(directory: Path) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-def journals(directory: Path) -> list[Path]:
-    return list(directory.rglob("*.journal"))
-
-
 LOGGED = [f"log {step} {step + 0.5}" for step in range(20)]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_a_kill_left_in_the_journal_is_delivered_on_resume(tmp_path: Path, late: bool) -> None:
+def test_a_killed_run_has_what_was_saved_and_goes_on_as_the_same_one(
+    tmp_path: Path, late: bool
+) -> None:
     run(tmp_path, "killed", slow=0.2, rc=-signal.SIGKILL)
-    (before,) = slow_lines(tmp_path).values()
-    assert len(before) < 15  # it was killed with a backlog
-    assert journals(tmp_path)
+    ((name, before),) = slow_lines(tmp_path).items()
+    # `save_state` has waited for what came before it; of what came after, not all had arrived.
+    assert LOGGED[:3] == before[1:4]
+    assert len(before) < 15
     run(tmp_path, "resumed", *(["late"] if late else []))
-    lines = slow_lines(tmp_path)
-    again = [name for name, text in lines.items() if len(text) > 5]
-    (name,) = again
-    logged = [line for line in lines[name] if line.startswith("log")]
-    # The entry that was under way may have arrived without the journal knowing.
-    assert sorted(set(logged), key=lambda line: int(line.split()[1])) == [*LOGGED, "log 20 20.5"]
-    assert len(logged) <= 22
-    assert lines[name][-1] == "end finished"
+    after = slow_lines(tmp_path)[name]
+    assert [line for line in after if line.startswith("log")][len(before) - 1 :] == LOGGED[3:]
+    assert after[-1] == "end finished"
     (rows,) = jsonl_runs(tmp_path)  # one run, not two
     steps = [row["step"] for row in rows if row["kind"] == "log"]
-    assert sorted(set(steps)) == list(range(21))
+    assert steps[:3] == [0, 1, 2]
+    assert steps[-17:] == list(range(3, 20))
     assert rows[-1]["status"] == "finished"
-    assert not journals(tmp_path)
 
 
 def test_a_script_that_raises_delivers_everything_and_marks_the_run(tmp_path: Path) -> None:
@@ -76,7 +70,6 @@ def test_a_script_that_raises_delivers_everything_and_marks_the_run(tmp_path: Pa
     assert lines[1:] == [*LOGGED, "end failed"]
     (rows,) = jsonl_runs(tmp_path)
     assert rows[-1]["status"] == "failed"
-    assert not journals(tmp_path)
 
 
 def test_a_script_that_forgets_end_training_loses_nothing(tmp_path: Path) -> None:
@@ -105,10 +98,9 @@ def test_the_run_is_failed_too_where_another_rank_raised(tmp_path: Path) -> None
     assert lines[1:] == [*LOGGED, "end failed"]  # flushing took two seconds
 
 
-def test_a_tracker_that_never_returns_is_given_up_and_its_rest_kept(tmp_path: Path) -> None:
+def test_a_tracker_that_never_returns_is_given_up_and_the_others_end(tmp_path: Path) -> None:
     text = run(tmp_path, "stuck")
-    assert "took 0 of 20 entries and then made no progress; the rest is kept in" in text
-    assert journals(tmp_path)
+    assert "took 0 of 20 entries and then made no progress; the rest is lost to it" in text
     (rows,) = jsonl_runs(tmp_path)
     assert [row["step"] for row in rows if row["kind"] == "log"] == list(range(20))
     assert rows[-1]["status"] == "finished"

@@ -70,9 +70,10 @@ def make(log_with: Any = ("slow", "jsonl")) -> tuple[Accelerator, Any]:
 def killed() -> None:
     accelerator, _ = make()
     accelerator.init_trackers("project")
-    accelerator.log({"loss": 0.5}, step=0)
+    for step in range(3):
+        accelerator.log({"loss": step + 0.5}, step=step)
     accelerator.save_state("checkpoint")
-    for step in range(1, 20):
+    for step in range(3, 20):
         accelerator.log({"loss": step + 0.5}, step=step)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -85,7 +86,8 @@ def resumed() -> None:
     if "late" not in sys.argv:
         accelerator.init_trackers("project")
     assert set(accelerator.resumed_runs) == {"slow", "jsonl"}
-    accelerator.log({"loss": 20.5}, step=20)
+    for step in range(3, 20):
+        accelerator.log({"loss": step + 0.5}, step=step)
     accelerator.end_training()
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def make(name: str, tmp_path: Path, **kwargs: Any) -> TrackerHub:
     tracker = registry.tracker_class(name)("probe", **kwargs)
-    return TrackerHub([tracker], tmp_path / "logs", True, registry.tracker_class)
+    return TrackerHub([tracker], tmp_path / "logs")
 
 
 def test_mlflow_keeps_two_names_apart_as_keys_texts_and_artifacts(
@@ -34,12 +34,14 @@ def test_mlflow_keeps_two_names_apart_as_keys_texts_and_artifacts(
     hub.init("probe", {"p": {"f(1)": 1, "f[1]": 2}})
     beside.init("probe")
     hub.log({"f1 (a)": 1.0, "f1 [a]": 2.0, "": 3.0, "a//b": 4.0, "k" * 300: 5.0}, step=5)
-    hub.log_text("sample v1.5", "one", step=1)
-    hub.log_text("sample v1.5", "two", step=2)
+    hub.log_media("text", {"name": "sample v1.5", "text": "one"}, step=1)
+    hub.log_media("text", {"name": "sample v1.5", "text": "two"}, step=2)
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "model.bin").write_text(folder)
-        hub.log_artifact(tmp_path / folder / "model.bin", name=f"epoch {folder}")
+        hub.log_media(
+            "artifact", {"path": tmp_path / folder / "model.bin", "name": f"epoch {folder}"}
+        )
     beside.log({"other": 1.0}, step=0)
     hub.flush()
     run_id = hub.get("mlflow").run_id
@@ -94,7 +96,7 @@ CLEARML = """
 from accelerate_clearml import ClearMLTracker
 from accelerate_core.tracking import TrackerHub, registry
 tracker = ClearMLTracker("probe", auto_resource_monitoring=False, auto_connect_streams=False)
-hub = TrackerHub([tracker], "logs", True, registry.tracker_class)
+hub = TrackerHub([tracker], "logs")
 hub.init("probe")
 hub.log({"loss": float("nan"), "loss/loss": 2.0, "same": 1.0}, step=1)
 hub.log({"same": 3.0})

@@ -19,6 +19,7 @@ from accelerate_core.assemble import CORE_ARGUMENTS, assemble, check_device
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.affinity import follow_cpu_affinity
 from accelerate_core.builtin.memory import release_memory
+from accelerate_core.builtin.no_tracking import NoTracking, asks
 from accelerate_core.checkpoint import Background, Boundary, Preemption, own_state, read_signals
 from accelerate_core.collectives import Communicator
 from accelerate_core.configuration import (
@@ -33,6 +34,7 @@ from accelerate_core.configuration import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accelerate_core.contract.parts import Tracking
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.facade.keeping import Keeping
 from accelerate_core.facade.preparing import Preparing
@@ -45,8 +47,6 @@ from accelerate_core.plugins.manager import blaming
 from accelerate_core.plugins.selection import plugin_arguments
 from accelerate_core.state import absent_attribute
 from accelerate_core.step import GradientState, ItemCount
-from accelerate_core.tracking import TrackerHub, normalise_log_with
-from accelerate_core.tracking.registry import available_names, tracker_class
 
 __all__ = ["Accelerator"]
 
@@ -151,11 +151,10 @@ class Accelerator(
         with blaming("check", built.selection.record):
             self.backend.check(self)
         signals = self._check_preemption()
-        trackers = normalise_log_with(log_with)
         self._start_runtime()
         try:
             self._agree()
-            self._set_up(arguments, trackers)
+            self._set_up(arguments, log_with)
             self.plugins.call_each("on_start", accelerator=self)
             self._watch_for(signals)
         except BaseException:
@@ -257,14 +256,13 @@ class Accelerator(
         self._noted: set[str] = set()
         self._step_listeners = self.plugins.implementations("on_step_end")
         DistributedType.register(str(self.distributed_type))
-        self._hub = TrackerHub(
-            log_with,
-            self.logging_dir,
-            self.is_main_process,
-            resolve=tracker_class,
-            available=available_names,
-            rank=self.process_index,
-            size=self.num_processes,
+        tracking: type[Tracking] = NoTracking
+        if asks(log_with):
+            from accelerate_core.tracking import TrackerHub
+
+            tracking = TrackerHub
+        self._tracking = tracking(
+            log_with, self.logging_dir, self.process_index, self.num_processes, self.is_main_process
         )
 
     def _make_communicator(self, scope: Any) -> Communicator:
@@ -295,12 +293,12 @@ class Accelerator(
             return
         failed = crash.is_failure(error)
         if self.closed:
-            self._hub.finish(failed)
+            self._tracking.finish(failed)
             return
         if self._preemption is not None:
             self._preemption.close()
         self.plugins.call_each("on_error", accelerator=self, error=error)
-        self._hub.finish(failed)
+        self._tracking.finish(failed)
         self.closed = True
         # The other ranks may be waiting for this one: leave without meeting them.
 
@@ -310,15 +308,15 @@ class Accelerator(
         Called while an exception is handled or on its way out (in `except` or `finally`), it
         marks the trackers' runs as failed.
         """
-        failed = self._hub.is_failing()
+        failed = self._tracking.is_failing()
         if self.closed:
-            self._hub.finish(failed)  # of a run that was started after the first end
+            self._tracking.finish(failed)  # of a run that was started after the first end
             return
         if self._preemption is not None:
             self._preemption.close()
         self.background.wait()
         self.background.staging.release()
-        self._hub.finish(failed)
+        self._tracking.finish(failed)
         self.plugins.call_each("on_end", accelerator=self)
         self.closed = True
         runtimes.release(self)

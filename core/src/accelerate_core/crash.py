@@ -9,26 +9,21 @@ until the launcher has seen the culprit and ends them.
 from __future__ import annotations
 
 import faulthandler
-import functools
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
 
 __all__ = [
     "ERROR_FILE_VARIABLE",
-    "failing",
-    "forget",
     "happened",
     "install",
     "is_echo",
     "is_failure",
-    "listen",
     "record",
     "wait_for_culprit",
 ]
@@ -51,11 +46,7 @@ _ECHOES = (
 )
 
 _installed = False
-#: What `sys.exit` was called with last.
-_exit_code: object = None
 _happened = False
-#: Listener -> the hook that calls it, and the hook before.
-_listeners: dict[Callable[[], None], tuple[Any, Any]] = {}
 
 
 def install(environ: Mapping[str, str] | None = None) -> None:
@@ -75,7 +66,6 @@ def install(environ: Mapping[str, str] | None = None) -> None:
         except (OSError, ValueError, AttributeError):
             pass  # a replaced stderr has no file descriptor
     previous = sys.excepthook
-    _notice_exit()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _happened
@@ -90,68 +80,16 @@ def install(environ: Mapping[str, str] | None = None) -> None:
     sys.excepthook = hook
 
 
-def listen(listener: Callable[[], None]) -> None:
-    """Have a function called when an uncaught exception ends the script, while threads still run.
-
-    It comes before every hook installed so far: libraries that close their own runs on an
-    exception would close them before what is still on its way has arrived.
-    """
-    install()
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _happened
-        _happened = True
-        if listener in _listeners:
-            try:
-                listener()
-            except Exception as problem:
-                sys.stderr.write(f"Closing down after the failure: {problem}\n")
-        previous(kind, error, trace)
-
-    _listeners[listener] = (hook, previous)
-    sys.excepthook = hook
-
-
-def forget(listener: Callable[[], None]) -> None:
-    """Take back what `listen` was given."""
-    hook, previous = _listeners.pop(listener, (None, None))
-    if hook is not None and sys.excepthook is hook:
-        sys.excepthook = previous
-
-
 def happened() -> bool:
     """Tell whether an uncaught exception is ending this process."""
     return _happened
-
-
-def failing() -> bool:
-    """Tell whether an uncaught exception, or `sys.exit` with a failure, is ending this process."""
-    return _happened or _is_failed_exit(_exit_code)
 
 
 def is_failure(error: BaseException | None) -> bool:
     """Tell whether an exception means that the script failed: all but an exit with success."""
     if error is None or isinstance(error, (StopIteration, GeneratorExit)):
         return False
-    return _is_failed_exit(error.code) if isinstance(error, SystemExit) else True
-
-
-def _is_failed_exit(code: object) -> bool:
-    return code is not None and code is not False and code != 0
-
-
-def _notice_exit() -> None:
-    """Remember the code of `sys.exit`: no hook is told of it, and the exit functions are not."""
-    inner = sys.exit
-
-    @functools.wraps(inner)
-    def noticed(status: Any = None, /) -> NoReturn:
-        global _exit_code
-        _exit_code = status
-        inner(status)
-
-    sys.exit = noticed
+    return error.code not in (None, False, 0) if isinstance(error, SystemExit) else True
 
 
 def is_echo(error: BaseException) -> bool:

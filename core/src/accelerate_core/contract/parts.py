@@ -199,21 +199,44 @@ class Checkpointer(Protocol):
 class Tracking(Protocol):
     """From one `log` call to every tracker of one Accelerator.
 
-    Made with what `log_with` asked for: `Tracking(asked, logging_dir, rank, size, is_main)`.
-    Raises at once for a tracker that is not there.
+    Raises at construction for a tracker that is not there; without one asked for, an Accelerator
+    has a `NoTracking`. No method meets another rank, and `log` waits for no library.
+
+    Args:
+        asked: what `log_with` has; `"all"` is resolved here.
+        logging_dir: where trackers write, None without.
+        rank, size: of this process in the world.
+        is_main: whether this is the rank that logs.
     """
 
-    names: list[str]
     trackers: list[Any]
     #: Ids of the trackers' runs of the checkpoint that was loaded, by tracker name.
     resumed_runs: dict[str, str]
+
+    def __init__(
+        self,
+        asked: object,
+        logging_dir: str | os.PathLike[str] | None,
+        rank: int,
+        size: int,
+        is_main: bool,
+    ) -> None: ...
+
+    @property
+    def names(self) -> list[str]:
+        """Of the trackers asked for, those switched off included."""
 
     def init(
         self,
         project_name: str,
         config: Any,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None,
-    ) -> None: ...
+    ) -> None:
+        """Start a run in every tracker.
+
+        Args:
+            init_kwargs: per tracker name, arguments of its constructor.
+        """
 
     def get(self, name: str, unwrap: bool) -> Any:
         """Return a tracker, or a blank one where it does not run here."""
@@ -231,12 +254,23 @@ class Tracking(Protocol):
         arguments: Mapping[str, Any],
         step: int | None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None,
-    ) -> None: ...
+    ) -> None:
+        """Log what is no value.
+
+        Args:
+            verb: `images`, `table`, `figure`, `artifact`, `text` or `histogram`.
+            arguments: those of the Accelerator's `log_<verb>`, but for `step` and `log_kwargs`.
+        """
 
     def flush(self, timeout: float | None) -> list[str]:
-        """Wait until the trackers have what was logged; return the names of those not done."""
+        """Wait until the trackers have what was logged; return the names of those not done.
 
-    def state_dict(self) -> dict[str, Any]: ...
+        Args:
+            timeout: seconds; None waits for whom makes progress.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data by which a resumed script goes on in the same runs."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on in the runs of a checkpoint; after `init`, empty runs are dropped for them."""
@@ -245,4 +279,4 @@ class Tracking(Protocol):
         """Whether an exception is on its way out."""
 
     def finish(self, failed: bool) -> None:
-        """Close the runs; a second call does nothing."""
+        """Deliver what is left and close the runs; a second call does nothing."""

@@ -21,6 +21,7 @@ from accelerate_core.configuration import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accelerate_core.contract.parts import Tracking
 from accelerate_core.plugins import ActivePlugins, Hooks
 from accelerate_core.precision import Precision
 from accelerate_core.runtime import Runtime
@@ -31,7 +32,6 @@ from accelerate_core.step import (
     GradientState,
     ItemCount,
 )
-from accelerate_core.tracking import TrackerHub
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
@@ -87,7 +87,7 @@ class FacadeBase(ProcessVerbs):
     _communicator: Communicator
     _data_communicator: Communicator
     _loss_communicator: Communicator
-    _hub: TrackerHub
+    _tracking: Tracking
     _scaler: Any | None
     _unscaled: set[int]
     _scaled_steps: set[int]

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from accelerate_core import checkpoint
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.facade.place import Place
-from accelerate_core.tracking import GeneralTracker
 
 __all__ = ["Keeping"]
+
+#: Seconds a save waits for trackers.
+SAVE_WAIT = 2.0
 
 
 class Keeping(Place):
     """Saving, loading and tracking."""
-
-    #: Ids of the trackers' runs of the checkpoint that was loaded, by tracker name.
-    resumed_runs: dict[str, str] = MappingProxyType({})  # type: ignore[assignment]
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state dict of a prepared model.
@@ -110,6 +108,7 @@ class Keeping(Place):
         Raises:
             CheckpointError: a rank failed to save; on every rank. Earlier checkpoints stand.
         """
+        self._flush_for_save()
         return checkpoint.save_state(
             self._whole,
             output_dir,
@@ -118,6 +117,17 @@ class Keeping(Place):
             blocking=blocking,
             options=save_model_func_kwargs,
         )
+
+    def _flush_for_save(self) -> None:
+        """Bring to the trackers what a script that goes on from this checkpoint logs no more."""
+        late = self._tracking.flush(SAVE_WAIT)
+        if late:
+            self._whole.note_once(
+                f"Saving waits {SAVE_WAIT:.0f} s for trackers, and {listing(late)} had not taken "
+                "everything: if the run is killed now, that tracker may lack values from before "
+                "the checkpoint. To have every value after a kill, add 'jsonl' to log_with.",
+                every_rank=True,
+            )
 
     @property
     def preemption_requested(self) -> bool:
@@ -229,23 +239,27 @@ class Keeping(Place):
         return 1.0 / (self.num_processes if self._items.open else saved_by)
 
     def tracker_runs(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the trackers: their runs, and where the journal is."""
-        return self._hub.state_dict()
+        """Return what a checkpoint keeps of the trackers: the ids of their runs."""
+        return self._tracking.state_dict()
 
     def expect_tracker_runs(self, runs: dict[str, Any]) -> None:
-        """Go on in the runs of a loaded checkpoint; `resumed_runs` has their ids."""
-        self.resumed_runs = dict(runs.get("runs", {}))
-        self._hub.load_state_dict(runs)
+        """Go on in the runs of a loaded checkpoint."""
+        self._tracking.load_state_dict(runs)
+
+    @property
+    def resumed_runs(self) -> dict[str, str]:
+        """Ids of the trackers' runs of the checkpoint that was loaded, by tracker name."""
+        return self._tracking.resumed_runs
 
     @property
     def log_with(self) -> list[str]:
         """Names of the trackers asked for."""
-        return self._hub.names
+        return self._tracking.names
 
     @property
-    def trackers(self) -> list[GeneralTracker]:
+    def trackers(self) -> list[Any]:
         """The trackers that run."""
-        return self._hub.trackers
+        return self._tracking.trackers
 
     def init_trackers(
         self,
@@ -258,11 +272,11 @@ class Keeping(Place):
         Args:
             init_kwargs: per tracker name, arguments of its constructor.
         """
-        self._hub.init(project_name, config, init_kwargs)
+        self._tracking.init(project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by name, or with `unwrap` the library's own object."""
-        return self._hub.get(name, unwrap=unwrap)
+        return self._tracking.get(name, unwrap)
 
     def log(
         self,
@@ -275,4 +289,4 @@ class Keeping(Place):
         Args:
             log_kwargs: per tracker name, arguments of its `log`.
         """
-        self._hub.log(values, step, log_kwargs)
+        self._tracking.log(values, step, log_kwargs)

@@ -34,7 +34,8 @@ class Recording(Place):
         Raises:
             ConfigurationError: another shape, type or range, by name.
         """
-        self._hub.log_images(values, step, channels_first, log_kwargs)
+        arguments = {"values": values, "channels_first": channels_first}
+        self._tracking.log_media("images", arguments, step, log_kwargs)
 
     def log_table(
         self,
@@ -46,13 +47,19 @@ class Recording(Place):
         log_kwargs: LogKwargs = None,
     ) -> None:
         """Log a table: names of `columns` with `data`, a list of rows; or a `dataframe`."""
-        self._hub.log_table(table_name, columns, data, dataframe, step, log_kwargs)
+        arguments = {
+            "table_name": table_name,
+            "columns": columns,
+            "data": data,
+            "dataframe": dataframe,
+        }
+        self._tracking.log_media("table", arguments, step, log_kwargs)
 
     def log_figure(
         self, name: str, figure: Any, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Log a matplotlib figure, which must stay as it is until the trackers have it."""
-        self._hub.log_figure(name, figure, step, log_kwargs)
+        self._tracking.log_media("figure", {"name": name, "figure": figure}, step, log_kwargs)
 
     def log_artifact(
         self,
@@ -61,20 +68,27 @@ class Recording(Place):
         log_kwargs: LogKwargs = None,
     ) -> None:
         """Keep a file or directory with the run."""
-        self._hub.log_artifact(path, name, log_kwargs)
+        self._tracking.log_media("artifact", {"path": path, "name": name}, None, log_kwargs)
 
     def log_text(
         self, name: str, text: str, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Log a text."""
-        self._hub.log_text(name, text, step, log_kwargs)
+        self._tracking.log_media("text", {"name": name, "text": text}, step, log_kwargs)
 
     def log_histogram(
         self, name: str, values: Any, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Log the distribution of an array or tensor of any shape."""
-        self._hub.log_histogram(name, values, step, log_kwargs)
+        self._tracking.log_media("histogram", {"name": name, "values": values}, step, log_kwargs)
 
-    def flush_trackers(self) -> None:
-        """Wait until every tracker has taken what was logged so far; `end_training` does it too."""
-        self._hub.flush()
+    def flush_trackers(self, timeout: float | None = None) -> list[str]:
+        """Wait until every tracker has taken what was logged so far; `end_training` does it too.
+
+        Args:
+            timeout: seconds; None waits for whom makes progress.
+
+        Returns:
+            Names of the trackers that are not done.
+        """
+        return self._tracking.flush(timeout)

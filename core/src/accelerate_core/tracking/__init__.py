@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate_core.tracking.fanout import TrackerHub, normalise_log_with
+from accelerate_core.tracking.choice import normalise_log_with
+from accelerate_core.tracking.hub import TrackerHub
 from accelerate_core.tracking.media import pictures
 from accelerate_core.tracking.network import unreachable
 from accelerate_core.tracking.normalise import (
@@ -15,6 +16,7 @@ from accelerate_core.tracking.normalise import (
     normalise_values,
     split,
 )
+from accelerate_core.tracking.opening import is_for_every_rank
 from accelerate_core.tracking.registry import get_available_trackers, register_tracker_class
 from accelerate_core.tracking.tracker import (
     VERBS,
@@ -36,6 +38,7 @@ __all__ = [
     "TrackerHub",
     "each",
     "get_available_trackers",
+    "is_for_every_rank",
     "normalise_config",
     "normalise_log_with",
     "normalise_values",

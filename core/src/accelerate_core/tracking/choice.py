@@ -7,7 +7,6 @@ import importlib.metadata
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from accelerate_core.errors import (
@@ -17,6 +16,7 @@ from accelerate_core.errors import (
     did_you_mean,
 )
 from accelerate_core.plugins import installed
+from accelerate_core.tracking import registry
 from accelerate_core.tracking.tracker import GeneralTracker
 
 __all__ = ["ALL", "Asked", "Requested", "choose", "name_of", "normalise_log_with", "passed_over"]
@@ -26,7 +26,6 @@ ALL = "all"
 #: A tracker class to be built, or an instance.
 Asked = type[GeneralTracker] | GeneralTracker
 Requested = str | Asked
-Resolve = Callable[[str], type[GeneralTracker]]
 
 
 def normalise_log_with(log_with: object) -> list[Requested]:
@@ -35,7 +34,7 @@ def normalise_log_with(log_with: object) -> list[Requested]:
     Args:
         log_with: None, a name, a `LoggerType` or other string enum, a tracker
             class, an instance, or a list, tuple or set of those. `"all"` is kept
-            as a name; what it stands for is decided by `TrackerHub`.
+            as a name; what it stands for is decided by `choose`.
 
     Raises:
         TypeError: something else was given.
@@ -74,9 +73,7 @@ def _normalise_one(item: object) -> Requested:
 def choose(
     requested: list[Requested],
     logging_dir: str | os.PathLike[str] | None,
-    is_main_process: bool,
-    resolve: Resolve,
-    available: Iterable[str] | Callable[[], Iterable[str]],
+    is_main: bool,
 ) -> list[Asked]:
     """Return the trackers that are to run, those asked for by name first.
 
@@ -84,16 +81,15 @@ def choose(
         MissingPluginError: one asked for by name, or its library, is not installed.
         ConfigurationError: one asked for requires a directory and there is none.
     """
-    chosen = _named(requested, logging_dir, is_main_process, resolve)
+    chosen = _named(requested, logging_dir, is_main)
     if ALL not in requested:
         return chosen
-    names = available() if callable(available) else available
     taken = {name_of(item) for item in chosen}
-    for name in names:
+    for name in registry.available_names():
         if name in taken:
             continue
         try:
-            tracker = resolve(name)
+            tracker = registry.tracker_class(name)
             _check_class(tracker)
             why = passed_over(tracker, logging_dir)
         except Exception as error:
@@ -101,7 +97,7 @@ def choose(
         if why is None:
             if tracker not in chosen:
                 chosen.append(tracker)
-        elif is_main_process:
+        elif is_main:
             warnings.warn(f"log_with='all' passes over the tracker {name!r}: {why}.", stacklevel=4)
     if not chosen:
         warnings.warn(
@@ -114,14 +110,13 @@ def choose(
 def _named(
     requested: list[Requested],
     logging_dir: str | os.PathLike[str] | None,
-    is_main_process: bool,
-    resolve: Resolve,
+    is_main: bool,
 ) -> list[Asked]:
     chosen: list[Asked] = []
     for item in requested:
         if item == ALL:
             continue
-        tracker = resolve(item) if isinstance(item, str) else item
+        tracker = registry.tracker_class(item) if isinstance(item, str) else item
         if isinstance(tracker, type):
             _check_class(tracker)
             lacking = GeneralTracker.unusable.__func__(tracker, os.environ)  # type: ignore[attr-defined]
@@ -133,7 +128,7 @@ def _named(
                     f"given. Pass Accelerator(project_dir=...) or "
                     f"ProjectConfiguration(logging_dir=...)."
                 )
-        elif is_main_process or tracker.main_process_only is False:
+        elif is_main or tracker.main_process_only is False:
             tracker.validate()
         if tracker not in chosen:
             chosen.append(tracker)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
+import functools
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from types import TracebackType
+from typing import Any, NoReturn, Protocol
 
-from accelerate_core import crash
+from accelerate_core.crash import is_failure
 
-__all__ = ["TooLongError", "forbid_in_children", "limited", "watch"]
+__all__ = ["TooLongError", "limited", "watch"]
 
 
 class TooLongError(TimeoutError):
@@ -48,26 +50,6 @@ def limited(function: Callable[[], object], seconds: float, name: str) -> None:
         raise raised[0]
 
 
-class Forks(Protocol):
-    """What a forked child must not touch."""
-
-    def forked(self) -> None:
-        """Let go of what belongs to the parent."""
-
-
-def forbid_in_children(hub: Forks) -> None:
-    """Have `forked` called in a child made by `os.fork`: the run is its parent's."""
-    me = weakref.ref(hub)
-
-    def in_child() -> None:
-        hub = me()
-        if hub is not None:
-            hub.forked()
-
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=in_child)
-
-
 class Closes(Protocol):
     """What can be closed."""
 
@@ -76,27 +58,50 @@ class Closes(Protocol):
 
 
 def watch(hub: Closes) -> Callable[[], None]:
-    """Have `finish` called at the end of the script; return what takes that back."""
-    me = weakref.ref(hub)
+    """Have `finish` called at the end of the script; return what takes that back.
 
-    def raised() -> None:
+    An uncaught exception is seen by our hook before any hook installed so far: libraries that
+    close their own runs in one would do so before what is still on its way has arrived. No hook
+    is told of `sys.exit`, so that its code is noticed at the call, while the run is open.
+    """
+    me = weakref.ref(hub)
+    code: object = None
+    previous_hook, previous_exit = sys.excepthook, sys.exit
+
+    def raised(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         hub = me()
         if hub is not None:
-            with _undisturbed():
-                hub.finish(failed=True)
+            try:
+                with _undisturbed():
+                    hub.finish(failed=True)
+            except Exception as problem:
+                sys.stderr.write(f"Closing the trackers after the failure: {problem}\n")
+        previous_hook(kind, error, trace)
+
+    @functools.wraps(previous_exit)
+    def exiting(status: Any = None, /) -> NoReturn:
+        nonlocal code
+        if threading.current_thread() is threading.main_thread():
+            code = status
+        previous_exit(status)
 
     def ended() -> None:
         hub = me()
         if hub is not None:
-            hub.finish(failed=crash.failing())
-
-    crash.listen(raised)
-    atexit.register(ended)
+            hub.finish(failed=is_failure(SystemExit(code)))
 
     def forget() -> None:
-        crash.forget(raised)
         atexit.unregister(ended)
+        # Where somebody has wrapped them since, they stay, and find nothing to close.
+        if sys.excepthook is raised:
+            sys.excepthook = previous_hook
+        if sys.exit is exiting:
+            sys.exit = previous_exit
 
+    sys.excepthook, sys.exit = raised, exiting
+    atexit.register(ended)
     return forget
 
 

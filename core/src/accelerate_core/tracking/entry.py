@@ -11,9 +11,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceRead", "Entry"]
 
-#: Verbs whose payload is plain enough for the journal.
-JOURNALED = frozenset({"log", "table", "text"})
-
 
 class DeviceRead:
     """One-element tensors of devices, on their way to the host without anybody waiting.
@@ -50,16 +47,22 @@ class DeviceRead:
 
 
 class Entry:
-    """What was logged, read and journaled at most once, whoever of the writers comes first."""
+    """What was logged; what it has on a device is read once, whichever writer comes first.
+
+    Args:
+        verb: `log`, or what stands behind `log_`.
+        arguments: of the tracker's method; of `log` the values.
+        keywords: further arguments, by tracker.
+        others: values of `log` that only some trackers take.
+        read: waits for a device and returns the arguments that were lacking.
+    """
 
     __slots__ = (
-        "_lock", "_read", "arguments", "journaled", "keywords", "others", "refused", "sequence",
-        "step", "verb",
+        "_lock", "_read", "arguments", "keywords", "others", "refused", "step", "verb",
     )  # fmt: skip
 
     def __init__(
         self,
-        sequence: int,
         verb: str,
         arguments: dict[str, Any],
         step: int | None,
@@ -67,9 +70,8 @@ class Entry:
         others: dict[str, object] | None = None,
         read: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self.sequence, self.verb, self.arguments, self.step = sequence, verb, arguments, step
+        self.verb, self.arguments, self.step = verb, arguments, step
         self.keywords, self.others, self._read = keywords, others, read
-        self.journaled = False
         #: Whether what came from the device turned out to be nothing that can be logged.
         self.refused = False
         self._lock = threading.Lock() if read is not None else None
@@ -94,36 +96,15 @@ class Entry:
         """Whether `log_many` can take it together with its neighbours."""
         return self.verb == "log" and not self.keywords and not self.others
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing has to be waited for any more."""
-        return self._read is None
-
-    def resolve(self) -> bool:
-        """Wait for what comes from a device; tell whether this call did it."""
+    def resolve(self) -> None:
+        """Wait for what comes from a device; raise, once, if it cannot be logged."""
         if self._lock is None:
-            return False
+            return
         with self._lock:
-            if self._read is None:
-                return False
-            read, self._read = self._read, None
-            try:
-                self.arguments.update(read())
-            except Exception:
-                self.refused = self.journaled = True
-                raise
-            return True
-
-    def record(self) -> dict[str, Any] | None:
-        """Return what the journal keeps, None for what cannot be written there."""
-        if self.verb not in JOURNALED:
-            return None
-        record: dict[str, Any] = {"v": self.verb, "a": self.arguments, "s": self.step}
-        if self.keywords:
-            record["k"] = self.keywords
-        return record
-
-    @classmethod
-    def from_record(cls, sequence: int, record: Mapping[str, Any]) -> Entry:
-        """Return the entry a journal kept."""
-        return cls(sequence, record["v"], record["a"], record["s"], record.get("k"))
+            if self._read is not None:
+                read, self._read = self._read, None
+                try:
+                    self.arguments.update(read())
+                except Exception:
+                    self.refused = True
+                    raise

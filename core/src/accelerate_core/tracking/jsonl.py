@@ -38,7 +38,6 @@ class JsonlTracker(GeneralTracker):
     resumes = True
     groups = True
     packages = ()
-    writes_through = True
     takes_not_finite = True
 
     def __init__(
@@ -70,6 +69,7 @@ class JsonlTracker(GeneralTracker):
             self._run_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
             if self.run_group is not None:
                 self._run_name += f"-rank{self.run_group.rank}"
+        self._made = not self.tracker.exists()
         self.tracker.mkdir(parents=True, exist_ok=True)
         self._file = open(self.tracker / RUN_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         group = {"group": self.run_group.name} if self.run_group else {}
@@ -129,7 +129,8 @@ class JsonlTracker(GeneralTracker):
 
     def discard(self) -> None:
         self._close()
-        shutil.rmtree(self.tracker, ignore_errors=True)
+        if self._made:  # not an earlier start's run of that name
+            shutil.rmtree(self.tracker, ignore_errors=True)
 
     def finish(self) -> None:
         self._write("end", status="finished")

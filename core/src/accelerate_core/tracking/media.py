@@ -16,9 +16,29 @@ from typing import Any
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.tracking.normalise import Reporter, is_scalar, scalar, text_of
 
-__all__ = ["artifact", "figure", "histogram", "images", "pictures", "table", "text"]
+__all__ = ["artifact", "figure", "histogram", "images", "payload", "pictures", "table", "text"]
 
 Payload = tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]
+
+
+def payload(verb: str, arguments: Mapping[str, Any], reporter: Reporter) -> Payload:
+    """Return the arguments of a tracker's `log_<verb>`, and what reads the rest off a device.
+
+    Args:
+        verb: one of `VERBS`.
+        arguments: those of the function of that name here.
+
+    Raises:
+        ConfigurationError: they are none that the verb takes.
+    """
+    if verb == "images":
+        return images(**arguments)
+    if verb == "histogram":
+        return histogram(**arguments)
+    if verb == "table":
+        return table(**arguments, reporter=reporter), None
+    make: Any = {"figure": figure, "artifact": artifact, "text": text}[verb]
+    return make(**arguments), None
 
 
 def images(values: Any, channels_first: bool = False) -> Payload:
@@ -70,7 +90,12 @@ def histogram(name: str, values: Any) -> Payload:
 
 
 def table(
-    table_name: str, columns: Any, data: Any, dataframe: Any, reporter: Reporter
+    table_name: str,
+    columns: Any = None,
+    data: Any = None,
+    dataframe: Any = None,
+    *,
+    reporter: Reporter,
 ) -> dict[str, Any]:
     """Return the arguments of `log_table`: names of columns, and rows of plain values.
 
@@ -121,25 +146,25 @@ def _unique(names: Iterable[str]) -> list[str]:
     return found
 
 
-def text(name: str, value: Any) -> dict[str, Any]:
+def text(name: str, text: Any) -> dict[str, Any]:
     """Return the arguments of `log_text`."""
-    return {"name": text_of(str(name)), "text": text_of(str(value))}
+    return {"name": text_of(str(name)), "text": text_of(str(text))}
 
 
-def figure(name: str, value: Any) -> dict[str, Any]:
+def figure(name: str, figure: Any) -> dict[str, Any]:
     """Return the arguments of `log_figure`.
 
     Raises:
         ConfigurationError: it is no figure.
     """
-    if isinstance(value, type) or not callable(getattr(value, "savefig", None)):
+    if isinstance(figure, type) or not callable(getattr(figure, "savefig", None)):
         raise ConfigurationError(
-            f"log_figure({name!r}) takes a matplotlib figure, not {type(value).__name__}."
+            f"log_figure({name!r}) takes a matplotlib figure, not {type(figure).__name__}."
         )
-    return {"name": text_of(str(name)), "figure": value}
+    return {"name": text_of(str(name)), "figure": figure}
 
 
-def artifact(path: Any, name: str | None) -> dict[str, Any]:
+def artifact(path: Any, name: str | None = None) -> dict[str, Any]:
     """Return the arguments of `log_artifact`.
 
     Raises:

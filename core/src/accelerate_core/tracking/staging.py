@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import warnings
@@ -11,14 +12,14 @@ __all__ = ["Staging"]
 
 
 class Staging:
-    """A folder of copies, made when the first file comes.
+    """A folder of copies of this process alone, made when the first file comes.
 
     Args:
         directory: where the folder is made; None for the system's own place.
     """
 
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
+    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+        self._directory = None if directory is None else Path(directory).absolute()
         self._folder: Path | None = None
         self._count = 0
 
@@ -29,7 +30,7 @@ class Staging:
             if self._folder is None:
                 if self._directory is not None:
                     self._directory.mkdir(parents=True, exist_ok=True)
-                self._folder = Path(tempfile.mkdtemp(prefix="files-", dir=self._directory))
+                self._folder = Path(tempfile.mkdtemp(prefix=".artifacts-", dir=self._directory))
             self._count += 1
             target = self._folder / str(self._count) / source.name
             target.parent.mkdir()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from packaging.requirements import Requirement
 
+from accelerate_core.builtin.no_tracking import Nothing
 from accelerate_core.errors import TrackerError
 from accelerate_core.runtime import read_topology, running
 
@@ -139,9 +140,6 @@ class GeneralTracker:
     library: str = ""
     #: The library's word for the run of a script that raised, "" if it has none.
     failed_word: str = ""
-    #: Whether `log` itself brings values to where a crash of this process does not reach them; what
-    #: was logged is then crossed off the journal at once, not after the next `flush`.
-    writes_through: bool = False
     #: Whether values logged without a step get the next one, counted per verb.
     counts_steps: bool = False
     #: Whether the library is bound to the thread that made it: `log` and the verbs are then called
@@ -247,11 +245,10 @@ class GeneralTracker:
     def flush(self) -> bool | None:
         """Bring what was logged to where a crash of this process does not reach it.
 
-        What is flushed is crossed off the journal. Default: nothing to do.
+        Called every other second, in `save_state` and at the end. Default: nothing to do.
 
         Returns:
-            False if the library cannot promise that before `finish`: the journal then keeps
-            everything until the end of the run.
+            False if the library cannot promise that before `finish`; who relies on it is told.
         """
         return None
 
@@ -309,45 +306,6 @@ def _raise_missing(cls: type, missing: list[str]) -> None:
     )
 
 
-class _Nothing:
-    """Swallows whatever is done with the run object of a rank that has none."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
-        return self
-
-    def __getattr__(self, name: str) -> _Nothing:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __getitem__(self, key: object) -> _Nothing:
-        return self
-
-    def __setitem__(self, key: object, value: object) -> None:
-        pass
-
-    def __setattr__(self, name: str, value: object) -> None:
-        pass
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def __repr__(self) -> str:
-        return "<nothing: this tracker does not run here>"
-
-
-_NOTHING = _Nothing()
-
-
 class BlankTracker(GeneralTracker):
     """Does nothing, whatever it is asked: for ranks that do not track.
 
@@ -364,7 +322,7 @@ class BlankTracker(GeneralTracker):
     @property
     def tracker(self) -> Any:
         """An object that swallows every call."""
-        return _NOTHING
+        return Nothing(self.name)
 
     def accepts(self, value: object) -> bool:
         """Nothing is taken."""
@@ -373,7 +331,7 @@ class BlankTracker(GeneralTracker):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _NOTHING
+        return Nothing(name)
 
     def __repr__(self) -> str:
         return f"<blank tracker {self.name!r}>"

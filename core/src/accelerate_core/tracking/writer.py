@@ -7,7 +7,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from accelerate_core.tracking.entry import Entry
@@ -18,7 +18,7 @@ __all__ = ["InlineWriter", "Writer", "drain"]
 
 #: Entries handed to a library at once.
 BATCH = 500
-#: Seconds between two flushes of a library while values keep coming.
+#: Seconds between two flushes of a library, while values come and after the last one.
 FLUSH_EVERY = 2.0
 #: A writer rests this many times as long as a hand-over took, so that the training thread has the
 #: interpreter most of the time: each operator of torch asks for it anew, and a thread that runs
@@ -32,8 +32,13 @@ PATIENCE = 60.0
 #: Entries in a row that a library may refuse before it is taken to be broken.
 REFUSALS = 5
 
-_Marker = threading.Event
 _DRAWING = threading.Lock()
+
+
+class _Marker(threading.Event):
+    """Set when all that was queued before it is delivered and flushed."""
+
+    ends = False
 
 
 class Writer:
@@ -41,8 +46,7 @@ class Writer:
 
     Args:
         tracker: a started one.
-        settle: completes an entry (waits for devices, journals it).
-        mark: told the number of the last entry the tracker has flushed.
+        resolve: completes an entry that waits for a device.
         failed: told the stage and the exception, once; nothing is delivered after that.
         refused: told the entry and the exception of one that the library did not take.
     """
@@ -50,8 +54,7 @@ class Writer:
     def __init__(
         self,
         tracker: GeneralTracker,
-        settle: Callable[[Entry], None],
-        mark: Callable[[str, int], None],
+        resolve: Callable[[Entry], None],
         failed: Callable[[GeneralTracker, str, Exception], None],
         refused: Callable[[GeneralTracker, Entry, Exception], None],
     ) -> None:
@@ -59,22 +62,22 @@ class Writer:
         self.accepted = 0
         self.delivered = 0
         self.broken = False
-        #: How many wait for this writer, which then takes no rest.
-        self._awaited = 0
+        #: Whether the library has said that what it flushed survives a kill.
+        self.durable = True
+        self._resolve, self._failed, self._refused = resolve, failed, refused
         self._takes_many = type(tracker).log_many is not GeneralTracker.log_many
-        self._settle, self._mark, self._failed, self._refused = settle, mark, failed, refused
         self._in_a_row = 0
         self._next_step: dict[str, int] = {}
-        self._queue: queue.SimpleQueue[Entry | _Marker | None] = queue.SimpleQueue()
-        self._last = -1
-        self._marked = -1
         self._flushed_at = time.monotonic()
+        self._unflushed = False
+        #: Set while somebody waits for this writer, which then takes no rest.
+        self._awaited = threading.Event()
+        self._queue: queue.SimpleQueue[Entry | _Marker] = queue.SimpleQueue()
         self._begin()
 
     def _begin(self) -> None:
-        self._thread = threading.Thread(
-            target=self._run, name=f"tracker-{self.tracker.name}", daemon=True
-        )
+        name = f"tracker-{self.tracker.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, entry: Entry) -> None:
@@ -82,80 +85,72 @@ class Writer:
         self.accepted += 1
         self._queue.put(entry)
 
-    def request_flush(self) -> threading.Event:
-        """Return an event that is set when all taken so far is delivered and flushed."""
+    def request_flush(self, end: bool = False) -> threading.Event:
+        """Return an event that is set when all taken so far is delivered and flushed.
+
+        Args:
+            end: the thread is to end then.
+        """
         done = _Marker()
-        self._awaited += 1
+        done.ends = end
+        self._awaited.set()
         self._queue.put(done)
         if not self._thread.is_alive():
             done.set()
         return done
 
-    def stop(self, timeout: float) -> bool:
-        """End the thread after what it was given; tell whether it ended in time."""
-        self._awaited += 1
-        self._queue.put(None)
+    def stop(self, timeout: float) -> None:
+        """End the thread after what it was given, or leave it after `timeout` seconds."""
+        self.request_flush(end=True)
         self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    @property
-    def is_own_thread(self) -> bool:
-        """Whether the caller is this writer."""
-        return threading.current_thread() is self._thread
 
     def _run(self) -> None:
-        while True:
-            behind = self._marked < self._last and not self.broken
-            wait = max(0.0, self._flushed_at + FLUSH_EVERY - time.monotonic()) if behind else None
-            batch: list[Entry] = []
-            marker: _Marker | None = None
-            ended = False
-            try:
-                while len(batch) < BATCH:
-                    item = self._queue.get(timeout=wait) if not batch else self._queue.get_nowait()
-                    if item is None:
-                        ended = True
-                        break
-                    if isinstance(item, _Marker):
-                        marker = item
-                        break
-                    batch.append(item)
-            except queue.Empty:
-                pass
+        marker: _Marker | None = None
+        while marker is None or not marker.ends:
+            batch, marker = self._collect()
             self._deliver(batch)
-            due = time.monotonic() - self._flushed_at >= FLUSH_EVERY
-            if marker is not None or ended or due:
-                self._flush()
             if marker is not None:
-                self._awaited -= 1
+                self._flush()
+                self._awaited.clear()
                 marker.set()
-            if ended:
-                return
+            elif not batch:
+                self._flush()
+
+    def _collect(self) -> tuple[list[Entry], _Marker | None]:
+        """Wait for entries, no longer than until a flush is due; return them up to a marker."""
+        batch: list[Entry] = []
+        with contextlib.suppress(queue.Empty):
+            while len(batch) < BATCH:
+                wait = None
+                if self._unflushed and not batch:
+                    wait = max(0.0, self._flushed_at + FLUSH_EVERY - time.monotonic())
+                item = self._queue.get(not batch, wait)
+                if isinstance(item, _Marker):
+                    return batch, item
+                batch.append(item)
+        return batch, None
 
     def _deliver(self, batch: list[Entry]) -> None:
         start = 0
         while start < len(batch) and not self.broken:
-            stop = start
-            while self._takes_many and stop < len(batch) and batch[stop].is_plain_log:
-                stop += 1
-            group = batch[start : max(stop, start + 1)]
+            stop = start + 1
+            if self._takes_many and batch[start].is_plain_log:
+                while stop < len(batch) and batch[stop].is_plain_log:
+                    stop += 1
+            group = batch[start:stop]
             begun = time.perf_counter()
             for entry in group:
-                if not entry.journaled:
-                    self._settle(entry)
+                self._resolve(entry)
+            self._unflushed = True
             self._try([entry for entry in group if not entry.refused])
             if self.broken:
                 return
             self.delivered += len(group)
-            self._last = group[-1].sequence
-            start += len(group)
-            if self.tracker.writes_through:
-                self._marked = self._last
-                self._mark(self.tracker.name, self._last)
-            elif time.monotonic() - self._flushed_at >= FLUSH_EVERY:
-                self._flush()  # what is delivered and not marked would come twice after a kill
-            if not self._awaited and self._queue.qsize() < BACKLOG:
-                time.sleep(min(REST * (time.perf_counter() - begun), LONGEST_REST))
+            start = stop
+            if time.monotonic() - self._flushed_at >= FLUSH_EVERY:
+                self._flush()
+            if self._queue.qsize() < BACKLOG:
+                self._awaited.wait(min(REST * (time.perf_counter() - begun), LONGEST_REST))
 
     def _try(self, group: list[Entry]) -> None:
         """Hand over; an entry that the library refuses does not keep the others from it."""
@@ -172,8 +167,6 @@ class Writer:
             if not isinstance(error, NotTaken):
                 self._in_a_row += 1
             if is_ill(error) or self._in_a_row >= REFUSALS:
-                # Not again after a resume either: it would switch the tracker off once more.
-                self._last = group[0].sequence
                 self._give_up(group[0].method, error)
             else:
                 self._refused(self.tracker, group[0], error)
@@ -181,31 +174,29 @@ class Writer:
             self._in_a_row = 0
 
     def _hand_over(self, group: list[Entry]) -> None:
-        first = group[0]
+        first, tracker = group[0], self.tracker
         if first.is_plain_log and self._takes_many:
-            self.tracker.log_many([(dict(e.arguments), self._step(e)) for e in group])
+            tracker.log_many([(dict(e.arguments), self._step(e)) for e in group])
             return
         step = self._step(first)
-        keywords = dict((first.keywords or {}).get(self.tracker.name, {}))
+        keywords = dict((first.keywords or {}).get(tracker.name, {}))
+        arguments = dict(first.arguments)
         if first.verb == "log":
-            values = dict(first.arguments)
-            for key, value in (first.others or {}).items():
-                if self.tracker.accepts(value):
-                    values[key] = value
-            self.tracker.log(values, step=step, **keywords)
-        elif first.verb in self.tracker.supports:
-            arguments = dict(first.arguments)
+            others = (first.others or {}).items()
+            arguments |= {key: value for key, value in others if tracker.accepts(value)}
+            tracker.log(arguments, step=step, **keywords)
+        elif first.verb in tracker.supports:
             if first.verb == "artifact":
-                source = arguments.pop("source", None)
-                if self.tracker.artifacts_in_place and source is not None:
+                source = arguments.pop("source")
+                if tracker.artifacts_in_place:
                     arguments["path"] = source
             else:
                 keywords["step"] = step
-            if first.verb == "histogram" and not self.tracker.takes_not_finite:
+            if first.verb == "histogram" and not tracker.takes_not_finite:
                 arguments["values"] = finite(arguments["values"])
             # Drawing changes a figure: two libraries must not draw the same one at once.
             with _DRAWING if first.verb == "figure" else contextlib.nullcontext():
-                getattr(self.tracker, f"log_{first.verb}")(**arguments, **keywords)
+                getattr(tracker, first.method)(**arguments, **keywords)
 
     def _step(self, entry: Entry) -> int | None:
         """Return the step, counted on where the library needs one and none was given."""
@@ -217,21 +208,16 @@ class Writer:
 
     def _flush(self) -> None:
         self._flushed_at = time.monotonic()
-        if self.broken or self._marked == self._last:
+        if self.broken or not self._unflushed:
             return
+        self._unflushed = False
         try:
-            safe = self.tracker.flush()
+            self.durable = self.tracker.flush() is not False
         except Exception as error:
             self._give_up("flush", error)
-            return
-        self._marked = self._last
-        if safe is not False:
-            self._mark(self.tracker.name, self._last)
 
     def _give_up(self, stage: str, error: Exception) -> None:
         self.broken = True
-        if self._last > self._marked:
-            self._mark(self.tracker.name, self._last)
         self._failed(self.tracker, stage, error)
 
 
@@ -239,24 +225,22 @@ class InlineWriter(Writer):
     """Feeds a tracker whose library is bound to the thread that made it: at the call."""
 
     def _begin(self) -> None:
-        self._thread = threading.current_thread()
+        self._awaited.set()  # the step waits: no rest
 
     def put(self, entry: Entry) -> None:
         """Hand an entry over; the step waits."""
         self.accepted += 1
-        self._awaited = 1  # no rest
         self._deliver([entry])
 
-    def request_flush(self) -> threading.Event:
+    def request_flush(self, end: bool = False) -> threading.Event:
         """Flush, and return an event that is set."""
         self._flush()
-        done = _Marker()
+        done = threading.Event()
         done.set()
         return done
 
-    def stop(self, timeout: float) -> bool:
+    def stop(self, timeout: float) -> None:
         """Do nothing: there is no thread."""
-        return True
 
 
 def finite(values: Any) -> Any:
@@ -273,40 +257,40 @@ def finite(values: Any) -> Any:
     return kept
 
 
-def drain(writers: list[Writer]) -> list[Writer]:
-    """Wait until all is delivered; return those that made no progress for `PATIENCE` seconds.
+def drain(writers: Iterable[Writer], timeout: float | None = None) -> list[Writer]:
+    """Wait until all is delivered and flushed; return those that are not done.
 
     While it takes more than a second, a line on stderr says how far it is.
+
+    Args:
+        timeout: seconds; None waits as long as any of them moves, and `PATIENCE` seconds more.
     """
-    markers = [(writer, writer.request_flush()) for writer in writers]
+    waiting = [(writer, writer.request_flush()) for writer in writers]
     begun = moved = time.monotonic()
     seen = -1
     shown = False
-    while any(not marker.is_set() for _, marker in markers):
-        for _, marker in markers:
-            if not marker.is_set():
-                marker.wait(0.1)
-                break
-        now, done = time.monotonic(), sum(writer.delivered for writer in writers)
-        if done != seen:
-            seen, moved = done, now
-        if now - moved > PATIENCE:
+    while waiting := [(writer, done) for writer, done in waiting if not done.is_set()]:
+        left = PATIENCE if timeout is None else begun + timeout - time.monotonic()
+        waiting[0][1].wait(max(0.0, min(0.1, left)))
+        now, delivered = time.monotonic(), sum(writer.delivered for writer, _ in waiting)
+        if delivered != seen:
+            seen, moved = delivered, now
+        if now - (moved if timeout is None else begun) > (PATIENCE if timeout is None else timeout):
             break
         if now - begun > 1.0:
             shown = True
-            _show(markers)
+            _show([writer for writer, done in waiting if not done.is_set()])
     if shown:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write("\n")
-    return [writer for writer, marker in markers if not marker.is_set()]
+        _say("\n")
+    return [writer for writer, done in waiting if not done.is_set()]
 
 
-def _show(markers: list[tuple[Writer, Any]]) -> None:
-    parts = [
-        f"{writer.tracker.name} {writer.delivered}/{writer.accepted}"
-        for writer, marker in markers
-        if not marker.is_set()
-    ]
+def _show(writers: list[Writer]) -> None:
+    parts = [f"{one.tracker.name} {one.delivered}/{one.accepted}" for one in writers]
+    _say(f"\rTrackers write what is left: {', '.join(parts)}   ")
+
+
+def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"\rTrackers write what is left: {', '.join(parts)}   ")
+        sys.stderr.write(text)
         sys.stderr.flush()

@@ -36,7 +36,6 @@ class DVCLiveTracker(GeneralTracker):
     groups = True
     packages = ()
     counts_steps = True
-    writes_through = True
     artifacts_in_place = True  # DVC tracks the file itself
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
@@ -150,7 +149,7 @@ class DVCLiveTracker(GeneralTracker):
         self.live.log_artifact(path, **{"name": Path(name).stem, **kwargs})
 
     def flush(self) -> None:
-        self.live.sync()
+        self.live.make_summary()  # each value is on disk already, in a file of its name
 
     def finish(self) -> None:
         self.live.end()

@@ -47,7 +47,6 @@ class MLflowTracker(GeneralTracker):
     groups = True
     packages = ()
     counts_steps = True
-    writes_through = True
     finishes_in_place = True  # the active run is one of the thread that started it
 
     def __init__(
