@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from accelerate_core.torch_talk import ReduceOp, Scope
+from accelerate_core.torch_talk import ReduceOp, Scope, TorchTalk
 
 __all__ = ["Communicator", "ReduceOp", "Scope", "TalkHooks"]
 
@@ -149,6 +149,22 @@ class Communicator:
         ranks = None if self.scope == "world" else self.gather_object(dist.get_rank())
         group: dist.ProcessGroup | None = self._open_group(ranks)
         return group
+
+    def duplicate(self) -> Communicator | None:
+        """Return a communicator of the same ranks for a thread, over a group of its own.
+
+        It takes tensors in host memory. All ranks of the scope call this. None where the backend
+        has no such group.
+        """
+        if self.size == 1:
+            return self
+        group = self.open_group()
+        if group is None:
+            return None
+        host = torch.device("cpu")
+        return Communicator(
+            rank=self.rank, size=self.size, device=host, hooks=TorchTalk(group), scope=self.scope
+        )
 
     def barrier(self) -> None:
         """Return once every rank has called this."""

@@ -1,0 +1,1 @@
+"""What stands in where a part is not installed."""
