@@ -17,7 +17,7 @@ from accelerate_core.checkpoint.save import save_state
 if TYPE_CHECKING:
     import torch
 
-    from accelerate_core.contract.parts import TrainingState
+    from accelerate_core.contract.parts import Checkpointer, TrainingState
 
 __all__ = ["DirectoryCheckpointer"]
 
@@ -37,15 +37,15 @@ class DirectoryCheckpointer:
         self._signals = read_signals(signals)
         #: The save that goes on beside the training.
         self.background = Background()
+        self._preemption: Preemption | None = None
 
     def attach(self, state: TrainingState) -> None:
         """Take the run; what has to watch its loop begins here."""
         self._state = state
         self._numbering = Numbering(state)
         self._cycle_start = None if state.gives_gradients else CycleStart(state)
-        self._preemption = (
-            Preemption(state, self._signals, self.wait, self.save) if self._signals else None
-        )
+        if self._signals:
+            self._preemption = Preemption(state, self._signals, self.wait, self.save)
 
     def save(
         self,
@@ -134,3 +134,7 @@ class DirectoryCheckpointer:
             self._preemption.close()
         if not failed:
             self.release()
+
+
+if TYPE_CHECKING:  # that it keeps to the protocol
+    _: type[Checkpointer] = DirectoryCheckpointer

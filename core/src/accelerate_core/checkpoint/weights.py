@@ -33,7 +33,6 @@ _USUAL = (
     "pytorch_model.bin.index.json",
 )
 
-
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)([Bb]?)\s*", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
