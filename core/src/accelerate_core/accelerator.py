@@ -9,7 +9,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,7 +20,6 @@ from accelerate_core.backend import Backend
 from accelerate_core.builtin.affinity import follow_cpu_affinity
 from accelerate_core.builtin.memory import release_memory
 from accelerate_core.builtin.no_tracking import NoTracking, asks
-from accelerate_core.checkpoint import Background, Boundary, Preemption, own_state, read_signals
 from accelerate_core.collectives import Communicator
 from accelerate_core.configuration import (
     AutocastKwargs,
@@ -37,16 +36,21 @@ from accelerate_core.configuration import (
 from accelerate_core.contract.parts import Tracking
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.facade.keeping import Keeping
+from accelerate_core.facade.parts import make_checkpointer
 from accelerate_core.facade.preparing import Preparing
 from accelerate_core.facade.recording import Recording
 from accelerate_core.facade.stepping import Stepping
 from accelerate_core.facade.talking import Talking
+from accelerate_core.facade.training_state import RunState
 from accelerate_core.plugins import ActivePlugins
 from accelerate_core.plugins.digest import agree
 from accelerate_core.plugins.manager import blaming
 from accelerate_core.plugins.selection import plugin_arguments
 from accelerate_core.state import absent_attribute
 from accelerate_core.step import GradientState, ItemCount
+
+if TYPE_CHECKING:
+    from accelerate_core.contract.parts import Checkpointer
 
 __all__ = ["Accelerator"]
 
@@ -150,31 +154,32 @@ class Accelerator(
         self.hooks = self.plugins.bind_owner(built.backend, built.selection.record, Backend)
         with blaming("check", built.selection.record):
             self.backend.check(self)
-        signals = self._check_preemption()
+        self._checkpointer = self._wanted_checkpointer()
         self._start_runtime()
         try:
             self._agree()
             self._set_up(arguments, log_with)
             self.plugins.call_each("on_start", accelerator=self)
-            self._watch_for(signals)
+            if self._checkpointer is not None:
+                self._checkpointer.attach(RunState(self))
         except BaseException:
             runtimes.release(self)
             raise
 
-    def _check_preemption(self) -> list[Any]:
-        signals = read_signals(self.because["preemption_signals"].value)
-        project = self._built.project
-        if signals and (project.project_dir is None or not project.automatic_checkpoint_naming):
+    def _wanted_checkpointer(self) -> Checkpointer | None:
+        """Return the checkpointer if the settings ask for something of it; else it is made later."""
+        signals, project = self.because["preemption_signals"], self._built.project
+        numbered = project.automatic_checkpoint_naming
+        reads_gradients = self.backend.supports.get("gradients", True)
+        if not (signals.value or numbered or project.total_limit is not None) and reads_gradients:
+            return None
+        made = make_checkpointer(project, signals.value)
+        if signals.value and (project.project_dir is None or not numbered):
             raise ConfigurationError(
-                f"preemption_signals ({self.because['preemption_signals'].origin}) needs a place "
-                "to save to: ProjectConfiguration(project_dir=..., "
-                "automatic_checkpoint_naming=True)."
+                f"preemption_signals ({signals.origin}) needs a place to save to: "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
-        return signals
-
-    def _watch_for(self, signals: list[Any]) -> None:
-        if signals:
-            self._preemption = Preemption(self, signals, self._process.store)
+        return made
 
     def _start_runtime(self) -> None:
         built, values = self._built, self.because
@@ -246,13 +251,6 @@ class Accelerator(
         self.save_state_pre_hooks = OrderedDict()
         self.load_state_pre_hooks = OrderedDict()
         self.flag_tensor = None
-        self.background = Background()
-        self.resumed = False
-        self.damaged_checkpoints = set()
-        self._preemption = None
-        self.last_boundary = None
-        if not self.backend.supports.get("gradients", True):
-            self.last_boundary = Boundary(self, own_state)
         self._noted: set[str] = set()
         self._step_listeners = self.plugins.implementations("on_step_end")
         DistributedType.register(str(self.distributed_type))
@@ -295,8 +293,8 @@ class Accelerator(
         if self.closed:
             self._tracking.finish(failed)
             return
-        if self._preemption is not None:
-            self._preemption.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close(failed=True)
         self.plugins.call_each("on_error", accelerator=self, error=error)
         self._tracking.finish(failed)
         self.closed = True
@@ -312,10 +310,8 @@ class Accelerator(
         if self.closed:
             self._tracking.finish(failed)  # of a run that was started after the first end
             return
-        if self._preemption is not None:
-            self._preemption.close()
-        self.background.wait()
-        self.background.staging.release()
+        if self._checkpointer is not None:
+            self._checkpointer.close(failed=False)
         self._tracking.finish(failed)
         self.plugins.call_each("on_end", accelerator=self)
         self.closed = True
@@ -323,8 +319,8 @@ class Accelerator(
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release everything prepared, reset `step`, and return None for each object given."""
-        self.background.wait()
-        self.background.staging.release()
+        if self._checkpointer is not None:
+            self._checkpointer.release()
         self.plugins.call_each("on_free", accelerator=self)
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             cast("list[Any]", held).clear()

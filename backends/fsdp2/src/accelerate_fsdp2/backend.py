@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core import Accelerator, Backend, Claim, Request
-from accelerate_core.checkpoint import rng
+from accelerate_core.collectives import rng_state
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.errors import ConfigurationError, PrepareError
 from accelerate_fsdp2 import keeping, sequence, tensor_parallel, testing, units, weights
@@ -214,12 +214,12 @@ class FSDP2Backend(Backend):
             return
         self._aligned = True
         for name in config.non_dp_dim_names:
-            states: list[Any] = [rng.capture([accelerator.device])]
+            states: list[Any] = [rng_state.capture([accelerator.device])]
             own = states[0]
             group = mesh[name].get_group()
             dist.broadcast_object_list(states, group_src=0, group=group)
             if not _alike(own, states[0]):
-                rng.restore(states[0])
+                rng_state.restore(states[0])
                 accelerator.note_once(
                     f"Ranks of one {name} group had different random states; they have those of its "
                     "first rank now. Seed them alike: set_seed(seed) without device_specific.",

@@ -29,7 +29,7 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Saving", "clean_up", "discard", "numbered_checkpoints", "target_of"]
+__all__ = ["Saving", "clean_up", "discard", "number_of", "numbered_checkpoints", "target_of"]
 
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<stage>saving|swap|old|deleted)-(?P<id>[0-9a-f]{12})")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
@@ -38,12 +38,18 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _STALE = 6 * 3600
 
 
+def number_of(directory: Path) -> int | None:
+    """Return the number of a directory `checkpoint_<number>`, None for another name."""
+    match = _NUMBERED.fullmatch(directory.name)
+    return int(match[1]) if match else None
+
+
 def numbered_checkpoints(root: Path) -> list[tuple[int, Path]]:
     """Return number and path of every `checkpoint_<number>` of a directory, the oldest first."""
     if not root.is_dir():
         return []
-    found = ((_NUMBERED.fullmatch(path.name), path) for path in root.iterdir())
-    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+    found = ((number_of(path), path) for path in root.iterdir())
+    return sorted((number, path) for number, path in found if number is not None and path.is_dir())
 
 
 def target_of(output_dir: str | os.PathLike[str]) -> Path:

@@ -21,8 +21,8 @@ from accelerate_core.checkpoint.files import (
 from accelerate_core.checkpoint.manifest import MANIFEST, Manifest, problems, read_manifest
 from accelerate_core.checkpoint.model import save_weights
 from accelerate_core.checkpoint.shards import METADATA, SafeReader, read_metadata
+from accelerate_core.checkpoint.weights import checkpoint_files, load_state_dict
 from accelerate_core.errors import CheckpointError
-from accelerate_core.helpers.weights import checkpoint_files, load_state_dict
 
 __all__ = ["merge_weights"]
 

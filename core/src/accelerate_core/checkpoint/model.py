@@ -16,16 +16,16 @@ from safetensors import SafetensorError, safe_open
 
 from accelerate_core.checkpoint import files
 from accelerate_core.checkpoint.files import sync_directory
-from accelerate_core.checkpoint.writer import write_weights
-from accelerate_core.errors import CheckpointError
-from accelerate_core.helpers.weights import (
+from accelerate_core.checkpoint.weights import (
     checkpoint_files,
     clean_state_dict_for_safetensors,
     load_state_dict,
 )
+from accelerate_core.checkpoint.writer import write_weights
+from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accelerate_core.accelerator import Accelerator
+    from accelerate_core.contract.parts import TrainingState
 
 __all__ = ["load_weights", "save_model", "save_object", "save_weights", "weights_layout"]
 
@@ -155,7 +155,7 @@ def _files(directory: Path, stem: str, listed: Container[str] | None) -> list[Pa
 
 
 def save_model(
-    accelerator: Accelerator,
+    state: TrainingState,
     model: torch.nn.Module,
     save_directory: Any,
     max_shard_size: int | str,
@@ -169,21 +169,22 @@ def save_model(
     directory = Path(save_directory)
     if directory.is_file():
         raise CheckpointError(f"save_model needs a directory, and {directory} is a file.")
-    state = accelerator.get_state_dict(model)
-    if any(t.device.type == "meta" for t in state.values() if isinstance(t, torch.Tensor)):
+    weights = state.whole_model_state(model)
+    if any(t.device.type == "meta" for t in weights.values() if isinstance(t, torch.Tensor)):
         raise CheckpointError(
             "The model has weights on the meta device, so there is nothing to save."
         )
-    if accelerator.saves_here:
+    if state.saves_here:
         save_weights(
-            state, directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
+            weights,
+            directory,
+            max_shard_size=max_shard_size,
+            safe_serialization=safe_serialization,
         )
 
 
-def save_object(obj: Any, f: Any, *, here: bool, safe_serialization: bool) -> None:
-    """Write one object with torch or safetensors, on the processes where `here` holds."""
-    if not here:
-        return
+def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
+    """Write one object with torch or safetensors."""
     if safe_serialization:
         state = clean_state_dict_for_safetensors(dict(obj))
         if hasattr(f, "write"):

@@ -12,6 +12,7 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
 if TYPE_CHECKING:
-    from accelerate_core.accelerator import Accelerator
+    from accelerate_core.contract.parts import TrainingState
 
 __all__ = ["EXIT_STATUS", "Preempted", "Preemption", "read_signals"]
 
@@ -62,12 +63,26 @@ def read_signals(text: str | None) -> list[signal.Signals]:
 
 
 class Preemption:
-    """Waits for one of the signals and ends the run at a step boundary, with a checkpoint."""
+    """Waits for one of the signals and ends the run at a step boundary, with a checkpoint.
 
-    def __init__(self, accelerator: Accelerator, signals: list[signal.Signals], store: Any) -> None:
-        self._accelerator = accelerator
-        self._rank, self._size = accelerator.process_index, accelerator.num_processes
-        self._store = None if store is None else dist.PrefixStore("preemption", store)
+    Args:
+        wait: returns when no save is under way.
+        save: makes the checkpoint and returns its directory.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        signals: list[signal.Signals],
+        wait: Callable[[], None],
+        save: Callable[[], str],
+    ) -> None:
+        self._state, self._wait, self._save = state, wait, save
+        process = state.process
+        self._rank, self._size = process.process_index, process.num_processes
+        self._store = (
+            None if process.store is None else dist.PrefixStore("preemption", process.store)
+        )
         self._asked = threading.Event()
         self._known = threading.Event()
         self._stop = False
@@ -84,7 +99,7 @@ class Preemption:
         self._before = {one: signal.signal(one, self._on_signal) for one in signals}
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
         self._thread.start()
-        accelerator.gradient_state.boundary = self.boundary
+        state.events.loop_body_end = self.loop_body_end
 
     @property
     def requested(self) -> bool:
@@ -94,9 +109,9 @@ class Preemption:
     def _on_signal(self, number: int, frame: Any) -> None:
         self._asked.set()
 
-    def boundary(self) -> None:
+    def loop_body_end(self) -> None:
         """Come to the end of a pass through a training loop's body; leave if it is time."""
-        steps = self._accelerator.gradient_state.steps
+        steps = self._state.events.steps
         if steps == self._steps:
             return  # no optimizer was stepped: a loop that evaluates, or the middle of a cycle
         self._steps = steps
@@ -105,24 +120,23 @@ class Preemption:
             hold = self._hold
         if hold is None or self._boundaries < hold:
             return
-        limit = self._accelerator.group_timeout
+        limit = self._state.process.timeout
         if not self._known.wait(None if limit is None else limit.total_seconds()):
             raise ConfigurationError("Not every rank answered that it was to be preempted.")
         if self._boundaries >= self._target:
             self._leave()
 
     def _leave(self) -> None:
-        accelerator = self._accelerator
         self._left = True
         self.close()
         try:
-            accelerator.wait_for_checkpoint()
+            self._wait()
         except Exception as error:  # an earlier one; this is the last chance for a new one
             logger.warning("An earlier save in the background failed: %s", error)
-        directory = accelerator.save_state()
-        if accelerator.is_main_process:
+        directory = self._save()
+        if self._rank == 0:
             logger.warning("Preempted: the state is saved in %s.", directory)
-        accelerator.end_training()
+        self._state.end_training()
         raise Preempted(directory)
 
     def _watch(self) -> None:
@@ -155,14 +169,14 @@ class Preemption:
     def close(self) -> None:
         """Stop watching and give the signals back."""
         if self.requested and not self._left:
-            self._accelerator.note_once(
+            self._state.note_once(
                 "A signal asked this run to save and leave, but no step boundary came after it: "
                 "nothing was saved for it. A step boundary is where the loop over a prepared "
                 "loader asks for its next batch after a step."
             )
             self._left = True
         self._stop = True
-        self._accelerator.gradient_state.boundary = None
+        self._state.events.loop_body_end = None
         if threading.current_thread() is threading.main_thread():
             for one, before in self._before.items():
                 signal.signal(one, before)

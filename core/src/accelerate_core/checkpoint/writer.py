@@ -14,7 +14,7 @@ from accelerate_core.checkpoint import files
 from accelerate_core.checkpoint.files import Entry
 from accelerate_core.checkpoint.manifest import MARK
 from accelerate_core.checkpoint.staging import Staging
-from accelerate_core.helpers.weights import clean_state_dict_for_safetensors, shard_state_dict
+from accelerate_core.checkpoint.weights import clean_state_dict_for_safetensors, shard_state_dict
 
 __all__ = ["Writer"]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_core.hookspecs import Scope
-from accelerate_core.torch_talk import ReduceOp
+from accelerate_core.torch_talk import ReduceOp, TorchCollectives
 
 __all__ = ["Communicator", "ReduceOp", "Scope"]
 
@@ -113,6 +113,26 @@ class Communicator:
         ranks = None if self.scope == "world" else self.gather_object(dist.get_rank())
         group: dist.ProcessGroup | None = self._open_group(ranks)
         return group
+
+    def duplicate(self) -> Communicator | None:
+        """Return a communicator of the same ranks for a thread, over a group of its own.
+
+        It takes tensors in host memory. All ranks of the scope call this. None where the backend
+        has no such group.
+        """
+        if self.size == 1:
+            return self
+        group = self.open_group()
+        if group is None:
+            return None
+        host = torch.device("cpu")
+        return Communicator(
+            rank=self.rank,
+            size=self.size,
+            device=host,
+            hooks=TorchCollectives(group),
+            scope=self.scope,
+        )
 
     def barrier(self) -> None:
         """Return once every rank has called this."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -32,31 +33,53 @@ class Stateful(Protocol):
 class Process(Protocol):
     """Where this process stands among the ranks."""
 
-    process_index: int
-    num_processes: int
-    local_process_index: int
-    local_num_processes: int
-    device: torch.device
-    timeout: timedelta | None
+    @property
+    def process_index(self) -> int: ...
+
+    @property
+    def num_processes(self) -> int: ...
+
+    @property
+    def local_process_index(self) -> int: ...
+
+    @property
+    def local_num_processes(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def timeout(self) -> timedelta | None: ...
+
+    @property
+    def store(self) -> Any:
+        """The ranks' key-value store (`torch.distributed.Store`), None on one process."""
 
 
 class LoopEvents(Protocol):
-    """Two slots of the training loop; None costs nothing."""
+    """Two slots of the training loop, which cost nothing while None, and what it has counted."""
 
     #: Called by a loader before it reads a batch with which an accumulation cycle may begin.
     before_cycle: Callable[[], None] | None
     #: Called by a loader when the body of its loop has run.
     loop_body_end: Callable[[], None] | None
+    #: How often a prepared optimizer was stepped.
+    steps: int
+    #: How often gradients were computed.
+    backwards: int
+    #: False inside an accumulation cycle.
+    sync_gradients: bool
 
 
 class Contributor(Protocol):
-    """A plugin that keeps something of its own in a checkpoint; `key` names its directory."""
+    """A plugin that keeps something of its own in a checkpoint; an error names the plugin."""
 
     key: str
 
-    def save(self, directory: str) -> None: ...
+    def save(self, directory: Path) -> None:
+        """Write into `directory`, which is made if the plugin has anything to write."""
 
-    def load(self, directory: str) -> None: ...
+    def load(self, directory: Path) -> None: ...
 
 
 class TrainingState(Protocol):
@@ -68,19 +91,30 @@ class TrainingState(Protocol):
     process: Process
     #: The world; `duplicate()` returns one for a thread, or None where there is no second group.
     collectives: Any
-    #: `ProjectConfiguration`: directories, naming and retention.
-    project: Any
-    models: Sequence[torch.nn.Module]
-    optimizers: Sequence[Any]
-    schedulers: Sequence[Any]
-    loaders: Sequence[Any]
-    registered: Sequence[Stateful]
-    scaler: Stateful | None
-    #: Whether the backend writes and reads its checkpoints itself.
+    #: Name of the backend.
+    backend: str
+    #: Whether the backend writes and reads models and optimizers itself.
     owns_format: bool
     #: Whether the gradients of a cycle that has begun can be read.
     gives_gradients: bool
     events: LoopEvents
+    #: The prepared objects, in the order of their preparing.
+    models: Sequence[torch.nn.Module]
+    schedulers: Sequence[Any]
+    registered: Sequence[Stateful]
+    scaler: Stateful | None
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """The optimizers as they were before `prepare` wrapped them."""
+
+    @property
+    def project(self) -> Any:
+        """`ProjectConfiguration`: directories, naming and retention."""
+
+    @property
+    def saves_here(self) -> bool:
+        """Whether this rank writes what is written once (per machine, if so configured)."""
 
     def settle(self) -> None:
         """Finish what the last step left open, such as the loss scale's update."""
@@ -94,44 +128,60 @@ class TrainingState(Protocol):
         self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool
     ) -> None: ...
 
+    def whole_model_state(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return what `save_model` writes: the whole weights, where they are needed."""
+
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
 
     def load_optimizer_state(self, optimizer: Any, state: Mapping[str, Any]) -> None: ...
 
     def backend_save(
-        self, directory: str, options: Mapping[str, Any], later: bool
+        self, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
         """Let the backend write what is its own; a returned function writes the rest later."""
 
-    def backend_load(self, directory: str, options: Mapping[str, Any]) -> None: ...
+    def backend_load(self, directory: Path, options: Mapping[str, Any]) -> None: ...
 
-    def contributors(self) -> list[Contributor]: ...
+    def contributors(self) -> Sequence[Contributor]: ...
 
     def save_hooks(self) -> list[Callable[..., None]]: ...
 
     def load_hooks(self) -> list[Callable[..., None]]: ...
 
     def rank_state(self) -> dict[str, Any]:
-        """Return this rank's own: step, generators, loaders, cycle, runs of trackers."""
+        """Return this rank's own: step, generators, loaders, cycle, runs of trackers.
+
+        Plain data and tensors. Generators and `step` have the peer's keys, all else is under
+        "accelerate_core".
+        """
+
+    def pending_gradients(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Return this rank's gradients that wait for a step, by model and parameter name."""
 
     def load_rank_state(
         self,
-        own: Mapping[str, Any],
-        all_ranks: Sequence[Mapping[str, Any]] | None,
+        states: Mapping[int, Mapping[str, Any]],
         saved_by: int,
+        gradients: Iterable[Mapping[int, Mapping[str, torch.Tensor]]],
     ) -> None:
-        """Go on from `rank_state`, generators last; `all_ranks`: if other ranks saved it."""
+        """Go on from `rank_state`; called last, since the generators are set here.
 
-    def cycle_begun(self) -> bool: ...
+        Args:
+            states: by the rank that saved them: rank 0's and this one's; those of all ranks if
+                they were more or fewer than now. One of the peer's has step and generators only.
+            saved_by: how many ranks saved.
+            gradients: this rank's `pending_gradients`, or those of all ranks likewise; read one
+                after the other.
+        """
 
-    def pending_gradients(self) -> dict[str, Any]: ...
-
-    def load_gradients(self, found: Mapping[str, Any], factor: float) -> None: ...
+    def waits_for_step(self) -> bool:
+        """Whether an optimizer has not stepped since the last backward."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the manifest says of the run: world, mesh, plugins, versions."""
+        """Return what a manifest says of the run: step, world, mesh, plugins, versions, objects."""
 
-    def note_once(self, text: str) -> None: ...
+    def note_once(self, text: str) -> None:
+        """Warn, once per text, on the main process."""
 
     def end_training(self) -> None:
         """End the run; called by preemption once its save stands."""
@@ -140,11 +190,11 @@ class TrainingState(Protocol):
 class Checkpointer(Protocol):
     """Writes and reads checkpoints of one Accelerator."""
 
-    preemption_requested: bool
+    def __init__(self, project: Any, signals: str | None) -> None:
+        """Refuse impossible settings.
 
-    @classmethod
-    def check(cls, project: Any, signals: str | None) -> None:
-        """Refuse impossible settings; called before the process group starts.
+        Made before the process group starts if the settings ask for something (signals, naming,
+        a limit, a backend without gradients), else when it is first used.
 
         Args:
             project: the `ProjectConfiguration`.
@@ -152,7 +202,7 @@ class Checkpointer(Protocol):
         """
 
     def attach(self, state: TrainingState) -> None:
-        """Take the run whose checkpoints are to be written; called once, at construction."""
+        """Take the run whose checkpoints are to be written; called once, before all else."""
 
     def save(
         self,
@@ -186,11 +236,15 @@ class Checkpointer(Protocol):
 
     def save_object(self, obj: Any, f: Any, safe_serialization: bool) -> None: ...
 
+    @property
+    def preemption_requested(self) -> bool:
+        """Whether one of the signals has come."""
+
     def wait(self) -> None:
         """Return when what is being written stands; raise what it failed with."""
 
     def release(self) -> None:
-        """Give back the memory kept for saving beside the training."""
+        """Wait, and give back the memory kept for saving beside the training."""
 
     def close(self, failed: bool) -> None:
         """End; `failed`: the other ranks may be gone, so meet nobody."""

@@ -330,8 +330,8 @@ class PreparedLoader(DataLoader[Any]):
                     state.touched(self, served)
                 yield batch
                 if state is not None:
-                    if state.boundary is not None:
-                        state.boundary()
+                    if state.loop_body_end is not None:
+                        state.loop_body_end()
                     if state.before_cycle is not None:
                         state.before_cycle()
             exhausted = True

@@ -11,7 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core.assemble import Assembly
 from accelerate_core.backend import Backend
-from accelerate_core.checkpoint import Background, Boundary, Preemption
 from accelerate_core.collectives import Communicator
 from accelerate_core.configuration import (
     AutocastKwargs,
@@ -35,6 +34,7 @@ from accelerate_core.step import (
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
+    from accelerate_core.contract.parts import Checkpointer
 
 __all__ = ["FacadeBase"]
 
@@ -72,15 +72,7 @@ class FacadeBase(ProcessVerbs):
     save_state_pre_hooks: OrderedDict[int, Callable[..., None]]
     load_state_pre_hooks: OrderedDict[int, Callable[..., None]]
     flag_tensor: torch.Tensor | None
-    #: The save that goes on beside the training.
-    background: Background
-    #: Whether a checkpoint was loaded: numbering then goes on beyond later ones.
-    resumed: bool
-    #: Numbered checkpoints that a load passed over.
-    damaged_checkpoints: set[str]
-    #: What stood before the cycle, where the backend cannot give its gradients.
-    last_boundary: Boundary | None
-    _preemption: Preemption | None
+    _checkpointer: Checkpointer | None
 
     _built: Assembly
     _process: Runtime

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accelerate_core import checkpoint
 from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.facade.parts import make_checkpointer
 from accelerate_core.facade.place import Place
+from accelerate_core.facade.training_state import RunState
+
+if TYPE_CHECKING:
+    from accelerate_core.contract.parts import Checkpointer
 
 __all__ = ["Keeping"]
 
@@ -21,6 +25,14 @@ SAVE_WAIT = 2.0
 
 class Keeping(Place):
     """Saving, loading and tracking."""
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The part that saves and loads, made when it is first needed."""
+        if self._checkpointer is None:
+            self._checkpointer = make_checkpointer(self.project_configuration, None)
+            self._checkpointer.attach(RunState(self._whole))
+        return self._checkpointer
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state dict of a prepared model.
@@ -34,7 +46,7 @@ class Keeping(Place):
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`."""
-        checkpoint.save_object(obj, f, here=self.saves_here, safe_serialization=safe_serialization)
+        self.checkpointer.save_object(obj, f, safe_serialization)
 
     def save_model(
         self,
@@ -49,9 +61,7 @@ class Keeping(Place):
             max_shard_size: bytes, or a text such as "5MB".
             safe_serialization: safetensors; False: torch's pickle.
         """
-        checkpoint.save_model(
-            self._whole, model, save_directory, max_shard_size, safe_serialization
-        )
+        self.checkpointer.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, weights, output_dir)` before models are saved by `save_state`."""
@@ -109,8 +119,7 @@ class Keeping(Place):
             CheckpointError: a rank failed to save; on every rank. Earlier checkpoints stand.
         """
         self._flush_for_save()
-        return checkpoint.save_state(
-            self._whole,
+        return self.checkpointer.save(
             output_dir,
             safe_serialization=safe_serialization,
             max_shard_size=max_shard_size,
@@ -132,11 +141,12 @@ class Keeping(Place):
     @property
     def preemption_requested(self) -> bool:
         """Whether one of `preemption_signals` has come: the run ends at the next step boundary."""
-        return self._preemption is not None and self._preemption.requested
+        return self._checkpointer is not None and self._checkpointer.preemption_requested
 
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint being written stands; raise what it failed with, if it did."""
-        self.background.wait()
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
 
     def load_state(
         self,
@@ -166,85 +176,13 @@ class Keeping(Place):
         Raises:
             CheckpointError: something is missing, damaged or does not fit, by name.
         """
-        return checkpoint.load_state(
-            self._whole,
+        return self.checkpointer.load(
             input_dir,
-            load_kwargs or {},
+            load_kwargs=load_kwargs or {},
             trust=trust,
             verify=verify,
             options=load_model_func_kwargs,
         )
-
-    # -- what a checkpoint asks of the cycle that has begun ---------------------------------------
-
-    @property
-    def local_process_count(self) -> int:
-        """Number of processes on this machine."""
-        return self._process.local_num_processes
-
-    def waiting_optimizers(self) -> list[Any]:
-        """Return the optimizers that have not stepped since the last backward."""
-        state = self.gradient_state
-        return [
-            optimizer
-            for optimizer in self.optimizers
-            if not state.sync_gradients or optimizer.seen_backwards < state.backwards
-        ]
-
-    def waiting_parameters(self) -> set[int]:
-        """Return the ids of parameters whose gradients no optimizer has stepped with yet."""
-        return {
-            id(parameter)
-            for optimizer in self.waiting_optimizers()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-
-    def cycle_state(self) -> dict[str, Any]:
-        """Return where this rank stands in the accumulation cycle."""
-        return {
-            "step": self.step,
-            "sync_gradients": self.sync_gradients,
-            "items": self._items.state_dict(),
-            "steps_taken": [optimizer.steps_taken for optimizer in self.optimizers],
-        }
-
-    def load_cycle_state(
-        self, state: dict[str, Any], all_ranks: list[dict[str, Any]] | None = None
-    ) -> None:
-        """Go on in the cycle.
-
-        Args:
-            all_ranks: the states of all ranks that saved, if they were more or fewer than now.
-        """
-        self.step = int(state["step"])
-        self.sync_gradients = bool(state["sync_gradients"])
-        items = dict(state["items"])
-        if all_ranks is not None:
-            counts = [float(one["items"]["local"]) for one in all_ranks]
-            items["local"] = sum(counts) if self.is_main_process else 0
-        self._items.load_state_dict(items)
-        for optimizer, steps in zip(self.optimizers, state["steps_taken"], strict=False):
-            optimizer.steps_taken = steps
-        waits = self.gradient_state.backwards + 1
-        self.gradient_state.backwards = waits
-        for optimizer in self.optimizers:
-            optimizer.seen_backwards = waits
-
-    def regrouped(self, saved_by: int) -> float:
-        """Return by what gradients of `saved_by` ranks are multiplied, added up for each rank now.
-
-        Their mean over the ranks stays the same; the sum, where items are counted.
-        """
-        return 1.0 / (self.num_processes if self._items.open else saved_by)
-
-    def tracker_runs(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the trackers: the ids of their runs."""
-        return self._tracking.state_dict()
-
-    def expect_tracker_runs(self, runs: dict[str, Any]) -> None:
-        """Go on in the runs of a loaded checkpoint."""
-        self._tracking.load_state_dict(runs)
 
     @property
     def resumed_runs(self) -> dict[str, str]:

@@ -34,6 +34,11 @@ class Place(FacadeBase):
         return self.use_distributed
 
     @property
+    def local_process_count(self) -> int:
+        """Number of processes on this machine."""
+        return self._process.local_num_processes
+
+    @property
     def group_timeout(self) -> timedelta | None:
         """How long a collective may take; None is torch's default."""
         return self._process.timeout

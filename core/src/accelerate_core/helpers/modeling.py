@@ -1,5 +1,10 @@
 """One import for what is known about modules: their tensors, sizes and weight files."""
 
+from accelerate_core.checkpoint.weights import (
+    clean_state_dict_for_safetensors,
+    load_state_dict,
+    shard_state_dict,
+)
 from accelerate_core.helpers.sizes import (
     calculate_maximum_sizes,
     compute_module_sizes,
@@ -21,11 +26,6 @@ from accelerate_core.helpers.tensors import (
     named_module_tensors,
     retie_parameters,
     set_module_tensor_to_device,
-)
-from accelerate_core.helpers.weights import (
-    clean_state_dict_for_safetensors,
-    load_state_dict,
-    shard_state_dict,
 )
 
 __all__ = [

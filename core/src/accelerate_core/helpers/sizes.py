@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate_core.checkpoint.weights import convert_file_size_to_int
 from accelerate_core.errors import ConfigurationError, did_you_mean
 from accelerate_core.helpers.tensors import named_module_tensors, torch_dtype
 
@@ -26,8 +26,6 @@ __all__ = [
 ]
 
 _SUB_BYTE = {"fp8": 1.0, "int4": 0.5, "int2": 0.25}
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)([Bb]?)\s*", re.IGNORECASE)
-_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def dtype_byte_size(dtype: Any) -> float:
@@ -37,27 +35,6 @@ def dtype_byte_size(dtype: Any) -> float:
         return _SUB_BYTE[custom]
     dtype = torch_dtype(dtype)
     return 1 / 8 if dtype == torch.bool else float(dtype.itemsize)
-
-
-def convert_file_size_to_int(size: int | str) -> int:
-    """Return the bytes that a size such as `"5MB"`, `"1.5GiB"` or `"200"` means.
-
-    `KB`, `MB` … count in thousands, `KiB`, `MiB` … in 1024. A small `b` after the unit
-    means bits.
-
-    Raises:
-        ConfigurationError: the text is no size.
-    """
-    if isinstance(size, int):
-        return size
-    match = _SIZE.fullmatch(size)
-    if match is None:
-        raise ConfigurationError(
-            f"{size!r} is not a size; write a number and a unit, as '5MB', '2GiB' or '512'."
-        )
-    number, unit, binary, last = match.groups()
-    count = float(number) * (1024 if binary else 1000) ** _POWER[unit.upper()]
-    return int(count / 8 if last == "b" and unit else count)
 
 
 def _bytes_of(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelerate_core.builtin.memory import clear_device_cache
+from accelerate_core.checkpoint.weights import as_device, device_of, id_tensor_storage
 from accelerate_core.errors import ConfigurationError, did_you_mean
 
 __all__ = [
@@ -48,23 +49,6 @@ def default_device() -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def as_device(device: Device) -> torch.device:
-    """Turn an accelerator's index, a name or a device into a device.
-
-    Raises:
-        ConfigurationError: an index is given and there is no accelerator.
-    """
-    if not isinstance(device, int):
-        return torch.device(device)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        raise ConfigurationError(
-            f"Device {device} means an accelerator, and torch sees none on this machine."
-            " Use 'cpu' or 'disk'."
-        )
-    return torch.device(accelerator.type, device)
-
-
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return the dtype of a name such as `"bfloat16"` or `"torch.bfloat16"`."""
     if isinstance(dtype, torch.dtype):
@@ -74,17 +58,6 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
         names = [n for n, value in vars(torch).items() if isinstance(value, torch.dtype)]
         raise ConfigurationError(f"{dtype!r} is no dtype of torch.{did_you_mean(dtype, names)}")
     return found
-
-
-def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return device, address and bytes of the storage: equal for tensors that share it.
-
-    On the meta device, where nothing has an address, the tensor's own identity serves.
-    """
-    if tensor.device.type == "meta":
-        return tensor.device, id(tensor), tensor.nbytes
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def non_persistent_buffers(module: nn.Module, recurse: bool = True) -> set[str]:
@@ -161,22 +134,6 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     return bool(getattr(text, "tie_word_embeddings", False)) and (
         getattr(model, "get_output_embeddings", lambda: None)() is not None
     )
-
-
-def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the entry of a device map that covers a full name.
-
-    Raises:
-        ConfigurationError: none does.
-    """
-    prefix = name
-    while prefix and prefix not in device_map:
-        prefix = prefix.rpartition(".")[0]
-    if prefix not in device_map:
-        raise ConfigurationError(
-            f"The device map gives no device for {name!r}.{did_you_mean(name, device_map)}"
-        )
-    return device_map[prefix]
 
 
 def check_tied_parameters_on_same_device(

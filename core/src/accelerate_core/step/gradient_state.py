@@ -52,7 +52,7 @@ class GradientState:
         #: How often a prepared optimizer was stepped.
         self.steps = 0
         #: Called by a loader when the body of its loop has run; None costs nothing.
-        self.boundary: Callable[[], None] | None = None
+        self.loop_body_end: Callable[[], None] | None = None
         #: Called by a loader before it reads a batch, where a cycle may begin with it.
         self.before_cycle: Callable[[], None] | None = None
         self.num_steps = num_steps or 1

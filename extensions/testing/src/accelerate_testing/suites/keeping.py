@@ -80,7 +80,8 @@ def save_later(lab: Lab) -> str | None:
 
 def _hold(accelerator: Accelerator, until: threading.Event) -> None:
     """Let what writes beside training begin no earlier."""
-    run = accelerator.background.run
+    background = accelerator.checkpointer.background  # type: ignore[attr-defined]
+    run = background.run
 
     def later(work: Callable[[], Any]) -> Any:
         def held() -> Any:
@@ -89,7 +90,7 @@ def _hold(accelerator: Accelerator, until: threading.Event) -> None:
 
         return run(held)
 
-    accelerator.background.run = later  # type: ignore[method-assign, assignment]
+    background.run = later
 
 
 def _is_strict(lab: Lab, accelerator: Accelerator, model: Any, state: dict[str, Any]) -> None:

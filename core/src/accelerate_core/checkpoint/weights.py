@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,24 +11,95 @@ from typing import Any
 
 import torch
 
-from accelerate_core.errors import CheckpointError, ConfigurationError
-from accelerate_core.helpers.constants import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    SAFE_WEIGHTS_PATTERN_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
-from accelerate_core.helpers.sizes import convert_file_size_to_int
-from accelerate_core.helpers.tensors import as_device, device_of, id_tensor_storage
+from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
 
 __all__ = [
+    "as_device",
     "checkpoint_files",
     "clean_state_dict_for_safetensors",
+    "convert_file_size_to_int",
+    "device_of",
+    "id_tensor_storage",
     "iter_state_dict",
     "load_state_dict",
     "shard_state_dict",
 ]
+
+#: What a folder of weights is looked through for, in this order.
+_USUAL = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)([Bb]?)\s*", re.IGNORECASE)
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return the bytes that a size such as `"5MB"`, `"1.5GiB"` or `"200"` means.
+
+    `KB`, `MB` … count in thousands, `KiB`, `MiB` … in 1024. A small `b` after the unit
+    means bits.
+
+    Raises:
+        ConfigurationError: the text is no size.
+    """
+    if isinstance(size, int):
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise ConfigurationError(
+            f"{size!r} is not a size; write a number and a unit, as '5MB', '2GiB' or '512'."
+        )
+    number, unit, binary, last = match.groups()
+    count = float(number) * (1024 if binary else 1000) ** _POWER[unit.upper()]
+    return int(count / 8 if last == "b" and unit else count)
+
+
+def as_device(device: int | str | torch.device) -> torch.device:
+    """Turn an accelerator's index, a name or a device into a device.
+
+    Raises:
+        ConfigurationError: an index is given and there is no accelerator.
+    """
+    if not isinstance(device, int):
+        return torch.device(device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        raise ConfigurationError(
+            f"Device {device} means an accelerator, and torch sees none on this machine."
+            " Use 'cpu' or 'disk'."
+        )
+    return torch.device(accelerator.type, device)
+
+
+def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
+    """Return the entry of a device map that covers a full name.
+
+    Raises:
+        ConfigurationError: none does.
+    """
+    prefix = name
+    while prefix and prefix not in device_map:
+        prefix = prefix.rpartition(".")[0]
+    if prefix not in device_map:
+        raise ConfigurationError(
+            f"The device map gives no device for {name!r}.{did_you_mean(name, device_map)}"
+        )
+    return device_map[prefix]
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Return device, address and bytes of the storage: equal for tensors that share it.
+
+    On the meta device, where nothing has an address, the tensor's own identity serves.
+    """
+    if tensor.device.type == "meta":
+        return tensor.device, id(tensor), tensor.nbytes
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def iter_state_dict(checkpoint_file: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,7 +177,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 def shard_state_dict(
     state: Mapping[str, torch.Tensor],
     max_shard_size: int | str = "10GB",
-    pattern: str = SAFE_WEIGHTS_PATTERN_NAME,
+    pattern: str = "model{suffix}.safetensors",
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any] | None]:
     """Cut a state dict into files of limited size, in the order of its names.
 
@@ -158,14 +230,14 @@ def checkpoint_files(checkpoint: str | Path) -> list[Path]:
         return _files_of_index(path) if path.name.endswith(".json") else [path]
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint {path}.")
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+    for name in _USUAL:
         if (path / name).is_file():
             return checkpoint_files(path / name)
     found = sorted(path.glob("*.index.json")) or sorted(path.glob("*.safetensors"))
     if len(found) != 1:
         held = f"several: {', '.join(f.name for f in found)}" if found else "none"
         raise CheckpointError(
-            f"The folder {path} must hold one checkpoint ({SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or"
+            f"The folder {path} must hold one checkpoint ({_USUAL[0]}, {_USUAL[2]} or"
             f" an index of shards); it holds {held}."
         )
     return checkpoint_files(found[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     return state
 
 
-def restore(state: dict[str, Any]) -> list[str]:
+def restore(state: Mapping[str, Any]) -> list[str]:
     """Set the generators to what `capture`, or the peer, kept; return what could not be set."""
     version, internal, gauss = state["random_state"]
     random.setstate((version, tuple(internal), gauss))
@@ -64,7 +64,7 @@ def restore(state: dict[str, Any]) -> list[str]:
     return missed
 
 
-def _of_devices(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+def _of_devices(state: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
     found = list(state.get("devices", {}).items())
     for key, tensors in state.items():
         kind = key.removeprefix("torch_").removesuffix("_manual_seed")

@@ -1,0 +1,74 @@
+"""The checkpointer of an installation that has none."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from accelerate_core.errors import MissingPluginError
+from accelerate_core.plugins import catalog
+
+__all__ = ["NoCheckpointer", "without_checkpointer"]
+
+
+def without_checkpointer() -> str:
+    """Return how to get a checkpointer."""
+    return f"saving and loading are not installed: {catalog.pip_command('standard')}"
+
+
+class NoCheckpointer:
+    """Refuses settings that ask for checkpoints at once, and everything else when it is used.
+
+    Args:
+        project: the `ProjectConfiguration`.
+        signals: text of `preemption_signals`.
+        reason: why the checkpointer could not be imported.
+    """
+
+    preemption_requested = False
+
+    def __init__(self, project: Any, signals: str | None, reason: ImportError) -> None:
+        self._reason = reason
+        asked = {
+            "preemption_signals": signals,
+            "ProjectConfiguration(automatic_checkpoint_naming)": (
+                project.automatic_checkpoint_naming
+            ),
+            "ProjectConfiguration(total_limit)": project.total_limit,
+        }
+        for name, value in asked.items():
+            if value:
+                self._refuse(f"{name}={value!r}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise MissingPluginError(
+            f"{what}: {without_checkpointer()} ({self._reason})"
+        ) from self._reason
+
+    def attach(self, state: Any) -> None:
+        """Nothing is kept of the run."""
+
+    def save(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse."""
+        self._refuse("save_state")
+
+    def load(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse."""
+        self._refuse("load_state")
+
+    def save_model(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse."""
+        self._refuse("save_model")
+
+    def save_object(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse."""
+        self._refuse("save")
+
+    def wait(self) -> NoReturn:
+        """Refuse: nothing can have been saved."""
+        self._refuse("wait_for_checkpoint")
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def close(self, failed: bool) -> None:
+        """Nothing is open."""
