@@ -94,8 +94,8 @@ def configuration() -> str:
 def tracking() -> str:
     """Return tracking.md with the table of who supports what."""
     from accelerate_core.plugins.discovery import load_target
-    from accelerate_core.tracking import VERBS, GeneralTracker
-    from accelerate_core.tracking.jsonl import JsonlTracker
+    from accelerate_tracking import VERBS, GeneralTracker
+    from accelerate_tracking.jsonl import JsonlTracker
 
     classes: list[type[GeneralTracker]] = [JsonlTracker]
     for project in sorted(HERE.parent.glob("trackers/*/pyproject.toml")):
@@ -155,6 +155,7 @@ def launching() -> str:
     return f"{before}<!-- generated: keys -->\n{generated}<!-- end -->\n{after}"
 
 
+STANDARD = "accelerate-core[standard]"
 #: Triggers that are arguments although they end as a section of the config file does.
 _ARGUMENTS = ("parallelism_config",)
 _RESERVED = ("always", "multi_process")
@@ -168,9 +169,9 @@ def known_packages() -> str:
     triggers: dict[str, dict[str, str]] = {"ARGUMENTS": {}, "SECTIONS": {}, "VARIABLES": {}}
     extras = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text())["project"]
     extra_of = {
-        packages[0]: extra
+        packages[-1]: extra
         for extra, packages in extras["optional-dependencies"].items()
-        if len(packages) == 1
+        if packages[-1].startswith("accelerate-") and packages[:-1] in ([], [STANDARD])
     }
     for path in sorted(ROOT.glob("*/*/pyproject.toml")):
         project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {})

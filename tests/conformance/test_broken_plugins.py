@@ -56,7 +56,7 @@ STAINING = """
         os.environ["STAINED"] = "1"
 """
 FORGETTING = """
-from accelerate_core.tracking import GeneralTracker
+from accelerate_tracking import GeneralTracker
 class Plugin(GeneralTracker):
     name = "void"
     api_version = (1, 0)

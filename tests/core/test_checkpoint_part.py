@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,26 +17,25 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-import accelerate_core
+import accelerate_checkpoint
 from accelerate_core import Accelerator, Backend, hookimpl
 from accelerate_core.contract.parts import TrainingState
 from accelerate_core.errors import CheckpointError
-from accelerate_core.facade import parts
+from accelerate_core.plugins import PluginRecord, parts
 from accelerate_core.utils import ProjectConfiguration
-
-CORE = Path(accelerate_core.__file__).parent
 
 
 def test_the_package_sees_no_accelerator() -> None:
     seen = {
         node.module
-        for path in (CORE / "checkpoint").glob("*.py")
+        for path in Path(accelerate_checkpoint.__file__).parent.glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and node.module and "accelerate" in node.module
     }
-    assert {m for m in seen if not m.startswith("accelerate_core.checkpoint")} == {
+    assert {m for m in seen if not m.startswith("accelerate_checkpoint")} == {
         "accelerate_core.contract.parts",
         "accelerate_core.errors",
+        "accelerate_core.hookspecs",
         "accelerate_core.torch_talk",
     }
 
@@ -46,6 +46,7 @@ def test_the_package_sees_no_accelerator() -> None:
 class InMemory:
     """Keeps checkpoints in a dictionary, with nothing but a `TrainingState`."""
 
+    api_version = (1, 0)
     preemption_requested = False
     kept: dict[str, Any] = {}
     said: list[str] = []
@@ -132,7 +133,9 @@ class Run:
 
 @pytest.fixture
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> type[InMemory]:
-    monkeypatch.setattr(parts, "CHECKPOINTER", f"{__name__}:InMemory")
+    record = PluginRecord("checkpointer", "in_memory", f"{__name__}:InMemory", "tests", "1.0")
+    monkeypatch.setattr(parts, "find", lambda kind, name, because: record)
+    monkeypatch.setenv("ACCELERATE_CHECKPOINTER", "in_memory")
     monkeypatch.setattr(InMemory, "kept", {})
     monkeypatch.setattr(InMemory, "said", [])
     return InMemory
@@ -181,10 +184,9 @@ def test_what_asks_for_checkpoints_makes_one_at_once(
 
 def run_python(code: str, *, without: bool) -> Any:
     head = "import json, sys, warnings\nimport torch\n"
-    if without:
-        head += "sys.modules['accelerate_core.checkpoint'] = None\n"
+    env = {**os.environ, "ACCELERATE_DISABLED_PLUGINS": "directory" if without else ""}
     done = subprocess.run(
-        [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", head + code], env=env, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -210,7 +212,7 @@ requested = accelerator.preemption_requested
 def test_who_never_saves_never_imports_it() -> None:
     code = TRAIN + (
         "accelerator.free_memory(); accelerator.end_training()\n"
-        "names = [m for m in sys.modules if m.startswith('accelerate_core.checkpoint')]\n"
+        "names = [m for m in sys.modules if m.startswith('accelerate_checkpoint')]\n"
         "print(json.dumps([said, requested, names]))"
     )
     assert run_python(code, without=False) == [[], False, []]

@@ -24,8 +24,8 @@ import xxhash
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from accelerate_checkpoint import directories
 from accelerate_core import Accelerator
-from accelerate_core.checkpoint import directories
 from accelerate_core.errors import CheckpointError
 from accelerate_core.utils import ProjectConfiguration, set_seed
 
@@ -480,7 +480,7 @@ def test_only_what_dead_runs_left_is_removed(run: Run, tmp_path: Path) -> None:
     (dead / "half").write_text("x")
     code = (
         "import sys, time; from pathlib import Path; "
-        "from accelerate_core.checkpoint.directories import Saving; "
+        "from accelerate_checkpoint.directories import Saving; "
         "saving = Saving(Path(sys.argv[1]), 'ba9876543210'); saving.make(); "
         "print('made', flush=True); time.sleep(60)"
     )

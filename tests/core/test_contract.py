@@ -225,7 +225,7 @@ out([[list(key) if isinstance(key, tuple) else key, value] for key, value in res
 """
 OTHERS = """
 from accelerate_core import Claim, Precision, hookimpl
-from accelerate_core.tracking import GeneralTracker
+from accelerate_tracking import GeneralTracker
 class E:
     api_version = {api}
     @classmethod

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_core import Accelerator
 from accelerate_core.runtime import running
-from accelerate_core.tracking import GeneralTracker
 from accelerate_core.utils import GradScalerKwargs
+from accelerate_tracking import GeneralTracker
 
 WORKER = Path(__file__).with_name("isolation_worker.py")
 

@@ -79,8 +79,8 @@ def test_an_accelerator_of_one_process_imports_no_plugin() -> None:
 PUBLIC = (
     "accelerate_core",
     "accelerate_core.errors",
-    "accelerate_core.tracking",
-    "accelerate_core.checkpoint",
+    "accelerate_tracking",
+    "accelerate_checkpoint",
     "accelerate_core.collectives",
     "accelerate_launch",
     "accelerate_testing",

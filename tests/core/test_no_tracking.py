@@ -35,7 +35,7 @@ accelerator.save_state("checkpoint")
 accelerator.load_state("checkpoint")
 assert accelerator.resumed_runs == {}
 accelerator.end_training()
-print([name for name in sys.modules if name.startswith("accelerate_core.tracking")])
+print([name for name in sys.modules if name.startswith("accelerate_tracking")])
 """
 
 

@@ -13,7 +13,7 @@ import pytest
 from support import clean_environment
 
 TRACKER = """
-from accelerate_core.tracking import GeneralTracker
+from accelerate_tracking import GeneralTracker
 class T(GeneralTracker):
     name = "diary"
     api_version = (1, 0)

@@ -24,7 +24,7 @@ def fifty(tmp_path_factory: pytest.TempPathFactory) -> Path:
         triggers = (f"ACCELERATE_USE_DUMMY{index}",) if index % 2 else ()
         dummies.backend(root, f"backend{index}", triggers=triggers)
     for index in range(15):
-        code = "from accelerate_core.tracking import GeneralTracker\nclass T(GeneralTracker): ..."
+        code = "from accelerate_tracking import GeneralTracker\nclass T(GeneralTracker): ..."
         dummies.distribution(root, f"tracker{index}", code, {"trackers": {f"tracker{index}": "T"}})
     for index in range(10):
         code = "from accelerate_core import Precision\nclass P(Precision):\n    name = 'p'"

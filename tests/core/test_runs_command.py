@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from accelerate_core.cli import cli
-from accelerate_core.tracking import TrackerHub
-from accelerate_core.tracking.runs import read_run, sparkline
+from accelerate_tracking import TrackerHub
+from accelerate_tracking.runs import read_run, sparkline
 
 
 def show(*arguments: object) -> Result:

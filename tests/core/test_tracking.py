@@ -23,7 +23,7 @@ from accelerate_core.errors import (
     MissingPluginError,
     TrackerError,
 )
-from accelerate_core.tracking import (
+from accelerate_tracking import (
     BlankTracker,
     GeneralTracker,
     IncompleteTrackerError,
@@ -189,7 +189,7 @@ def test_on_main_process_reads_the_rank_without_starting_a_group(
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     # Other tests of this process may have started a runtime, whose rank would count.
-    monkeypatch.setattr("accelerate_core.tracking.tracker.running", lambda: None)
+    monkeypatch.setattr("accelerate_tracking.tracker.running", lambda: None)
 
     class Guarded(Memory):
         done = False
@@ -354,7 +354,7 @@ def test_what_a_config_cannot_hold_is_reported_with_its_key() -> None:
 def test_numpy_and_torch_are_not_imported() -> None:
     code = (
         "import sys\n"
-        "from accelerate_core.tracking.normalise import *\n"
+        "from accelerate_tracking.normalise import *\n"
         "normalise_values({'a': 1.0, 'b': object()}, Reporter())\n"
         "normalise_config({'a': [1, None], 'b': {'c': 2}}, Reporter())\n"
         "assert not {'torch', 'numpy'} & set(sys.modules), 'imported'\n"

@@ -16,8 +16,8 @@ import torch
 
 from accelerate_core import Accelerator
 from accelerate_core.facade import keeping
-from accelerate_core.tracking import GeneralTracker, TrackerHub, writer
-from accelerate_core.tracking.runs import read_run
+from accelerate_tracking import GeneralTracker, TrackerHub, writer
+from accelerate_tracking.runs import read_run
 
 
 class Buffered(GeneralTracker):

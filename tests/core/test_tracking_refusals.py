@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from accelerate_core.errors import ConfigurationError, TrackerError
-from accelerate_core.tracking import GeneralTracker, TrackerHub, each, writer
-from accelerate_core.tracking.runs import read_run
+from accelerate_tracking import GeneralTracker, TrackerHub, each, writer
+from accelerate_tracking.runs import read_run
 
 
 class Picky(GeneralTracker):
@@ -157,7 +157,7 @@ def test_run_files_are_strict_json_and_are_read_back(tmp_path: Path) -> None:
     assert run.curves["big"] == [(1234567, float("inf"))]
     from click.testing import CliRunner
 
-    from accelerate_launch.commands.runs import command
+    from accelerate_tracking.commands.runs import command
 
     shown = CliRunner().invoke(command, ["show", str(tmp_path), "--json", "--key", "loss"])
 
@@ -247,7 +247,7 @@ def test_a_forked_child_lets_the_run_be(tmp_path: Path) -> None:
 HEAD = """
 import os, sys, signal, time
 from accelerate_core import Accelerator
-from accelerate_core.tracking import GeneralTracker, register_tracker_class
+from accelerate_tracking import GeneralTracker, register_tracker_class
 accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=".")
 accelerator.init_trackers("one")
 accelerator.log({"a": 1}, step=1)

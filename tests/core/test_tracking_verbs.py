@@ -15,7 +15,7 @@ import torch
 
 from accelerate_core import Accelerator
 from accelerate_core.errors import ConfigurationError, MissingPluginError, TrackerError
-from accelerate_core.tracking import (
+from accelerate_tracking import (
     GeneralTracker,
     TrackerHub,
     get_available_trackers,
@@ -271,7 +271,7 @@ def test_a_slow_tracker_does_not_hold_the_step_up() -> None:
 
 
 def test_values_of_a_device_are_read_by_the_writer(hub: TrackerHub, everything: Everything) -> None:
-    from accelerate_core.tracking.entry import DeviceRead
+    from accelerate_tracking.entry import DeviceRead
 
     # Its arithmetic, on the device there is; the copies are waited for where there is a stream.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accelerate_core import Accelerator
-from accelerate_core.tracking import GeneralTracker, register_tracker_class
+from accelerate_tracking import GeneralTracker, register_tracker_class
 
 
 @register_tracker_class
@@ -125,7 +125,7 @@ def one_rank_raises() -> None:
 
 
 def stuck() -> None:
-    from accelerate_core.tracking import writer
+    from accelerate_tracking import writer
 
     writer.PATIENCE = 1.0
     Slow.seconds = 3600.0

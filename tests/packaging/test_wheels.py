@@ -22,7 +22,7 @@ MEMBERS = [
 ]
 
 #: What `accelerate-core[standard]` means.
-SMALL = ("core", "ddp", "launch")
+SMALL = ("core", "ddp", "launch", "checkpoint", "tracking")
 
 SCRIPT = """
 import torch

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accelerate_core.tracking import TrackerHub, registry
+from accelerate_tracking import TrackerHub, registry
 
 sys.path.insert(0, str(Path(__file__).parent))
 import probe
@@ -94,7 +94,7 @@ def test_tensorboard_counts_the_steps_that_are_not_given(tmp_path: Path) -> None
 
 CLEARML = """
 from accelerate_clearml import ClearMLTracker
-from accelerate_core.tracking import TrackerHub, registry
+from accelerate_tracking import TrackerHub, registry
 tracker = ClearMLTracker("probe", auto_resource_monitoring=False, auto_connect_streams=False)
 hub = TrackerHub([tracker], "logs")
 hub.init("probe")

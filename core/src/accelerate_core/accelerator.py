@@ -7,7 +7,7 @@ import inspect
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,7 +36,6 @@ from accelerate_core.configuration import (
 from accelerate_core.contract.parts import Tracking
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.facade.keeping import Keeping
-from accelerate_core.facade.parts import make_checkpointer
 from accelerate_core.facade.preparing import Preparing
 from accelerate_core.facade.recording import Recording
 from accelerate_core.facade.stepping import Stepping
@@ -94,6 +93,8 @@ class Accelerator(
         parallelism_config: sizes of the dimensions of a device mesh, for backends that have one.
         preemption_signals: signals, such as "SIGTERM,SIGUSR1", on which all ranks save at the next
             step boundary and leave with status 75; needs automatic checkpoint naming.
+        checkpointer: name of the plugin that saves and loads; default: `directory`.
+        tracking: name of the plugin that feeds the trackers; default: `queued`.
         plugin_arguments: arguments of installed plugins.
 
     Raises:
@@ -132,6 +133,8 @@ class Accelerator(
         process_group_timeout: float | None = None,
         upcast_outputs: bool | None = None,
         preemption_signals: str | None = None,
+        checkpointer: str | None = None,
+        tracking: str | None = None,
         parallelism_config: ParallelismConfig | None = None,
         **plugin_arguments: Any,
     ) -> None:
@@ -173,7 +176,7 @@ class Accelerator(
         reads_gradients = self.backend.supports.get("gradients", True)
         if not (signals.value or numbered or project.total_limit is not None) and reads_gradients:
             return None
-        made = make_checkpointer(project, signals.value)
+        made = self._make_checkpointer(signals.value)
         if signals.value and (project.project_dir is None or not numbered):
             raise ConfigurationError(
                 f"preemption_signals ({signals.origin}) needs a place to save to: "
@@ -254,12 +257,9 @@ class Accelerator(
         self._noted: set[str] = set()
         self._step_listeners = self.plugins.implementations("on_step_end")
         DistributedType.register(str(self.distributed_type))
-        tracking: type[Tracking] = NoTracking
-        if asks(log_with):
-            from accelerate_core.tracking import TrackerHub
-
-            tracking = TrackerHub
-        self._tracking = tracking(
+        chosen = built.parts["tracking"] if asks(log_with) else None
+        make: Callable[..., Tracking] = NoTracking if chosen is None else chosen.make
+        self._tracking = make(
             log_with, self.logging_dir, self.process_index, self.num_processes, self.is_main_process
         )
 
@@ -345,6 +345,11 @@ class Accelerator(
         ]
         lines += [
             f"plugin {record.kind} {record.label}: {why}" for record, _, why in self.plugins.plugins
+        ]
+        lines += [
+            f"plugin {part.record.kind} {part.record.label}: {part.because}"
+            for part in self._built.parts.values()
+            if part is not None
         ]
         return "\n".join(lines)
 

@@ -44,6 +44,7 @@ from accelerate_core.plugins.discovery import (
     installed,
 )
 from accelerate_core.plugins.manager import blame, blaming
+from accelerate_core.plugins.parts import Part, select_part
 from accelerate_core.plugins.selection import (
     Request,
     Selection,
@@ -78,6 +79,8 @@ CORE_ARGUMENTS: dict[str, Any] = {
     "process_group_timeout": None,
     "upcast_outputs": None,
     "preemption_signals": None,
+    "checkpointer": None,
+    "tracking": None,
     "parallelism_config": None,
     # Older names, mapped with one warning.
     "fp16": None,
@@ -107,6 +110,8 @@ class Assembly:
     #: The settings of precision and extensions: plugin name -> field -> where it came from.
     plugin_because: dict[str, dict[str, Because]] = field(default_factory=dict)
     parallelism: ParallelismConfig | None = None
+    #: Kind of part -> the plugin that is to make it; None where there is none.
+    parts: dict[str, Part | None] = field(default_factory=dict)
     handlers: dict[type, Any] = field(default_factory=dict)
     timeout: timedelta | None = None
 
@@ -132,6 +137,8 @@ class Assembly:
             "gradient_accumulation_steps": self.accumulation.num_steps,
             "compiler": self.dynamo.backend if self.dynamo.enabled else "no",
         }
+        for kind, part in self.parts.items():
+            facts[kind] = part.record.label if part is not None else "none"
         if self.parallelism is not None:
             facts["parallelism_config"] = self.parallelism.arithmetic()
         for one in dataclasses.fields(self.dataloader):
@@ -212,6 +219,7 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
         project=_project(given),
         dynamo=_dynamo(given, sources),
         parallelism=_parallelism(given, sources, request, selection.record.name, backend),
+        parts={kind: select_part(kind, values[kind]) for kind in ("checkpointer", "tracking")},
         handlers=handlers,
         timeout=_timeout(
             values["process_group_timeout"].value, handlers.get(InitProcessGroupKwargs)

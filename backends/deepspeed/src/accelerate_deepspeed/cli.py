@@ -166,7 +166,7 @@ def consolidate(checkpoint: Path, output: Path, engine: int, max_shard_size: str
 
     Needs torch, not deepspeed. CHECKPOINT may be one that DeepSpeed alone has written.
     """
-    from accelerate_core.checkpoint import save_weights
+    from accelerate_checkpoint import save_weights
     from accelerate_deepspeed.reading import merge
 
     found = _engines(checkpoint)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from accelerate_checkpoint import SafeReader, read_metadata
 from accelerate_core import ParallelismConfig
-from accelerate_core.checkpoint import SafeReader, read_metadata
 from accelerate_core.errors import CheckpointError, listing
 from accelerate_fsdp2.weights import local_part, whole
 

@@ -21,13 +21,11 @@ class NoCheckpointer:
     Args:
         project: the `ProjectConfiguration`.
         signals: text of `preemption_signals`.
-        reason: why the checkpointer could not be imported.
     """
 
     preemption_requested = False
 
-    def __init__(self, project: Any, signals: str | None, reason: ImportError) -> None:
-        self._reason = reason
+    def __init__(self, project: Any, signals: str | None) -> None:
         asked = {
             "preemption_signals": signals,
             "ProjectConfiguration(automatic_checkpoint_naming)": (
@@ -40,9 +38,7 @@ class NoCheckpointer:
                 self._refuse(f"{name}={value!r}")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise MissingPluginError(
-            f"{what}: {without_checkpointer()} ({self._reason})"
-        ) from self._reason
+        raise MissingPluginError(f"{what}: {without_checkpointer()}")
 
     def attach(self, state: Any) -> None:
         """Nothing is kept of the run."""

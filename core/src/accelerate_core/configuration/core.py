@@ -64,6 +64,8 @@ CORE_SETTINGS: tuple[Setting, ...] = (
         None,
         "signals on which the run saves and leaves with status 75, such as SIGTERM,SIGUSR1",
     ),
+    _setting("checkpointer", str, None, "plugin that saves and loads; default: directory"),
+    _setting("tracking", str, None, "plugin that feeds the trackers; default: queued"),
 )
 
 SETTINGS_BY_NAME = {setting.name: setting for setting in CORE_SETTINGS}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from accelerate_core.builtin.no_checkpointer import NoCheckpointer
 from accelerate_core.errors import ConfigurationError, listing
-from accelerate_core.facade.parts import make_checkpointer
 from accelerate_core.facade.place import Place
 from accelerate_core.facade.training_state import RunState
 
@@ -26,11 +26,16 @@ SAVE_WAIT = 2.0
 class Keeping(Place):
     """Saving, loading and tracking."""
 
+    def _make_checkpointer(self, signals: str | None) -> Checkpointer:
+        chosen, project = self._built.parts["checkpointer"], self._built.project
+        make: Callable[..., Checkpointer] = NoCheckpointer if chosen is None else chosen.make
+        return make(project, signals)
+
     @property
     def checkpointer(self) -> Checkpointer:
         """The part that saves and loads, made when it is first needed."""
         if self._checkpointer is None:
-            self._checkpointer = make_checkpointer(self.project_configuration, None)
+            self._checkpointer = self._make_checkpointer(None)
             self._checkpointer.attach(RunState(self._whole))
         return self._checkpointer
 

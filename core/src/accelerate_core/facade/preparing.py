@@ -17,7 +17,6 @@ from accelerate_core.builtin.no_checkpointer import without_checkpointer
 from accelerate_core.compilation import strip_compiled, uncompiled
 from accelerate_core.configuration.truth import flag
 from accelerate_core.errors import PrepareError
-from accelerate_core.facade.parts import has_checkpointer
 from accelerate_core.facade.place import Place
 from accelerate_core.step import AcceleratedOptimizer, AcceleratedScheduler
 from accelerate_core.step.forward import unwrap_forward
@@ -120,7 +119,7 @@ class Preparing(Place):
             self.models.append(value)
         elif kind == "optimizer":
             self.optimizers.append(value)
-            if not has_checkpointer():
+            if self._built.parts["checkpointer"] is None:
                 self._whole.note_once(f"This run cannot be saved: {without_checkpointer()}")
         elif kind == "scheduler":
             self.schedulers.append(value)

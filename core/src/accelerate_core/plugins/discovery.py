@@ -40,6 +40,9 @@ KINDS = {
     "accelerate_core.launchers": "launcher",
     "accelerate_core.extensions": "extension",
     "accelerate_core.commands": "command",
+    "accelerate_core.checkpointers": "checkpointer",
+    "accelerate_core.tracking": "tracking",
+    "accelerate_core.loaders": "loader",
 }
 _EXPORTS = "accelerate_core.exports"
 _TRIGGERS = "accelerate_core.triggers"
@@ -114,7 +117,6 @@ _BUILT_IN = (
     ("precision", "fp16", "accelerate_core.precision:Float16"),
     ("precision", "bf16", "accelerate_core.precision:BFloat16"),
     ("precision", "downcast_bf16", "accelerate_core.precision:DowncastBFloat16"),
-    ("tracker", "jsonl", "accelerate_core.tracking.jsonl:JsonlTracker"),
 )
 
 

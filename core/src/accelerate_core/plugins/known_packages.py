@@ -9,6 +9,7 @@ NAMES: dict[str, dict[str, str]] = {
     "backend": {"ddp": "ddp", "deepspeed": "deepspeed", "fsdp2": "fsdp2"},
     "precision": {},
     "tracker": {
+        "jsonl": "tracking",
         "aim": "aim",
         "clearml": "clearml",
         "comet_ml": "comet_ml",
@@ -31,19 +32,22 @@ NAMES: dict[str, dict[str, str]] = {
         "deepspeed": "deepspeed",
         "to-fsdp2": "fsdp2",
         "estimate-memory": "big-model",
+        "checkpoints": "checkpoint",
+        "merge-weights": "checkpoint",
         "config": "launch",
         "launch": "launch",
         "env": "launch",
         "plugins": "launch",
         "plugins.why": "launch",
         "test": "launch",
-        "checkpoints": "launch",
-        "merge-weights": "launch",
-        "runs": "launch",
         "plugins.hooks": "testing",
         "plugins.check": "testing",
         "plugins.new": "testing",
+        "runs": "tracking",
     },
+    "checkpointer": {"directory": "checkpoint"},
+    "tracking": {"queued": "tracking"},
+    "loader": {},
 }
 
 _LENT = {
@@ -56,18 +60,19 @@ _LENT = {
         align_module_device attach_align_device_hook attach_align_device_hook_on_blocks
         attach_execution_device_hook attach_layerwise_casting_hooks calculate_maximum_sizes
         check_device_map check_tied_parameters_in_config
-        check_tied_parameters_on_same_device clean_device_map
-        clean_state_dict_for_safetensors compute_module_sizes
-        compute_module_total_buffer_size convert_file_size_to_int cpu_offload
-        cpu_offload_with_hook disk_offload dispatch_model dtype_byte_size
-        extract_submodules_state_dict find_tied_parameters get_balanced_memory
-        get_max_layer_size get_max_memory get_state_dict_offloaded_model
-        has_offloaded_params id_tensor_storage infer_auto_device_map init_empty_weights
-        init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model
-        load_offloaded_weight load_offloaded_weights load_state_dict named_module_tensors
-        offload_state_dict offload_weight remove_hook_from_module
-        remove_hook_from_submodules retie_parameters save_offload_index
-        set_module_tensor_to_device shard_state_dict
+        check_tied_parameters_on_same_device clean_device_map compute_module_sizes
+        compute_module_total_buffer_size cpu_offload cpu_offload_with_hook disk_offload
+        dispatch_model dtype_byte_size extract_submodules_state_dict find_tied_parameters
+        get_balanced_memory get_max_layer_size get_max_memory get_state_dict_offloaded_model
+        has_offloaded_params infer_auto_device_map init_empty_weights init_on_device
+        load_checkpoint_and_dispatch load_checkpoint_in_model load_offloaded_weight
+        load_offloaded_weights named_module_tensors offload_state_dict offload_weight
+        remove_hook_from_module remove_hook_from_submodules retie_parameters
+        save_offload_index set_module_tensor_to_device
+    """,
+    "checkpoint": """
+        clean_state_dict_for_safetensors convert_file_size_to_int id_tensor_storage
+        load_state_dict shard_state_dict
     """,
     "clearml": """
         ClearMLTracker
@@ -136,6 +141,9 @@ _LENT = {
     """,
     "tensorboard": """
         TensorBoardTracker
+    """,
+    "tracking": """
+        GeneralTracker on_main_process
     """,
     "trackio": """
         TrackioTracker

@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate_big_model.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate_big_model.offload import PrefixedDataset
-from accelerate_core.helpers.tensors import Device, TiedMap, named_module_tensors
+from accelerate_big_model.tensors import Device, TiedMap, named_module_tensors
 
 __all__ = [
     "attach_align_device_hook",

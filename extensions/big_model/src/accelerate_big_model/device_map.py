@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_core.helpers.sizes import (
+from accelerate_big_model.sizes import (
     as_list,
     compute_module_sizes,
     get_max_layer_size,
     get_max_memory,
 )
-from accelerate_core.helpers.tensors import find_tied_parameters, named_module_tensors
+from accelerate_big_model.tensors import find_tied_parameters, named_module_tensors
 
 __all__ = ["clean_device_map", "infer_auto_device_map"]
 

@@ -30,9 +30,8 @@ from accelerate_big_model.offload import (
 from accelerate_big_model.offload import (
     offload_state_dict as write_state_dict,
 )
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-from accelerate_core.helpers.sizes import get_balanced_memory
-from accelerate_core.helpers.tensors import (
+from accelerate_big_model.sizes import get_balanced_memory
+from accelerate_big_model.tensors import (
     Device,
     TiedMap,
     as_device,
@@ -46,6 +45,7 @@ from accelerate_core.helpers.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
 __all__ = [
     "cpu_offload",

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_core.builtin.memory import clear_device_cache
-from accelerate_core.collectives import find_device, send_to_device
-from accelerate_core.helpers.tensors import (
+from accelerate_big_model.tensors import (
     Device,
     TiedMap,
     as_device,
@@ -22,6 +20,8 @@ from accelerate_core.helpers.tensors import (
     named_module_tensors,
     set_module_tensor_to_device,
 )
+from accelerate_core.builtin.memory import clear_device_cache
+from accelerate_core.collectives import find_device, send_to_device
 
 __all__ = [
     "AlignDevicesHook",

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from accelerate_big_model.tensors import Device, as_device
 from accelerate_core.configuration.truth import flag
-from accelerate_core.helpers.tensors import Device, as_device
 
 __all__ = ["init_empty_weights", "init_on_device"]
 

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from accelerate_big_model.offload import Index, offload_weight, save_offload_index
-from accelerate_core.checkpoint.weights import checkpoint_files, iter_state_dict
-from accelerate_core.errors import CheckpointError, ConfigurationError
-from accelerate_core.helpers.tensors import (
+from accelerate_big_model.tensors import (
     check_device_map,
     check_tied_parameters_on_same_device,
     device_of,
@@ -25,6 +23,8 @@ from accelerate_core.helpers.tensors import (
     set_module_tensor_to_device,
     torch_dtype,
 )
+from accelerate_checkpoint.weights import checkpoint_files, iter_state_dict
+from accelerate_core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["load_checkpoint_in_model"]
 

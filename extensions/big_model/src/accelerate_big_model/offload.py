@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
-from accelerate_core.helpers.tensors import (
+from accelerate_big_model.tensors import (
     Device,
     as_device,
     set_module_tensor_to_device,
     torch_dtype,
 )
+from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
 
 __all__ = [
     "OffloadedWeightsLoader",

@@ -29,7 +29,7 @@ _HOMES = {
     "": ("accelerate_core", "accelerate_core.utils"),
     "accelerator": ("accelerate_core.accelerator",),
     "big_modeling": ("accelerate_big_model",),
-    "checkpointing": ("accelerate_core.checkpoint", "accelerate_core.utils"),
+    "checkpointing": ("accelerate_checkpoint", "accelerate_core.utils"),
     "data_loader": ("accelerate_core.data",),
     "hooks": ("accelerate_big_model.hooks", "accelerate_big_model"),
     "launchers": ("accelerate_launch",),
@@ -38,7 +38,7 @@ _HOMES = {
     "optimizer": ("accelerate_core.step",),
     "scheduler": ("accelerate_core.step",),
     "state": ("accelerate_core.state", "accelerate_core.configuration"),
-    "tracking": ("accelerate_core.tracking", "accelerate_core.utils"),
+    "tracking": ("accelerate_tracking", "accelerate_core.utils"),
     "utils": ("accelerate_core.utils", "accelerate_core"),
 }
 

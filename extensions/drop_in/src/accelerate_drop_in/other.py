@@ -156,6 +156,6 @@ def save(
         return
     from safetensors.torch import save_file
 
-    from accelerate_core.helpers.modeling import clean_state_dict_for_safetensors
+    from accelerate_checkpoint.weights import clean_state_dict_for_safetensors
 
     save_file(clean_state_dict_for_safetensors(obj), f, metadata={"format": "pt"})

@@ -8,7 +8,7 @@ from importlib.metadata import version as installed_version
 from packaging.version import Version
 
 from accelerate_core.errors import ConfigurationError, listing
-from accelerate_core.helpers.constants import STR_OPERATION_TO_FUNC
+from accelerate_drop_in.constants import STR_OPERATION_TO_FUNC
 
 __all__ = ["compare_versions", "is_torch_version"]
 

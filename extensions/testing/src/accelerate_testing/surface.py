@@ -10,10 +10,10 @@ from accelerate_core.backend import Backend
 from accelerate_core.hookspecs import all_hooks
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision
-from accelerate_core.tracking import GeneralTracker
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.start import Launcher
 from accelerate_testing.contract import deprecated, types_of
+from accelerate_tracking import GeneralTracker
 
 __all__ = ["PROMISED", "surface"]
 

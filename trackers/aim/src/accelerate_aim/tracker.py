@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.tracking import GeneralTracker, each, pictures, split
+from accelerate_tracking import GeneralTracker, each, pictures, split
 
 __all__ = ["AimTracker"]
 

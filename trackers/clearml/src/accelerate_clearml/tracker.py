@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate_core.errors import TrackerError
-from accelerate_core.tracking import GeneralTracker, NotTaken, pictures, split, unreachable
+from accelerate_tracking import GeneralTracker, NotTaken, pictures, split, unreachable
 
 __all__ = ["ClearMLTracker"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.tracking import GeneralTracker, pictures, split, unreachable
+from accelerate_tracking import GeneralTracker, pictures, split, unreachable
 
 __all__ = ["CometMLTracker"]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.tracking import GeneralTracker, pictures, split
+from accelerate_tracking import GeneralTracker, pictures, split
 
 __all__ = ["MLflowTracker"]
 

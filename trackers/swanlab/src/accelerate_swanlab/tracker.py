@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.tracking import GeneralTracker, NotTaken, pictures, split, unreachable
+from accelerate_tracking import GeneralTracker, NotTaken, pictures, split, unreachable
 
 __all__ = ["SwanLabTracker"]
 

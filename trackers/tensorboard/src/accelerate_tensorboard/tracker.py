@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.tracking import GeneralTracker, each, pictures, split
+from accelerate_tracking import GeneralTracker, each, pictures, split
 
 __all__ = ["TensorBoardTracker"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from accelerate_core.tracking import GeneralTracker, pictures
+from accelerate_tracking import GeneralTracker, pictures
 
 __all__ = ["TrackioTracker"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from accelerate_core.tracking import GeneralTracker, pictures, unreachable
+from accelerate_tracking import GeneralTracker, pictures, unreachable
 
 __all__ = ["WandBTracker"]
 

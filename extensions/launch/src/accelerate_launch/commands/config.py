@@ -212,14 +212,22 @@ def _check_deeply(config: Any) -> None:
     """Build the settings of every section, as the plugin itself would."""
     import torch
 
-    from accelerate_core.checkpoint import read_signals
-    from accelerate_core.configuration import ParallelismConfig, TorchDynamoPlugin
+    from accelerate_core.builtin.no_checkpointer import NoCheckpointer
+    from accelerate_core.configuration import (
+        ParallelismConfig,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
     from accelerate_core.configuration.resolve import Sources, resolve_core, resolve_settings
     from accelerate_core.plugins.discovery import disabled_names, installed
+    from accelerate_core.plugins.parts import select_part
 
     sources = Sources({}, config)
     values = resolve_core({}, sources, {})
-    read_signals(values["preemption_signals"].value)
+    if (signals := values["preemption_signals"].value) is not None:
+        saves = select_part("checkpointer", values["checkpointer"])
+        make = NoCheckpointer if saves is None else saves.make
+        make(ProjectConfiguration(), signals)  # refuses signals that cannot be caught
     device = values["torch_device"].value
     try:
         torch.device(device or "cpu")

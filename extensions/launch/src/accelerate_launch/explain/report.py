@@ -17,6 +17,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
+from accelerate_core.plugins.parts import select_part
 from accelerate_core.plugins.selection import select_backend, select_extensions
 from accelerate_launch.explain.situation import Situation
 from accelerate_launch.explain.static import stated
@@ -96,6 +97,9 @@ def survey(situation: Situation, *, ask_trackers: bool = False) -> Survey:
     return Survey(rows, list(dict.fromkeys(failed.values())))
 
 
+#: The kinds of parts, each a setting of the core of that name.
+PARTS = ("checkpointer", "tracking")
+
 _States = dict[tuple[str, str], tuple[str, str]]
 
 
@@ -124,6 +128,15 @@ def _chosen(situation: Situation) -> tuple[_States, dict[str, str]]:
             states["extension", record.name] = ("active", because)
     except AccelerateError as error:
         failed["extension"] = str(error)
+    for kind in PARTS:
+        wanted = values[kind]
+        try:
+            part = select_part(kind, wanted)
+        except AccelerateError as error:
+            failed[kind] = str(error)
+            continue
+        if part is not None:
+            states[kind, part.record.name] = ("active", part.because)
     precision = values["mixed_precision"]
     try:
         states["precision", str(precision.value)] = precision_state(precision, situation.environ)

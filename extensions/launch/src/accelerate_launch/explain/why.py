@@ -17,6 +17,7 @@ from accelerate_core.plugins.discovery import (
     installed,
     without_entry_point,
 )
+from accelerate_core.plugins.parts import DEFAULTS, select_part
 from accelerate_core.plugins.selection import (
     Considered,
     Request,
@@ -25,6 +26,7 @@ from accelerate_core.plugins.selection import (
     select_extensions,
 )
 from accelerate_launch.explain.report import (
+    PARTS,
     PluginRow,
     api_of,
     precision_state,
@@ -44,6 +46,10 @@ _ASK_FOR_IT = {
     "launcher": "accelerate-core launch --launcher {name}",
     "extension": "ACCELERATE_PLUGINS={name}",
     "command": "accelerate-core {name}",
+    **{
+        kind: f"Accelerator({kind}={{name!r}}), ACCELERATE_{kind.upper()}={{name}}"
+        for kind in PARTS
+    },
 }
 
 
@@ -131,6 +137,8 @@ def _decide(record: PluginRecord, situation: Situation, values: Mapping[str, Bec
         decision.undecided("launch", situation.problem)
     elif record.kind in tell:
         tell[record.kind](decision, record, request, values)
+    elif record.kind in PARTS:
+        _part(decision, record, values[record.kind])
     elif record.kind == "tracker":
         decision.state, decision.because = tracker_state(record, request.environ)
         steps.append(("log_with='all'", decision.because))
@@ -215,6 +223,24 @@ def _precision(
         return
     if wanted.value == record.name:
         decision.state, decision.because = said
+
+
+def _part(decision: Decision, record: PluginRecord, wanted: Because) -> None:
+    usual = DEFAULTS[record.kind]
+    decision.steps.append(
+        (record.kind, f"{wanted.value!r}, {wanted.origin}")
+        if wanted.value is not None
+        else (record.kind, f"none is named: {usual!r} is taken where it is installed")
+    )
+    try:
+        part = select_part(record.kind, wanted)
+    except AccelerateError as error:
+        decision.undecided("selection", str(error))
+        return
+    if part is not None and part.record is record:
+        decision.state, decision.because = "active", part.because
+    elif part is not None:
+        decision.steps.append(("chosen", f"{part.record.label}, because of {part.because}"))
 
 
 def _launcher(decision: Decision, record: PluginRecord, situation: Situation) -> None:

@@ -161,7 +161,7 @@ def _triggers_of(distribution: str) -> list[str]:
 def _check_base(kind: str, plugin: Any, record: PluginRecord) -> None:
     from accelerate_core.backend import Backend
     from accelerate_core.precision import Precision
-    from accelerate_core.tracking import GeneralTracker
+    from accelerate_tracking import GeneralTracker
 
     bases: dict[str, type] = {
         "backend": Backend,

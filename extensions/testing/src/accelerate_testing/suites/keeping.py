@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from accelerate_checkpoint.manifest import MANIFEST
 from accelerate_core import Accelerator
-from accelerate_core.checkpoint.manifest import MANIFEST
 from accelerate_core.errors import CheckpointError
 from accelerate_testing.checks import check
 from accelerate_testing.lab import BATCH, MOMENTUM, RATE, Lab, Net, loss_of

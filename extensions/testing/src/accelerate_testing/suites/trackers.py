@@ -297,8 +297,8 @@ def once_more(lab: Lab) -> str | None:
 @check("tracker")
 def two_processes(lab: Lab) -> str | None:
     """Several processes log; only the main one has a run, unless every rank is to have one."""
-    from accelerate_core.tracking import is_for_every_rank
     from accelerate_testing.suites.precisions import some_backend
+    from accelerate_tracking import is_for_every_rank
 
     some_backend()
     with _in(lab, "two_processes") as folder:

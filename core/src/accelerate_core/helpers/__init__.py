@@ -1,1 +1,0 @@
-"""Small building blocks on torch and the standard library, free of any state of this package."""

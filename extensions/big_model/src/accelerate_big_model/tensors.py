@@ -1,0 +1,331 @@
+"""The tensors of modules: naming, tying and placing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from accelerate_checkpoint.weights import as_device, device_of, id_tensor_storage
+from accelerate_core.builtin.memory import clear_device_cache
+from accelerate_core.errors import ConfigurationError, did_you_mean
+
+__all__ = [
+    "Device",
+    "TiedMap",
+    "align_module_device",
+    "as_device",
+    "check_device_map",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "default_device",
+    "device_of",
+    "find_tied_parameters",
+    "has_offloaded_params",
+    "id_tensor_storage",
+    "named_module_tensors",
+    "non_persistent_buffers",
+    "offload_hook",
+    "retie_parameters",
+    "set_module_tensor_to_device",
+    "torch_dtype",
+]
+
+Device: TypeAlias = int | str | torch.device
+#: Storage address of a shared weight → its copies by device.
+TiedMap: TypeAlias = MutableMapping[int, dict[torch.device, torch.Tensor]]
+
+
+def default_device() -> torch.device:
+    """Return the current accelerator with its index, or the CPU."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return torch.device("cpu")
+    if device.type == "mps":
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return the dtype of a name such as `"bfloat16"` or `"torch.bfloat16"`."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        names = [n for n, value in vars(torch).items() if isinstance(value, torch.dtype)]
+        raise ConfigurationError(f"{dtype!r} is no dtype of torch.{did_you_mean(dtype, names)}")
+    return found
+
+
+def non_persistent_buffers(module: nn.Module, recurse: bool = True) -> set[str]:
+    """Return the full names of the buffers that state dicts leave out."""
+    modules = module.named_modules() if recurse else [("", module)]
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, sub in modules
+        for name in sub._non_persistent_buffers_set
+    }
+
+
+def named_module_tensors(
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+    remove_duplicate: bool = True,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors: parameters first, then buffers.
+
+    Args:
+        module: the module.
+        include_buffers: yield buffers too.
+        recurse: also those of submodules, by dotted names.
+        remove_non_persistent: without the buffers that state dicts leave out.
+        remove_duplicate: a tensor of several names only under its first.
+    """
+    yield from module.named_parameters(recurse=recurse, remove_duplicate=remove_duplicate)
+    if include_buffers:
+        hidden = non_persistent_buffers(module, recurse) if remove_non_persistent else set()
+        for name, buffer in module.named_buffers(
+            recurse=recurse, remove_duplicate=remove_duplicate
+        ):
+            if name not in hidden:
+                yield name, buffer
+
+
+def find_tied_parameters(model: nn.Module, **_: Any) -> list[list[str]]:
+    """Return groups of names under which one parameter stands.
+
+    Example:
+        >>> find_tied_parameters(model)
+        [['embed.weight', 'head.weight']]
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    prefix, _, leaf = name.rpartition(".")
+    return module.get_submodule(prefix), leaf
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
+    """Make every group of names one parameter again, the first that has data."""
+    for group in tied_params:
+        found = [getattr(*_owner(model, name)) for name in group]
+        chosen = next((p for p in found if p is not None and p.device.type != "meta"), found[0])
+        if chosen is None:
+            continue
+        for name, parameter in zip(group, found):
+            if parameter is not chosen:
+                setattr(*_owner(model, name), chosen)
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Say whether a model's own configuration declares that its embeddings are tied."""
+    config = getattr(model, "config", None)
+    ask = getattr(config, "get_text_config", None)
+    text = ask() if ask is not None else config
+    return bool(getattr(text, "tie_word_embeddings", False)) and (
+        getattr(model, "get_output_embeddings", lambda: None)() is not None
+    )
+
+
+def check_tied_parameters_on_same_device(
+    tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]
+) -> bool:
+    """Say whether every group of tied parameters has one device; warn where not."""
+    import warnings
+
+    apart = [
+        group for group in tied_params if len({device_of(name, device_map) for name in group}) > 1
+    ]
+    for group in apart:
+        warnings.warn(
+            f"The tied parameters {', '.join(group)} are on different devices: each device gets"
+            " its own copy, and training would let them drift apart.",
+            stacklevel=3,
+        )
+    return not apart
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Check that a device map covers every tensor and names only modules that exist.
+
+    Raises:
+        ConfigurationError: it does not; the text lists the names.
+    """
+    tensors = dict(named_module_tensors(model, recurse=True, remove_duplicate=False))
+    known = {name for name, _ in model.named_modules()} | set(tensors)
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"The device map names {', '.join(map(repr, unknown))}, which the model does not have."
+            f"{did_you_mean(unknown[0], known)}"
+        )
+    if "" in device_map:
+        return
+    missing = [
+        name
+        for name in tensors
+        if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in device_map)
+    ]
+    if missing:
+        raise ConfigurationError(
+            f"The device map gives no device for {', '.join(missing[:10])}"
+            f"{' and others' if len(missing) > 10 else ''}. Add them, or an entry '' for the rest."
+        )
+
+
+def _rebuild(old: nn.Parameter | torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(old, nn.Parameter):
+        return value
+    floating = value.is_floating_point() or value.is_complex()
+    wanted = old.requires_grad and floating
+    if type(old) is nn.Parameter:
+        return nn.Parameter(value, requires_grad=wanted)
+    rebuild: Any = type(old)
+    new = rebuild(value, requires_grad=wanted)
+    new.__dict__.update(old.__dict__)
+    return new  # type: ignore[no-any-return]
+
+
+def _cast(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is None:
+        return value.to(like.dtype)
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def _move(
+    value: torch.Tensor, device: torch.device, tied: TiedMap | None, non_blocking: bool
+) -> torch.Tensor:
+    copies = tied.get(value.data_ptr()) if tied and value.device.type != "meta" else None
+    if copies is None:
+        return value.to(device, non_blocking=non_blocking)
+    if device not in copies:
+        copies[device] = value.detach().to(device, non_blocking=non_blocking)
+    return copies[device]
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: TiedMap | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put one parameter or buffer of a module on a device, with a new value if wanted.
+
+    Args:
+        module: the module, or one that contains it.
+        tensor_name: its name; dotted for a submodule's.
+        device: where to; `"meta"` keeps the shape only.
+        value: the new content, same shape; needed where the tensor is on meta now.
+        dtype: cast to this; by default a new value is cast to the dtype of the old.
+        fp16_statistics: scale of an 8 bit weight, kept as its attribute `SCB`.
+        tied_params_map: copies of shared weights by address, to be reused and filled.
+        non_blocking: do not wait for the copy.
+        clear_cache: give freed accelerator memory back at once when leaving for meta.
+
+    Raises:
+        ConfigurationError: no such tensor, another shape, or no value for one on meta.
+    """
+    owner, name = _owner(module, tensor_name)
+    store = owner._parameters if name in owner._parameters else owner._buffers
+    if name not in store:
+        names = [n for n, _ in named_module_tensors(module, recurse=True)]
+        raise ConfigurationError(
+            f"{type(module).__name__} has no parameter or buffer {tensor_name!r}."
+            f"{did_you_mean(tensor_name, names)}"
+        )
+    old, target = store[name], as_device(device)
+    if old is None:
+        return
+    if value is not None and value.shape != old.shape:
+        raise ConfigurationError(
+            f"{tensor_name!r} has the shape {tuple(old.shape)}; a value of shape"
+            f" {tuple(value.shape)} was given."
+        )
+    if value is None and old.device.type == "meta" and target.type != "meta":
+        raise ConfigurationError(
+            f"{tensor_name!r} is on the meta device, without data; moving it to {target} needs"
+            " a value. Was it in the checkpoint?"
+        )
+    if value is None and old.device == target and dtype is None and not tied_params_map:
+        return
+    wanted = torch_dtype(dtype) if dtype is not None else None
+    source = old.detach() if value is None else value.detach()
+    source = source if value is None and wanted is None else _cast(source, old, wanted)
+    new = _rebuild(old, _move(source, target, tied_params_map, non_blocking))
+    if fp16_statistics is not None:
+        new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
+    # By attribute, not by dict: recurrent layers watch their attributes.
+    setattr(owner, name, new)
+    if clear_cache and target.type == "meta" and old.device.type not in ("cpu", "meta"):
+        clear_device_cache()
+
+
+def offload_hook(module: nn.Module) -> Any:
+    """Return the hook that loads a module's weights for each call, or None."""
+    hook = getattr(module, "_hf_hook", None)
+    return next((h for h in getattr(hook, "hooks", [hook]) if getattr(h, "offload", False)), None)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Say whether a module's own weights are kept elsewhere and loaded for each call."""
+    return offload_hook(module) is not None
+
+
+@contextmanager
+def align_module_device(
+    module: nn.Module, execution_device: Device | None = None
+) -> Iterator[None]:
+    """Have a module's own tensors on one device for the length of the block.
+
+    Offloaded weights are loaded, others moved; afterwards they are where they were.
+
+    Args:
+        module: its direct parameters and buffers are meant, not those of submodules.
+        execution_device: where to; by default an offloaded module's own, else nothing moves.
+    """
+    hook = offload_hook(module)
+    if hook is not None:
+        usual = hook.execution_device
+        hook.execution_device = usual if execution_device is None else as_device(execution_device)
+        try:
+            hook.load(module)
+            yield
+        finally:
+            hook.unload(module)
+            hook.execution_device = usual
+    elif execution_device is not None:
+        before = dict(named_module_tensors(module))
+        try:
+            for name in before:
+                set_module_tensor_to_device(module, name, execution_device)
+            yield
+        finally:
+            for name, home in before.items():
+                _put_back(module, name, home)
+    else:
+        yield
+
+
+def _put_back(module: nn.Module, name: str, home: torch.Tensor) -> None:
+    now = getattr(module, name)
+    if now is home:
+        return
+    if now.device.type != "meta" and home.device.type != "meta":
+        with torch.no_grad():
+            # What was changed meanwhile is kept.
+            home.copy_(now)
+    setattr(module, name, home)

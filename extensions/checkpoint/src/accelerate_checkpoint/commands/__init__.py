@@ -1,0 +1,1 @@
+"""`accelerate-core checkpoints` and `merge-weights`."""

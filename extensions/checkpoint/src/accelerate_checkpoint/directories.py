@@ -1,0 +1,230 @@
+"""Directories that appear whole or not at all, and what dead runs have left of theirs.
+
+A directory NAME is written as `.NAME.saving-ID` beside its place. Where nothing has the name yet,
+it is renamed. Otherwise it becomes `.NAME.swap-ID` (whole from here on) and the two are exchanged
+in one system call, or, where the file system has no such call, by way of `.NAME.old-ID`. What is
+being removed is called `.NAME.deleted-ID` first, so no half of it is ever seen under its name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from accelerate_checkpoint.files import sync_directory
+from accelerate_checkpoint.manifest import MANIFEST, read_manifest
+from accelerate_core.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Saving", "clean_up", "discard", "number_of", "numbered_checkpoints", "target_of"]
+
+_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<stage>saving|swap|old|deleted)-(?P<id>[0-9a-f]{12})")
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+#: Seconds after which a directory that cannot be locked (NFS, Windows) counts as left over.
+_STALE = 6 * 3600
+
+
+def number_of(directory: Path) -> int | None:
+    """Return the number of a directory `checkpoint_<number>`, None for another name."""
+    match = _NUMBERED.fullmatch(directory.name)
+    return int(match[1]) if match else None
+
+
+def numbered_checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """Return number and path of every `checkpoint_<number>` of a directory, the oldest first."""
+    if not root.is_dir():
+        return []
+    found = ((number_of(path), path) for path in root.iterdir())
+    return sorted((number, path) for number, path in found if number is not None and path.is_dir())
+
+
+def target_of(output_dir: str | os.PathLike[str]) -> Path:
+    """Return the real path of a directory to be made or replaced.
+
+    Raises:
+        CheckpointError: it cannot be replaced as one: a file, the current directory, a mount.
+    """
+    if not isinstance(output_dir, str | os.PathLike):
+        raise CheckpointError(f"save_state takes the path of a directory, not {output_dir!r}.")
+    target = Path(os.path.realpath(Path(output_dir).expanduser()))
+    inside = f"Use a directory inside it, such as {target / 'state'}."
+    if target.is_file():
+        raise CheckpointError(f"save_state needs a directory, and {target} is a file.")
+    if target == Path.cwd() or target in Path.cwd().parents:
+        raise CheckpointError(
+            f"{target} is the current directory or holds it, and cannot be replaced by a whole "
+            f"checkpoint. {inside}"
+        )
+    if target.is_dir() and os.path.ismount(target):
+        raise CheckpointError(
+            f"{target} is a mount point, and cannot be replaced by a whole checkpoint. {inside}"
+        )
+    return target
+
+
+class Saving:
+    """A directory that is being written, `path`, and locked as long as its process lives.
+
+    Args:
+        target: where it is to stand.
+        identity: 12 hexadecimal digits, the same on all ranks.
+    """
+
+    def __init__(self, target: Path, identity: str) -> None:
+        self.target = target
+        self.identity = identity
+        self.path = self._named("saving")
+        self._lock: int | None = None
+
+    def _named(self, stage: str) -> Path:
+        return self.target.with_name(f".{self.target.name}.{stage}-{self.identity}")
+
+    def make(self) -> None:
+        """Create the directory."""
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir()
+        self._lock = _lock(self.path)
+
+    def publish(self) -> None:
+        """Put the directory, which is whole, in its place, and what stood there out of the way."""
+        for folder, _, _ in os.walk(self.path):
+            sync_directory(Path(folder))
+        if self.target.exists():
+            swap, old = self._named("swap"), self._named("old")
+            os.rename(self.path, swap)
+            if _exchange(swap, self.target):
+                old = swap
+            else:
+                os.rename(self.target, old)
+                os.rename(swap, self.target)
+            sync_directory(self.target.parent)
+            _settle(old, self.target)
+        else:
+            os.rename(self.path, self.target)
+        sync_directory(self.target.parent)
+        self.release()
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def discard(path: Path, identity: str) -> None:
+    """Remove a directory so that no part of it is seen under its name."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    if _LEFT.fullmatch(path.name) is None:
+        gone = path.with_name(f".{path.name}.deleted-{identity}")
+        os.rename(path, gone)
+        path = gone
+    shutil.rmtree(path)
+
+
+def clean_up(parent: Path) -> None:
+    """Finish or remove what runs that died in the middle of a save have left in `parent`."""
+    if not parent.is_dir():
+        return
+    left = [(match, path) for path in parent.iterdir() if (match := _LEFT.fullmatch(path.name))]
+    for match, path in sorted(left, key=lambda pair: pair[0]["stage"] != "swap"):
+        lock = _lock(path)
+        if lock is None and not _is_stale(path):
+            continue
+        try:
+            target = parent / match["name"]
+            if match["stage"] in ("saving", "deleted"):
+                shutil.rmtree(path, ignore_errors=True)
+            elif target.exists():
+                _settle(path, target)
+            else:
+                os.rename(path, target)
+        except OSError as error:  # another process does the same, or it cannot be written here
+            logger.debug("%s is left: %s", path, error)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+#: What a checkpoint consists of, here and at the peer's: none of it outlives the checkpoint.
+_CHECKPOINT_FILE = re.compile(
+    r"(pytorch_)?model(_\d+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+    r"|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt"
+    r"|(random_states|custom_checkpoint)_\d+\.pkl|gradients_\d+\.bin|backend_.+"
+)
+
+
+def _settle(old: Path, target: Path) -> None:
+    """Remove a replaced checkpoint; what others have put into its directory moves to the new one."""
+    try:
+        listed = {Path(name).parts[0] for name in read_manifest(old).files} | {MANIFEST}
+    except CheckpointError:
+        listed = set()
+    for entry in old.iterdir():
+        there = target / entry.name
+        kept = entry.name not in listed and _CHECKPOINT_FILE.fullmatch(entry.name) is None
+        if kept and not there.exists():
+            os.rename(entry, there)
+    shutil.rmtree(old)
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a directory; None if another process has it, or directories cannot be locked here."""
+    if fcntl is None:
+        return None
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > _STALE
+    except OSError:
+        return False
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two directories atomically; False where that is not to be had."""
+    if sys.platform != "linux":
+        return False
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    done = call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    if done == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))

@@ -1,0 +1,110 @@
+"""Checkpoints with numbers: which is saved next, which is the newest, which go."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accelerate_checkpoint import foreign
+from accelerate_checkpoint.directories import discard, number_of, numbered_checkpoints
+from accelerate_checkpoint.manifest import MANIFEST, problems, read_manifest
+from accelerate_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accelerate_core.contract.parts import TrainingState
+
+__all__ = ["Numbering"]
+
+
+class Numbering:
+    """The numbered checkpoints of a run, in `<project_dir>/checkpoints`."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._resumed = False
+        self._damaged: set[str] = set()
+
+    @property
+    def automatic(self) -> bool:
+        """Whether saves are numbered."""
+        return bool(self._state.project.automatic_checkpoint_naming)
+
+    @property
+    def root(self) -> Path:
+        """The directory of the numbered checkpoints."""
+        project = self._state.project.project_dir
+        if project is None:
+            raise CheckpointError(
+                "Automatic checkpoint naming needs a project_dir: Accelerator(project_dir=...)."
+            )
+        return Path(os.path.realpath(Path(project).expanduser())) / "checkpoints"
+
+    def next(self) -> tuple[Path, str | None]:
+        """Return where to save and, as a text, why not; rank 0 chooses the number."""
+        state, root = self._state, self.root
+        number, trouble = state.project.iteration, None
+        if state.process.process_index == 0:
+            # One that is later would be the newest for ever, and outlive what this run saves.
+            later = [
+                other
+                for other, path in numbered_checkpoints(root)
+                if other >= number and self._is_whole(path)
+            ]
+            if later and not self._resumed:
+                trouble = (
+                    f"{root / f'checkpoint_{later[-1]}'} is there already, of an earlier run. "
+                    "Call load_state() to go on from it, or set "
+                    f"ProjectConfiguration(iteration={later[-1] + 1}) to number on behind it."
+                )
+            elif later:
+                number = later[-1] + 1
+        number, trouble = state.collectives.broadcast_object((number, trouble))
+        if number != state.project.iteration:
+            state.note_once(
+                f"checkpoint_{number - 1} is later than the one that was loaded and is kept: "
+                f"saving goes on with checkpoint_{number}."
+            )
+            state.project.iteration = number
+        return root / f"checkpoint_{number}", trouble
+
+    def newest_first(self) -> list[Path]:
+        """Return the checkpoints that rank 0 sees."""
+        found = [path.name for _, path in reversed(numbered_checkpoints(self.root))]
+        return [self.root / name for name in self._state.collectives.broadcast_object(found)]
+
+    def pass_over(self, directory: Path) -> None:
+        """Note that a checkpoint is damaged."""
+        self._damaged.add(str(directory))
+
+    def loaded(self, directory: Path) -> None:
+        """Go on behind the checkpoint that was loaded."""
+        number = number_of(directory)
+        if self.automatic and number is not None:
+            self._state.project.iteration = number + 1
+            self._resumed = True
+
+    def saved(self, newest: Path, limit: int | None, identity: str) -> None:
+        """Keep `limit` checkpoints, now that the new one stands; damaged ones go first."""
+        self._damaged.discard(str(newest))
+        if limit is None or not self._state.saves_here:
+            return
+        found = [path for _, path in numbered_checkpoints(newest.parent) if path != newest]
+        whole = {path: self._is_whole(path) for path in found}
+        # What only has the name of a checkpoint is neither counted nor removed.
+        earlier = [path for path in found if whole[path] or (path / MANIFEST).exists()]
+        earlier.sort(key=whole.__getitem__)
+        for path in earlier[: max(len(earlier) - (limit - 1), 0)]:
+            try:
+                discard(path, identity)
+            except OSError as error:
+                warnings.warn(f"The old checkpoint {path} cannot be removed: {error}", stacklevel=2)
+
+    def _is_whole(self, directory: Path) -> bool:
+        if str(directory) in self._damaged:
+            return False
+        try:
+            return not problems(directory, read_manifest(directory), contents=False)
+        except CheckpointError:
+            return not (directory / MANIFEST).exists() and foreign.why_not(directory) == ""

@@ -1,0 +1,59 @@
+"""Experiment tracking: the base class of trackers, the normalisation of values, the fan-out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate_tracking.choice import normalise_log_with
+from accelerate_tracking.hub import TrackerHub
+from accelerate_tracking.media import pictures
+from accelerate_tracking.network import unreachable
+from accelerate_tracking.normalise import (
+    NotTaken,
+    Reporter,
+    each,
+    normalise_config,
+    normalise_values,
+    split,
+)
+from accelerate_tracking.opening import is_for_every_rank
+from accelerate_tracking.registry import get_available_trackers, register_tracker_class
+from accelerate_tracking.tracker import (
+    VERBS,
+    BlankTracker,
+    GeneralTracker,
+    IncompleteTrackerError,
+    RunGroup,
+    on_main_process,
+)
+
+__all__ = [
+    "VERBS",
+    "BlankTracker",
+    "GeneralTracker",
+    "IncompleteTrackerError",
+    "NotTaken",
+    "Reporter",
+    "RunGroup",
+    "TrackerHub",
+    "each",
+    "get_available_trackers",
+    "is_for_every_rank",
+    "normalise_config",
+    "normalise_log_with",
+    "normalise_values",
+    "on_main_process",
+    "pictures",
+    "register_tracker_class",
+    "split",
+    "unreachable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a tracker class that an installed package lends, such as the peer has here."""
+    from accelerate_core.plugins import exports
+
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return exports.resolve(name)

@@ -1,0 +1,139 @@
+"""`accelerate-core runs`: what the built-in tracker has written."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accelerate_core.builtin.console import console
+
+if TYPE_CHECKING:
+    from accelerate_tracking.runs import Run
+
+__all__ = ["command"]
+
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_STYLES = {"finished": "green", "failed": "red", "running": "yellow"}
+
+
+@click.group("runs")
+def command() -> None:
+    """Show runs that log_with="jsonl" has written."""
+
+
+@command.command("show")
+@click.argument("directory", type=_DIRECTORY)
+@click.option("--key", "keys", multiple=True, help="Only these; `train/*` is a pattern.")
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw the curves.")
+@click.option("--config", "with_config", is_flag=True, help="Print the configuration too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def show(
+    directory: Path, keys: tuple[str, ...], png: Path | None, with_config: bool, as_json: bool
+) -> None:
+    """Print the last values and the curves of the runs in DIRECTORY or below."""
+    from accelerate_tracking.runs import find_runs, read_run, strict
+
+    runs = [read_run(path) for path in find_runs(directory)]
+    _choose(directory, runs, keys)
+    if as_json:
+        click.echo(json.dumps(strict([_plain(run) for run in runs]), indent=1, allow_nan=False))
+    else:
+        for run in runs:
+            _print(run, with_config)
+    if png is not None:
+        _draw(runs, png)
+        click.echo(f"The curves are in {png}.", err=as_json)
+
+
+def _choose(directory: Path, runs: list[Run], keys: tuple[str, ...]) -> None:
+    """Leave the values that were asked for; one that no run has is an error."""
+    from fnmatch import fnmatchcase
+
+    from accelerate_core.errors import TrackerError, did_you_mean, listing
+
+    known = list(dict.fromkeys(name for run in runs for name in run.curves))
+    for key in keys:
+        if not any(fnmatchcase(name, key) for name in known):
+            raise TrackerError(
+                f"{directory} has no value {key!r}; there is {listing(known)}."
+                f"{did_you_mean(key, known)}"
+            )
+    if keys:
+        for run in runs:
+            run.curves = {
+                name: points
+                for name, points in run.curves.items()
+                if any(fnmatchcase(name, key) for key in keys)
+            }
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    return {**asdict(run), "path": str(run.path), "summary": run.summary()}
+
+
+def _print(run: Run, with_config: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from accelerate_tracking.runs import sparkline
+
+    out = console()
+    title = Text.assemble(
+        (str(run.path), "bold"),
+        "  ",
+        (run.status, _STYLES.get(run.status, "")),
+        f"  {_when(run)}",
+    )
+    out.print(title)
+    if with_config:
+        for key, value in run.config.items():
+            out.print(Text(f"  {key} = {value!r}"))
+    table = Table("value", "last", "at step", "smallest", "largest", "logged", "curve")
+    for key, facts in run.summary().items():
+        numbers = [facts["last"], facts["step"], facts["min"], facts["max"], facts["count"]]
+        cells = [str(n) if isinstance(n, int) else f"{n:.6g}" for n in numbers]
+        table.add_row(Text(key), *cells, sparkline(run.curves[key]))
+    if run.curves:
+        out.print(table)
+    else:
+        out.print("  no values")
+
+
+def _when(run: Run) -> str:
+    if run.started is None:
+        return ""
+    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))
+    return f"{begun}, {(run.ended or run.started) - run.started:.0f} s"
+
+
+def _draw(runs: list[Run], png: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise click.UsageError("--png needs matplotlib: pip install matplotlib") from None
+    keys = list(dict.fromkeys(key for run in runs for key in run.curves))
+    if not keys:
+        raise click.UsageError("There are no values to draw.")
+    columns = min(3, len(keys))
+    rows = -(-len(keys) // columns)
+    figure = Figure(figsize=(5 * columns, 3.2 * rows), layout="constrained")
+    for number, key in enumerate(keys, 1):
+        axes = figure.add_subplot(rows, columns, number)
+        for run in runs:
+            points = run.curves.get(key)
+            if points:
+                mark = "." if len(points) < 30 else ""
+                axes.plot(*zip(*points, strict=True), marker=mark, label=run.path.name)
+        axes.set_title(key)
+        axes.set_xlabel("step")
+        if len(runs) > 1:
+            axes.legend(fontsize="x-small")
+    try:
+        figure.savefig(png)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--png {png} cannot be drawn: {error}") from None

@@ -1,0 +1,491 @@
+"""From one `log` call to every tracker: started, fed by writers, switched off, closed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from accelerate_core import crash
+from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing
+from accelerate_core.hookspecs import API_VERSION
+from accelerate_tracking import media
+from accelerate_tracking import writer as writing
+from accelerate_tracking.choice import Asked, choose, name_of, normalise_log_with
+from accelerate_tracking.ending import TooLongError, limited, watch
+from accelerate_tracking.entry import DeviceRead, Entry
+from accelerate_tracking.messages import report_failure, whole, why_not
+from accelerate_tracking.normalise import (
+    NotTaken,
+    Reporter,
+    is_ill,
+    normalise_config,
+    normalise_values,
+)
+from accelerate_tracking.opening import builder, is_for_every_rank
+from accelerate_tracking.staging import Staging
+from accelerate_tracking.tracker import BlankTracker, GeneralTracker
+from accelerate_tracking.writer import InlineWriter, Writer, drain
+
+__all__ = ["TrackerHub"]
+
+_logger = logging.getLogger(__name__)
+
+_Kwargs = Mapping[str, Mapping[str, Any]] | None
+
+_CLOSED = {
+    "new": "the trackers ({names}) are not started. Call init_trackers(project_name) first.",
+    "forked": "this process was forked while a run was open, which is its parent's. Log there; a "
+    "child has no thread that would write.",
+    "ended": "the run has ended. Log before end_training(), or start a new run with "
+    "init_trackers(project_name).",
+}
+
+#: Those with an open run, which a forked child is to let go of.
+_open_hubs: weakref.WeakSet[TrackerHub] = weakref.WeakSet()
+
+
+class TrackerHub:
+    """The trackers of one Accelerator; implements `accelerate_core.contract.parts.Tracking`.
+
+    Which trackers run is decided here, at construction; they are built and
+    started by `init`. On ranks other than the main one, trackers are blank unless
+    `main_process_only` is False, in their class or among their `init_kwargs`.
+
+    `log` and the verbs return at once: one thread per tracker feeds its library in
+    order, and flushes it every other second. A tracker that raises is named once in
+    a warning, replaced by a blank one, and the run goes on.
+
+    Args:
+        asked: what `log_with` has: names, classes, instances, `"all"`.
+        logging_dir: handed to trackers that require a directory.
+        rank, size: of this process in the world.
+        is_main: whether this rank is the main one.
+
+    Raises:
+        TypeError: `asked` has something else.
+        MissingPluginError: for a name that was asked for and is not installed.
+        ConfigurationError: a tracker asked for by name or class requires a
+            logging directory and there is none.
+    """
+
+    api_version = API_VERSION
+
+    def __init__(
+        self,
+        asked: object,
+        logging_dir: str | os.PathLike[str] | None = None,
+        rank: int = 0,
+        size: int = 1,
+        is_main: bool = True,
+    ) -> None:
+        self.trackers: list[GeneralTracker] = []
+        #: Ids of the trackers' runs of the checkpoint that was loaded, by tracker name.
+        self.resumed_runs: dict[str, str] = {}
+        self._asked = choose(normalise_log_with(asked), logging_dir, is_main)
+        self._logging_dir = logging_dir
+        self._rank, self._size, self._is_main = rank, size, is_main
+        self._reporter = Reporter()
+        self._staging = Staging(logging_dir)
+        self._state = "new"
+        self._logged = False
+        #: The runs to go on in; forgotten at the end of the run.
+        self._resume: dict[str, str] = {}
+        self._start = ""
+        self._openers: list[Callable[[], GeneralTracker]] = []
+        self._writers: list[Writer] = []
+        #: Switched off by an error of theirs, and not closed yet.
+        self._retired: list[GeneralTracker] = []
+        self._at_exit: Callable[[], None] | None = None
+        #: What was being handled when the run began, which is none of its failures.
+        self._handled: int | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the trackers asked for, those switched off included."""
+        return [tracker.name for tracker in self.trackers] or [name_of(it) for it in self._asked]
+
+    # --- the life of a run --------------------------------------------------------------------
+
+    def init(self, project_name: str, config: object = None, init_kwargs: _Kwargs = None) -> None:
+        """Build and start the trackers, and hand them the configuration.
+
+        Args:
+            project_name: what the libraries group runs by.
+            config: see `normalise_config`; None stores nothing.
+            init_kwargs: per tracker name, further arguments of its constructor, and
+                `main_process_only=False` to run it on every rank. Entries for
+                trackers that were not asked for are left alone.
+
+        Raises:
+            TrackerError: a run is already open.
+            ConfigurationError: a tracker's constructor does not take the arguments,
+                or the config is none.
+        """
+        if not self._asked:
+            return
+        if self._state == "open":
+            raise TrackerError(
+                f"The trackers ({listing(self.names)}) are already started. Call init_trackers "
+                f"once per run; after end_training() a new run can be started."
+            )
+        kwargs = init_kwargs or {}
+        here = [self._is_main or is_for_every_rank(item, kwargs) for item in self._asked]
+        plain = None
+        if config is not None and any(here):
+            try:
+                plain = normalise_config(config, self._reporter)
+            except TypeError as error:
+                raise ConfigurationError(f"init_trackers(config=...): {error}") from None
+        place = (self._rank, self._size)
+        self._openers = [
+            partial(
+                self._open,
+                item,
+                builder(item, project_name, self._logging_dir, kwargs, place)
+                if runs
+                else partial(BlankTracker, name_of(item)),
+                plain,
+            )
+            for item, runs in zip(self._asked, here, strict=True)
+        ]
+        self._state = "open"
+        handled = sys.exc_info()[1]
+        self._handled = None if handled is None else id(handled)
+        self._retired, self._logged = [], False
+        self._start = secrets.token_hex(4)
+        self.trackers = [start() for start in self._openers]
+        self._feed()
+        self._at_exit = watch(self)
+        _open_hubs.add(self)
+
+    def _open(
+        self, item: Asked, build: Callable[[], GeneralTracker], config: dict[str, Any] | None
+    ) -> GeneralTracker:
+        """Return a started tracker, or a blank one in its place."""
+        stage = "its constructor"
+        try:
+            tracker = build()
+            if not isinstance(tracker, BlankTracker):
+                tracker._is_main_process = self._is_main
+                tracker.resume_id = self._resume.get(tracker.name)
+                tracker.validate()
+            stage = "start"
+            tracker.start()
+        except Exception as error:
+            # One that never started has nothing to close.
+            report_failure(item, stage, error)
+            return BlankTracker(name_of(item))
+        if config is not None:
+            try:
+                tracker.store_init_configuration(dict(config))
+            except Exception as error:
+                report_failure(item, "store_init_configuration", error, off=is_ill(error))
+                if is_ill(error):
+                    self._retired.append(tracker)
+                    return BlankTracker(name_of(item))
+        return tracker
+
+    def _feed(self) -> None:
+        """Start a writer for each tracker that runs."""
+        running = [tracker for tracker in self.trackers if not isinstance(tracker, BlankTracker)]
+        for tracker in running:
+            if any(type(it).__module__ == "sqlite3" for it in vars(tracker).values()):
+                tracker.same_thread = True  # a connection serves the thread that made it
+        self._writers = [
+            (InlineWriter if tracker.same_thread else Writer)(
+                tracker, self._resolve, self._writer_failed, self._refused
+            )
+            for tracker in running
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed script needs to go on in these runs: only text.
+
+        `runs` has their ids by tracker; `start` is this start of them.
+        """
+        runs: dict[str, str] = {}
+        for tracker in self.trackers if self._state == "open" else ():
+            try:
+                found = None if isinstance(tracker, BlankTracker) else tracker.run_id
+            except Exception:
+                _logger.debug("asking %r for its run", tracker.name, exc_info=True)
+                continue
+            if found:
+                runs[tracker.name] = str(found)
+        return {"runs": runs, "start": self._start} if runs else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the runs of a checkpoint.
+
+        Best before `init_trackers`. After it, runs that were just opened and hold
+        nothing yet are discarded for those of the checkpoint.
+        """
+        runs = dict(state.get("runs", {}))
+        self.resumed_runs = runs
+        if not runs or runs == self._resume or state.get("start") == self._start:
+            return  # there is none, or this one goes on already
+        self._resume = runs
+        if self._state != "open":
+            return
+        if self._logged:
+            warnings.warn(
+                "load_state came after values were logged: the trackers go on in the new run. "
+                "Load before the first log to go on in the checkpoint's.",
+                stacklevel=3,
+            )
+            return
+        self._stop_writers()
+        for index, tracker in enumerate(self.trackers):
+            if tracker.resumes and tracker.name in runs:
+                try:
+                    tracker.discard()
+                except Exception as error:
+                    report_failure(tracker, "discard", error)
+                self.trackers[index] = self._openers[index]()
+        self._feed()
+
+    # --- logging ------------------------------------------------------------------------------
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: _Kwargs = None
+    ) -> None:
+        """Hand one set of values to every tracker, without waiting for any.
+
+        Args:
+            values: see `normalise_values`. What no tracker takes is reported once
+                per key. Tensors of a device are read later, by the writers.
+            step: a whole number of any library, or None.
+            log_kwargs: per tracker name, further arguments of its `log`.
+
+        Raises:
+            TrackerError: no run is open.
+            ConfigurationError: `values` is no mapping, or `step` no whole number.
+        """
+        if not self._is_open("log"):
+            return
+        if not isinstance(values, Mapping):
+            raise ConfigurationError(
+                f"log takes a dict of names and values, not {type(values).__name__}."
+            )
+        step = whole(step)
+        if not self._writers:
+            return
+        pending: dict[str, Any] = {}
+        plain, other = normalise_values(values, self._reporter, pending)
+        if other:
+            other = self._accepted(other)
+        if not plain and not other:
+            return
+        read = DeviceRead(pending).values if pending else None
+        self._put(Entry("log", plain, step, log_kwargs, other, read))
+
+    def _accepted(self, other: dict[str, object]) -> dict[str, object]:
+        taken: dict[str, object] = {}
+        for key, value in other.items():
+            if any(writer.tracker.accepts(value) for writer in self._writers):
+                taken[key] = value
+            else:
+                self._reporter.report(key, why_not(value))
+        return taken
+
+    def log_media(
+        self,
+        verb: str,
+        arguments: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: _Kwargs = None,
+    ) -> None:
+        """Hand images, a table, a figure, a file, a text or a histogram to every tracker.
+
+        Args:
+            verb: one of `VERBS`. Trackers without it are named once.
+            arguments: those of the function of that name in `accelerate_tracking.media`.
+
+        Raises:
+            TrackerError: no run is open.
+            ConfigurationError: the arguments are none that the verb takes.
+        """
+        if not self._is_open(f"log_{verb}"):
+            return
+        without = [w.tracker.name for w in self._writers if verb not in w.tracker.supports]
+        if without:
+            self._reporter.note(
+                f"log_{verb} is skipped by trackers that have no such thing: {listing(without)}."
+            )
+        if len(without) == len(self._writers):
+            return
+        prepared, read = media.payload(verb, arguments, self._reporter)
+        if verb == "artifact":
+            prepared["source"] = prepared["path"]
+            prepared["path"] = self._staging.keep(prepared["path"])
+        self._put(Entry(verb, prepared, whole(step), log_kwargs, None, read))
+
+    def _put(self, entry: Entry) -> None:
+        self._logged = True
+        for writer in self._writers:
+            if not writer.broken:
+                writer.put(entry)
+
+    def _resolve(self, entry: Entry) -> None:
+        try:
+            entry.resolve()
+        except Exception as error:
+            # What was logged is at fault, which could not be seen while it was on the device.
+            self._reporter.report(entry.method, f"of {entry.keys}: {error}")
+
+    def _refused(self, tracker: GeneralTracker, entry: Entry, error: Exception) -> None:
+        """Say once per method and names what a tracker did not take; it goes on without it."""
+        what = f"{entry.method} of {entry.keys}"
+        if isinstance(error, NotTaken):
+            problems = error.problems.items()
+            news = {k: p for k, p in problems if self._reporter.first(f"{tracker.name}/{k}")}
+            if news:
+                report_failure(tracker, what, NotTaken(news), off=False)
+        elif self._reporter.first(f"{tracker.name}: {what}"):
+            report_failure(tracker, what, error, off=False)
+
+    def _is_open(self, what: str) -> bool:
+        """Tell whether a run is open; raise if there should be one."""
+        if self._asked and self._state != "open":
+            raise TrackerError(f"{what}: {_CLOSED[self._state].format(names=listing(self.names))}")
+        return bool(self._asked)
+
+    def get(self, name: str, unwrap: bool = False) -> Any:
+        """Return the tracker of that name, or with `unwrap` its library's run object.
+
+        On ranks where it does not run, if it was switched off, or if no tracker
+        was asked for at all, the answer is a blank one that swallows every call.
+        What is logged through it directly may overtake what `log` has queued; see `flush`.
+
+        Raises:
+            TrackerError: `init` has not been called.
+            ConfigurationError (a ValueError): no tracker has that name.
+        """
+        name = str(name)
+        if not self._asked:
+            return BlankTracker(name)
+        if name not in self.names:
+            raise ConfigurationError(
+                f"There is no tracker {name!r}; there is {listing(self.names)}."
+                f"{did_you_mean(name, self.names)}"
+            )
+        if self._state == "new":
+            self._is_open("get_tracker")
+        tracker = next(tracker for tracker in self.trackers if tracker.name == name)
+        if isinstance(tracker, BlankTracker):
+            return tracker
+        return tracker.tracker if unwrap else tracker
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def flush(self, timeout: float | None = None) -> list[str]:
+        """Wait until every tracker has taken and flushed what was logged so far.
+
+        Those whose libraries do not promise that it is on disk then are named once.
+
+        Args:
+            timeout: seconds; None waits for whom makes progress.
+
+        Returns:
+            Names of those that are not done.
+        """
+        late = drain(self._writers, timeout)
+        unsure = [w.tracker.name for w in self._writers if not (w.durable or w.broken or w in late)]
+        if unsure and "jsonl" not in self.names:
+            self._reporter.note(
+                f"What is logged is safe from a kill only at the end of the run with "
+                f"{listing(unsure)}. To have every value after one, add 'jsonl' to log_with."
+            )
+        return [writer.tracker.name for writer in late]
+
+    def is_failing(self) -> bool:
+        """Tell whether an exception that came after `init` is being handled or on its way out."""
+        error = sys.exc_info()[1]
+        return crash.is_failure(error) and id(error) != self._handled
+
+    def finish(self, failed: bool = False) -> None:
+        """Deliver what is left and close the run; a second call, or one without a run, does nothing.
+
+        Args:
+            failed: the script raised; trackers that have a word for it mark the run so.
+        """
+        if self._state != "open":
+            return
+        self._end_run("ended")
+        self._resume = {}  # the next run is a new one
+        stuck = self._stop_writers()
+        hangs = bool(stuck)
+        # What was switched off may still write out what it had taken. Then the last first: each
+        # has wrapped the streams and hooks that the ones before had wrapped.
+        for tracker in [*self._retired, *reversed(self.trackers)]:
+            if tracker in stuck:
+                continue
+            try:
+                self._close(tracker, failed)
+            except Exception as error:
+                hangs = hangs or isinstance(error, TooLongError)
+                if tracker in self._retired:
+                    _logger.debug("closing the tracker %r", tracker.name, exc_info=True)
+                else:
+                    self._switch_off(tracker, "finish", error)
+        self._retired = []
+        if not hangs:  # a library that hangs may still be reading
+            self._staging.clear()
+
+    def _end_run(self, state: str) -> None:
+        self._state = state
+        _open_hubs.discard(self)
+        if self._at_exit is not None:
+            self._at_exit()
+
+    def _close(self, tracker: GeneralTracker, failed: bool) -> None:
+        close = tracker.finish_failed if failed else tracker.finish
+        if isinstance(tracker, BlankTracker) or tracker.finishes_in_place or tracker.same_thread:
+            close()
+        else:
+            limited(close, writing.PATIENCE, f"finish-{tracker.name}")
+
+    def _stop_writers(self) -> list[GeneralTracker]:
+        """Deliver what is left; return the trackers that are stuck."""
+        stuck = drain(self._writers)
+        for writer in self._writers:
+            writer.stop(0.0 if writer in stuck else 5.0)
+        for writer in stuck:
+            warnings.warn(
+                f"The tracker {writer.tracker.name!r} took {writer.delivered} of "
+                f"{writer.accepted} entries and then made no progress; the rest is lost to it.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        self._writers = []
+        return [writer.tracker for writer in stuck]
+
+    def forked(self) -> None:
+        """Let go of the run in a forked child: it is the parent's, and so are its threads."""
+        self._writers, self._retired = [], []
+        self._end_run("forked")
+
+    def _writer_failed(self, tracker: GeneralTracker, stage: str, error: Exception) -> None:
+        self._retired.append(tracker)
+        self._switch_off(tracker, stage, error)
+
+    def _switch_off(self, tracker: GeneralTracker, stage: str, error: Exception) -> None:
+        if tracker in self.trackers:
+            self.trackers[self.trackers.index(tracker)] = BlankTracker(tracker.name)
+        report_failure(tracker, stage, error)
+
+
+def _forked() -> None:
+    for hub in list(_open_hubs):
+        hub.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

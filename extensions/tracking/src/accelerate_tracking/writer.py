@@ -1,0 +1,296 @@
+"""One thread per tracker feeds its library: in order, and without the step waiting for it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from accelerate_tracking.entry import Entry
+from accelerate_tracking.normalise import NotTaken, is_ill
+from accelerate_tracking.tracker import GeneralTracker
+
+__all__ = ["InlineWriter", "Writer", "drain"]
+
+#: Entries handed to a library at once.
+BATCH = 500
+#: Seconds between two flushes of a library, while values come and after the last one.
+FLUSH_EVERY = 2.0
+#: A writer rests this many times as long as a hand-over took, so that the training thread has the
+#: interpreter most of the time: each operator of torch asks for it anew, and a thread that runs
+#: Python without a break gives it up every 5 ms only.
+REST = 3.0
+LONGEST_REST = 0.25
+#: Entries that may wait; beyond it a writer takes no rest.
+BACKLOG = 5000
+#: Seconds the last flush may go without any progress before a tracker is given up.
+PATIENCE = 60.0
+#: Entries in a row that a library may refuse before it is taken to be broken.
+REFUSALS = 5
+
+_DRAWING = threading.Lock()
+
+
+class _Marker(threading.Event):
+    """Set when all that was queued before it is delivered and flushed."""
+
+    ends = False
+
+
+class Writer:
+    """Feeds one tracker.
+
+    Args:
+        tracker: a started one.
+        resolve: completes an entry that waits for a device.
+        failed: told the stage and the exception, once; nothing is delivered after that.
+        refused: told the entry and the exception of one that the library did not take.
+    """
+
+    def __init__(
+        self,
+        tracker: GeneralTracker,
+        resolve: Callable[[Entry], None],
+        failed: Callable[[GeneralTracker, str, Exception], None],
+        refused: Callable[[GeneralTracker, Entry, Exception], None],
+    ) -> None:
+        self.tracker = tracker
+        self.accepted = 0
+        self.delivered = 0
+        self.broken = False
+        #: Whether the library has said that what it flushed survives a kill.
+        self.durable = True
+        self._resolve, self._failed, self._refused = resolve, failed, refused
+        self._takes_many = type(tracker).log_many is not GeneralTracker.log_many
+        self._in_a_row = 0
+        self._next_step: dict[str, int] = {}
+        self._flushed_at = time.monotonic()
+        self._unflushed = False
+        #: Set while somebody waits for this writer, which then takes no rest.
+        self._awaited = threading.Event()
+        self._queue: queue.SimpleQueue[Entry | _Marker] = queue.SimpleQueue()
+        self._begin()
+
+    def _begin(self) -> None:
+        name = f"tracker-{self.tracker.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, entry: Entry) -> None:
+        """Take an entry; returns at once."""
+        self.accepted += 1
+        self._queue.put(entry)
+
+    def request_flush(self, end: bool = False) -> threading.Event:
+        """Return an event that is set when all taken so far is delivered and flushed.
+
+        Args:
+            end: the thread is to end then.
+        """
+        done = _Marker()
+        done.ends = end
+        self._awaited.set()
+        self._queue.put(done)
+        if not self._thread.is_alive():
+            done.set()
+        return done
+
+    def stop(self, timeout: float) -> None:
+        """End the thread after what it was given, or leave it after `timeout` seconds."""
+        self.request_flush(end=True)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        marker: _Marker | None = None
+        while marker is None or not marker.ends:
+            batch, marker = self._collect()
+            self._deliver(batch)
+            if marker is not None:
+                self._flush()
+                self._awaited.clear()
+                marker.set()
+            elif not batch:
+                self._flush()
+
+    def _collect(self) -> tuple[list[Entry], _Marker | None]:
+        """Wait for entries, no longer than until a flush is due; return them up to a marker."""
+        batch: list[Entry] = []
+        with contextlib.suppress(queue.Empty):
+            while len(batch) < BATCH:
+                wait = None
+                if self._unflushed and not batch:
+                    wait = max(0.0, self._flushed_at + FLUSH_EVERY - time.monotonic())
+                item = self._queue.get(not batch, wait)
+                if isinstance(item, _Marker):
+                    return batch, item
+                batch.append(item)
+        return batch, None
+
+    def _deliver(self, batch: list[Entry]) -> None:
+        start = 0
+        while start < len(batch) and not self.broken:
+            stop = start + 1
+            if self._takes_many and batch[start].is_plain_log:
+                while stop < len(batch) and batch[stop].is_plain_log:
+                    stop += 1
+            group = batch[start:stop]
+            begun = time.perf_counter()
+            for entry in group:
+                self._resolve(entry)
+            self._unflushed = True
+            self._try([entry for entry in group if not entry.refused])
+            if self.broken:
+                return
+            self.delivered += len(group)
+            start = stop
+            if time.monotonic() - self._flushed_at >= FLUSH_EVERY:
+                self._flush()
+            if self._queue.qsize() < BACKLOG:
+                self._awaited.wait(min(REST * (time.perf_counter() - begun), LONGEST_REST))
+
+    def _try(self, group: list[Entry]) -> None:
+        """Hand over; an entry that the library refuses does not keep the others from it."""
+        if not group:
+            return
+        try:
+            self._hand_over(group)
+        except Exception as error:
+            if len(group) > 1:
+                for entry in group:
+                    if not self.broken:
+                        self._try([entry])
+                return
+            if not isinstance(error, NotTaken):
+                self._in_a_row += 1
+            if is_ill(error) or self._in_a_row >= REFUSALS:
+                self._give_up(group[0].method, error)
+            else:
+                self._refused(self.tracker, group[0], error)
+        else:
+            self._in_a_row = 0
+
+    def _hand_over(self, group: list[Entry]) -> None:
+        first, tracker = group[0], self.tracker
+        if first.is_plain_log and self._takes_many:
+            tracker.log_many([(dict(e.arguments), self._step(e)) for e in group])
+            return
+        step = self._step(first)
+        keywords = dict((first.keywords or {}).get(tracker.name, {}))
+        arguments = dict(first.arguments)
+        if first.verb == "log":
+            others = (first.others or {}).items()
+            arguments |= {key: value for key, value in others if tracker.accepts(value)}
+            tracker.log(arguments, step=step, **keywords)
+        elif first.verb in tracker.supports:
+            if first.verb == "artifact":
+                source = arguments.pop("source")
+                if tracker.artifacts_in_place:
+                    arguments["path"] = source
+            else:
+                keywords["step"] = step
+            if first.verb == "histogram" and not tracker.takes_not_finite:
+                arguments["values"] = finite(arguments["values"])
+            # Drawing changes a figure: two libraries must not draw the same one at once.
+            with _DRAWING if first.verb == "figure" else contextlib.nullcontext():
+                getattr(tracker, first.method)(**arguments, **keywords)
+
+    def _step(self, entry: Entry) -> int | None:
+        """Return the step, counted on where the library needs one and none was given."""
+        if not self.tracker.counts_steps or entry.verb == "artifact":
+            return entry.step
+        step = self._next_step.get(entry.verb, 0) if entry.step is None else entry.step
+        self._next_step[entry.verb] = step + 1
+        return step
+
+    def _flush(self) -> None:
+        self._flushed_at = time.monotonic()
+        if self.broken or not self._unflushed:
+            return
+        self._unflushed = False
+        try:
+            self.durable = self.tracker.flush() is not False
+        except Exception as error:
+            self._give_up("flush", error)
+
+    def _give_up(self, stage: str, error: Exception) -> None:
+        self.broken = True
+        self._failed(self.tracker, stage, error)
+
+
+class InlineWriter(Writer):
+    """Feeds a tracker whose library is bound to the thread that made it: at the call."""
+
+    def _begin(self) -> None:
+        self._awaited.set()  # the step waits: no rest
+
+    def put(self, entry: Entry) -> None:
+        """Hand an entry over; the step waits."""
+        self.accepted += 1
+        self._deliver([entry])
+
+    def request_flush(self, end: bool = False) -> threading.Event:
+        """Flush, and return an event that is set."""
+        self._flush()
+        done = threading.Event()
+        done.set()
+        return done
+
+    def stop(self, timeout: float) -> None:
+        """Do nothing: there is no thread."""
+
+
+def finite(values: Any) -> Any:
+    """Return the finite ones of an array.
+
+    Raises:
+        NotTaken: there is none.
+    """
+    import numpy
+
+    kept = values if values.dtype.kind not in "fc" else values[numpy.isfinite(values)]
+    if kept.size == 0:
+        raise NotTaken({"": "it has no finite value"})
+    return kept
+
+
+def drain(writers: Iterable[Writer], timeout: float | None = None) -> list[Writer]:
+    """Wait until all is delivered and flushed; return those that are not done.
+
+    While it takes more than a second, a line on stderr says how far it is.
+
+    Args:
+        timeout: seconds; None waits as long as any of them moves, and `PATIENCE` seconds more.
+    """
+    waiting = [(writer, writer.request_flush()) for writer in writers]
+    begun = moved = time.monotonic()
+    seen = -1
+    shown = False
+    while waiting := [(writer, done) for writer, done in waiting if not done.is_set()]:
+        left = PATIENCE if timeout is None else begun + timeout - time.monotonic()
+        waiting[0][1].wait(max(0.0, min(0.1, left)))
+        now, delivered = time.monotonic(), sum(writer.delivered for writer, _ in waiting)
+        if delivered != seen:
+            seen, moved = delivered, now
+        if now - (moved if timeout is None else begun) > (PATIENCE if timeout is None else timeout):
+            break
+        if now - begun > 1.0:
+            shown = True
+            _show([writer for writer, done in waiting if not done.is_set()])
+    if shown:
+        _say("\n")
+    return [writer for writer, done in waiting if not done.is_set()]
+
+
+def _show(writers: list[Writer]) -> None:
+    parts = [f"{one.tracker.name} {one.delivered}/{one.accepted}" for one in writers]
+    _say(f"\rTrackers write what is left: {', '.join(parts)}   ")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
