@@ -13,7 +13,6 @@ from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.preemption import Preemption, read_signals
 from accelerate_checkpoint.replay import CycleStart
 from accelerate_checkpoint.save import save_state
-from accelerate_core.hookspecs import API_VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,7 @@ class DirectoryCheckpointer:
         ConfigurationError: one of the signals is none that can be caught.
     """
 
-    api_version = API_VERSION
+    api_version = (1, 0)
 
     def __init__(self, project: Any, signals: str | None) -> None:
         self._signals = read_signals(signals)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.hookspecs import API_VERSION
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.simple import target_command
 
@@ -104,7 +103,7 @@ class MpirunLauncher:
     """Starts the ranks by mpirun, on this machine or on the hosts of a file."""
 
     name = "mpirun"
-    api_version = API_VERSION
+    api_version = (1, 0)
     priority = 40
 
     def accepts(self, plan: LaunchPlan) -> bool:

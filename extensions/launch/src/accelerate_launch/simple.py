@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from accelerate_core.hookspecs import API_VERSION
 from accelerate_launch.plan import LaunchPlan, Target
 
 __all__ = ["SimpleLauncher", "target_command"]
@@ -14,7 +13,7 @@ class SimpleLauncher:
     """Runs the target itself; no rank variables, no group, no torch in the launcher."""
 
     name = "simple"
-    api_version = API_VERSION
+    api_version = (1, 0)
     priority = 20
 
     def accepts(self, plan: LaunchPlan) -> bool:

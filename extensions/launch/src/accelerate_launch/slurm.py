@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.hookspecs import API_VERSION
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.torchrun import TorchrunLauncher
 
@@ -23,7 +22,7 @@ class SrunLauncher:
     """Starts one of torch's agents on every node of the allocation, by one `srun`."""
 
     name = "srun"
-    api_version = API_VERSION
+    api_version = (1, 0)
     priority = 30
 
     def accepts(self, plan: LaunchPlan) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from accelerate_core.hookspecs import API_VERSION
 from accelerate_launch.plan import LaunchPlan
 
 __all__ = ["DEFAULT_PORT", "LOOPBACK", "TorchrunLauncher"]
@@ -22,7 +21,7 @@ class TorchrunLauncher:
     """Starts one agent per machine, which starts, watches and restarts the ranks."""
 
     name = "torchrun"
-    api_version = API_VERSION
+    api_version = (1, 0)
     priority = 10
 
     def accepts(self, plan: LaunchPlan) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 
 from accelerate_core import crash
 from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing
-from accelerate_core.hookspecs import API_VERSION
 from accelerate_tracking import media
 from accelerate_tracking import writer as writing
 from accelerate_tracking.choice import Asked, choose, name_of, normalise_log_with
@@ -75,7 +74,7 @@ class TrackerHub:
             logging directory and there is none.
     """
 
-    api_version = API_VERSION
+    api_version = (1, 0)
 
     def __init__(
         self,
