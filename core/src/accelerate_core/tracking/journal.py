@@ -38,14 +38,20 @@ class Journal:
 
     def __init__(self, directory: Path, token: str, rank: int) -> None:
         self.directory, self.token, self.rank = directory, token, rank
-        directory.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._marks: dict[str, int] = {}
         self._last: dict[int, int] = {}  # segment -> the last entry in it
         self._number = -1
         self._view: mmap.mmap | None = None
         self._position = 0
-        self._next_segment(0)
+        for left in range(100)[::-1]:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                self._next_segment(0)
+                break
+            except (FileNotFoundError, FileExistsError):
+                if not left:
+                    raise  # else another rank has ended, and removed the empty folder meanwhile
 
     def append(self, sequence: int, record: Mapping[str, Any]) -> None:
         """Keep one entry; `record` is what `json` can write.
@@ -80,9 +86,9 @@ class Journal:
                 self._view.close()
                 self._view = None
             if delete:
-                for path in _segments(self.directory, self.token, self.rank):
-                    path.unlink(missing_ok=True)
-                for path in _pointers(self.directory, self.rank, self.token):
+                # Found before any is deleted: a folder without them may be gone at any time.
+                segments = _segments(self.directory, self.token, self.rank)
+                for path in [*segments, *_pointers(self.directory, self.rank, self.token)]:
                     path.unlink(missing_ok=True)
                 try:
                     self.directory.rmdir()
@@ -199,18 +205,25 @@ def _pointers(directory: Path, rank: int, token: str) -> list[Path]:
     """Return the pointers that lead to a run."""
     ends = {
         path: _follow(directory, path.name.rpartition("-rank")[0], rank)
-        for path in directory.glob(f"*-rank{rank}.next")
+        for path in _matching(directory, f"*-rank{rank}.next")
     }
     return [path for path, end in ends.items() if end == token]
 
 
 def _segments(directory: Path, token: str, rank: int) -> list[Path]:
     found = []
-    for path in directory.glob("*.journal"):
+    for path in _matching(directory, "*.journal"):
         match = _NAME.fullmatch(path.name)
         if match and match["token"] == token and int(match["rank"]) == rank:
             found.append(path)
     return sorted(found)
+
+
+def _matching(directory: Path, pattern: str) -> list[Path]:
+    try:
+        return list(directory.glob(pattern))
+    except FileNotFoundError:  # removed while it was listed
+        return []
 
 
 _ENCODE = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, check_circular=False).encode
