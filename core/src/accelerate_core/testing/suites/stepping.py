@@ -403,8 +403,6 @@ def overflow(lab: Lab) -> str | None:
         accelerator = lab.accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
     except ConfigurationError as error:
         raise Skip(f"fp16 is refused here: {error}") from None
-    if accelerator.scaler is None:
-        lab.skip("its fp16 has no gradient scaler of the core's")
     model, optimizer = lab.ready(accelerator)
     before = lab.weights(accelerator, model)
     mine, _ = lab.batches(accelerator, 1)
