@@ -45,6 +45,8 @@ class TestFSDP2Sharded(BackendSuite):
 class TestDeepSpeed(BackendSuite):
     plugin = "deepspeed"
     timeout = 40.0
+    environ = {"PYTHONPATH": str(HERE.parent / "backends" / "deepspeed")}
+    prelude = "cpu_has_fp16"
 
 
 @pytest.mark.dist
