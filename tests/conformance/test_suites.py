@@ -77,6 +77,15 @@ class TestFloat16(PrecisionSuite):
 
 
 @pytest.mark.dist
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
+class TestFloat16OfDeepSpeed(PrecisionSuite):
+    plugin = "fp16"
+    timeout = 40.0
+    environ = {**TestDeepSpeed.environ, "ACCELERATE_USE_DEEPSPEED": "true"}
+    prelude = "cpu_has_fp16"
+
+
+@pytest.mark.dist
 class TestTorchrun(LauncherSuite):
     plugin = "torchrun"
 

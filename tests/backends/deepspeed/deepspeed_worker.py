@@ -195,8 +195,6 @@ def counts_items_as_one_big_batch() -> None:
             (plain(x)[mask].pow(2).sum() / total).backward()
         sgd.step()
         sgd.zero_grad()
-    if SIZE != 2:
-        return
     for stage in (0, 1, 2, 3):
         accelerator, model, optimizer = trained(stage, torch.optim.SGD, lr=0.5, steps=1)
         for start in (0, 2):
@@ -702,8 +700,6 @@ def compiles_in_the_engine() -> None:
 
 @case
 def layers_are_split_over_ranks_that_see_the_same_samples() -> None:
-    if SIZE != 2:
-        return
 
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -766,8 +762,6 @@ def layers_are_split_over_ranks_that_see_the_same_samples() -> None:
 
 @case
 def sequences_are_shared_by_ulysses() -> None:
-    if SIZE != 2:
-        return
     from torch.nn.functional import cross_entropy
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -994,6 +988,19 @@ def unknown_keys_and_bad_values_are_refused() -> None:
         "stage": 2, "offload_param": {"device": "cpu"}}})  # fmt: skip
     refused(r"offload_param_nvme_path", zero_stage=3, offload_param_device="nvme")
     refused(r"is no file, no JSON", "no_such_config.json")
+
+
+@case
+def disks_are_refused_where_what_writes_to_them_cannot_be_compiled() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    nvme = {"device": "nvme", "nvme_path": str(scratch("nvme"))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=True: False)
+        refused(
+            r"offload_optimizer\.device='nvme'.*async_io.*libaio",
+            {"zero_optimization": {"stage": 3, "offload_optimizer": nvme}},
+        )
 
 
 @case
