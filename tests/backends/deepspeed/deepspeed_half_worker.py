@@ -16,7 +16,7 @@ from worker import RANK, SIZE, case, run_cases, scratch
 
 from accelerate_core import GradScalerKwargs
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.utils import AutocastKwargs
+from accelerate_core.utils import AutocastKwargs, TorchDynamoPlugin
 from accelerate_deepspeed import DeepSpeedPlugin
 from accelerate_deepspeed.zero import GatheredParameters
 
@@ -265,6 +265,62 @@ def micro_batches_and_items_are_counted_as_without_a_scale() -> None:
                         optimizer.step()
                         optimizer.zero_grad()
             near(accelerator, model, plain)
+
+
+@case
+def it_compiles() -> None:
+    plain = Tower()
+    sgd = SGD(plain.parameters(), 0.5)
+    mse_loss(plain(X), Y).backward()
+    sgd.step()
+    for stage in STAGES:
+        # Casts are part of the graph; the hooks of stage 3 are not.
+        dynamo = TorchDynamoPlugin(backend="eager", fullgraph=stage < 3)
+        accelerator, model, optimizer = trained(zero_stage=stage, dynamo_plugin=dynamo)
+        assert model.is_compiled
+        accelerator.backward(loss_of(model))
+        optimizer.step()
+        near(accelerator, model, plain)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+@case
+def layers_over_two_ranks_skip_together() -> None:
+    specs = [
+        {"patterns": [f".*{name}.weight$"], "partition_type": kind}
+        for name, kind in (("up", "column"), ("down", "row"))
+    ]
+    split = {"use_default_specs": False, "layer_specs": specs}
+    config = {
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 2, "partition_config": split},
+    }
+    plain = Halves()
+    sgd = SGD(plain.parameters(), 0.1)
+    accelerator = half(config=config)
+    model = Halves()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), 0.1))
+    for _ in range(3):
+        expected = mse_loss(plain(X), Y)
+        expected.backward()
+        sgd.step()
+        sgd.zero_grad()
+        loss = mse_loss(model(X), Y)
+        assert abs(float(loss) - float(expected)) < 1e-3
+        accelerator.backward(loss)
+        optimizer.step()
+    accelerator.backward(mse_loss(model(X), Y) * (float("inf") if RANK else 1.0))
+    optimizer.step()
+    assert (accelerator.optimizer_step_was_skipped, model.optimizer.loss_scale) == (True, 128)
 
 
 # --- the loss scale -------------------------------------------------------------------------------

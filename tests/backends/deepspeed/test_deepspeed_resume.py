@@ -61,6 +61,13 @@ def test_in_fp16_on_another_number_of_ranks_nearly(tmp_path, straight):
             assert abs(straight[stage][step] - loss) <= 1e-2, (stage, step, loss)
 
 
+def test_the_loss_scale_comes_along_to_another_number_of_ranks(tmp_path):
+    for ranks in (2, 1):
+        worker, environment = HERE / "deepspeed_scale_worker.py", {"OMP_NUM_THREADS": "1"}
+        told = run_workers(worker, ranks, [tmp_path], timeout=150, env=environment).checked()
+        assert told.results == [{stage: [128, 2] for stage in STAGES}] * ranks
+
+
 def test_on_other_numbers_of_ranks_nearly(tmp_path, straight):
     found = run(tmp_path, (1, 5), (2, 10), (1, 16))
     for stage, losses in straight.items():

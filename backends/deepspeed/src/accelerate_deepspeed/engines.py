@@ -70,6 +70,8 @@ class DeepSpeedEngineWrapper:
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm before clipping of the last step; None at stage 0."""
+        if self.engine.zero_optimization_stage() == 0:
+            return None  # with fp16 DeepSpeed's is that of scaled gradients
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
