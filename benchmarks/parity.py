@@ -42,12 +42,17 @@ def _stage(stage: int) -> dict[str, str]:
     return {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
 
 
-OFFLOAD = Path(__file__).parents[1] / "examples" / "deepspeed" / "offload.json"
+ROOT = Path(__file__).parents[1]
+OFFLOAD = ROOT / "examples" / "deepspeed" / "offload.json"
 ZERO = {"backend": "deepspeed"}
 BF16 = {"mixed_precision": "bf16"}
+FP16 = {"mixed_precision": "fp16"}
+#: DeepSpeed refuses fp16 where the CPU has none of its own; torch computes it everywhere.
+HAS_FP16 = {"PARITY_PRELUDE": str(ROOT / "tests" / "backends" / "deepspeed" / "cpu_has_fp16.py")}
 CASES = [
     Case("ddp, 2 ranks", 2, {}, {"backend": "ddp"}),
     Case("ddp, 2 ranks, bf16", 2, {}, {"backend": "ddp", **BF16}, loss=1e-1, norm=1.0),
+    Case("ddp, 2 ranks, fp16", 2, {}, {"backend": "ddp", **FP16}, loss=1e-2, norm=1e-1),
     Case("fsdp2, 2 ranks", 2, {"dp_shard": 2}),
     Case("fsdp2, 4 ranks", 4, {"dp_shard": 4}),
     Case("fsdp2, HSDP 2 x 2", 4, {"dp_replicate": 2, "dp_shard": 2}),
@@ -75,6 +80,19 @@ CASES = [
         loss=1e-2,
         norm=1e-1,
         environment=_stage(2),
+    ),
+    *(
+        Case(
+            f"deepspeed, stage {stage}, 2 ranks, fp16",
+            2,
+            {},
+            ZERO | FP16,
+            "ddp, 2 ranks, fp16",
+            loss=1e-2,
+            norm=3e-2,
+            environment=_stage(stage) | HAS_FP16,
+        )
+        for stage in range(4)
     ),
     Case(
         "fsdp2, 2 ranks, bf16", 2, {"dp_shard": 2}, BF16, "ddp, 2 ranks, bf16", loss=1e-2, norm=1e-1

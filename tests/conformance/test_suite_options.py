@@ -92,6 +92,7 @@ def test_options_that_exist_are_taken(kind: str) -> None:
         ("time_out", "timeout"),
         ("num_procesess", "num_processes"),
         ("plugins", "plugin"),
+        ("preludes", "prelude"),
     ],
 )
 def test_a_misspelt_attribute_is_refused_with_the_right_one(name: str, right: str) -> None:
@@ -121,3 +122,31 @@ def test_attributes_of_ones_own_are_taken() -> None:
 
     assert Mine.environ == {"A": "b"}
     assert hasattr(Mine, "test_metadata")
+
+
+LACKS = """
+import os
+os.environ["DS_ACCELERATOR"] = "cpu"
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+CPU_Accelerator.is_fp16_supported = lambda self: False
+"""
+
+
+@pytest.mark.dist
+def test_what_a_machine_refuses_is_told_as_skipped(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    (tmp_path / "cpu_lacks_fp16.py").write_text(LACKS)
+    results = run_suite(
+        "backend",
+        "deepspeed",
+        only=["imports", "precisions", "overflow"],
+        environ={"PYTHONPATH": str(tmp_path)},
+        timeout=40.0,
+        prelude="cpu_lacks_fp16",
+    )
+    told = {result.name: (result.state, result.detail) for result in results}
+    assert told["imports"][0] == "passed", told  # the prelude comes after it
+    for name, begins in (("precisions", "bf16 passed; fp16 refused: "), ("overflow", "fp16 is ")):
+        state, detail = told[name]
+        assert (state, detail[: len(begins)]) == ("skipped", begins), told
+        assert "DeepSpeed has no fp16 on cpu" in detail

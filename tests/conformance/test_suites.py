@@ -45,6 +45,8 @@ class TestFSDP2Sharded(BackendSuite):
 class TestDeepSpeed(BackendSuite):
     plugin = "deepspeed"
     timeout = 40.0
+    environ = {"PYTHONPATH": str(HERE.parent / "backends" / "deepspeed")}
+    prelude = "cpu_has_fp16"
 
 
 @pytest.mark.dist
@@ -72,6 +74,15 @@ class TestBFloat16(PrecisionSuite):
 @pytest.mark.dist
 class TestFloat16(PrecisionSuite):
     plugin = "fp16"
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
+class TestFloat16OfDeepSpeed(PrecisionSuite):
+    plugin = "fp16"
+    timeout = 40.0
+    environ = {**TestDeepSpeed.environ, "ACCELERATE_USE_DEEPSPEED": "true"}
+    prelude = "cpu_has_fp16"
 
 
 @pytest.mark.dist

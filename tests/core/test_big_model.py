@@ -43,7 +43,7 @@ from accelerate_big_model import (
     save_offload_index,
 )
 from accelerate_core.errors import CheckpointError, ConfigurationError
-from accelerate_core.helpers.modeling import (
+from accelerate_core.utils import (
     align_module_device,
     clean_state_dict_for_safetensors,
     compute_module_sizes,

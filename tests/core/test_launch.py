@@ -637,8 +637,8 @@ def test_processes_are_bound_where_that_is_asked_for(script: Path, tmp_path: Pat
     # What the system tells about an accelerator is put in its place: there is none here.
     done = run_python(
         "import os, psutil\n"
-        "from accelerate_core.helpers import environment\n"
-        f"environment._cpus_beside = lambda index: [{core}]\n"
+        "from accelerate_core.builtin import affinity\n"
+        f"affinity._cpus_beside = lambda index: [{core}]\n"
         "from accelerate_core import Accelerator\n"
         "os.environ['ACCELERATE_CPU_AFFINITY'] = 'true'\n"
         "Accelerator(cpu=True)\n"

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cpu_has_fp16  # noqa: F401
 import torch
 from worker import PG_TIMEOUT
 

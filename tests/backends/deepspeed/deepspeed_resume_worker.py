@@ -1,6 +1,7 @@
 """The runs of `resume_worker` at several ZeRO stages, one after the other in the same processes.
 
 Arguments: folder, steps in all, stages; each stage has a folder and a process group of its own.
+The precision is of the environment.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "fsdp2"))
 
+import cpu_has_fp16  # noqa: F401
 from resume_worker import main
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from support import case_names, check_case, run_workers
 HERE = Path(__file__).parent
 CASES = [
     (worker, case)
-    for worker in ("deepspeed_worker.py", "deepspeed_parity_worker.py")
+    for worker in ("deepspeed_worker.py", "deepspeed_half_worker.py", "deepspeed_parity_worker.py")
     for case in case_names(HERE / worker)
 ]
 

@@ -15,13 +15,16 @@ pytestmark = pytest.mark.dist
 
 
 def run(
-    folder: Path, *starts: tuple[int, int], stages: tuple[str, ...] = STAGES
+    folder: Path,
+    *starts: tuple[int, int],
+    stages: tuple[str, ...] = STAGES,
+    precision: str = "no",
 ) -> dict[str, dict[int, float]]:
     """Return for each stage the loss of every micro-batch; `starts` are ranks, and until when."""
     folder.mkdir(exist_ok=True)
     for ranks, until in starts:
         worker = HERE / "deepspeed_resume_worker.py"
-        environment = {"OMP_NUM_THREADS": "1"}
+        environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": precision}
         arguments = [folder, until, *stages]
         run_workers(worker, ranks, arguments, timeout=200, env=environment).checked()
     told = {}
@@ -39,6 +42,30 @@ def straight(tmp_path_factory):
 def test_on_as_many_ranks_bit_for_bit(tmp_path, straight):
     # Stopped in the middle of a cycle, and at a boundary in an epoch that has begun.
     assert run(tmp_path, (2, 5), (2, 14), (2, 16)) == straight
+
+
+@pytest.mark.timeout(500)
+def test_in_fp16_bit_for_bit(tmp_path):
+    stages = ("0", *STAGES)
+    told = [
+        run(tmp_path / name, *starts, stages=stages, precision="fp16")
+        for name, starts in (("straight", [(2, 10)]), ("stopped", [(2, 5), (2, 10)]))
+    ]
+    assert told[0] == told[1]
+
+
+def test_in_fp16_on_another_number_of_ranks_nearly(tmp_path, straight):
+    found = run(tmp_path, (2, 6), (1, 10), precision="fp16")
+    for stage, losses in found.items():
+        for step, loss in losses.items():
+            assert abs(straight[stage][step] - loss) <= 1e-2, (stage, step, loss)
+
+
+def test_the_loss_scale_comes_along_to_another_number_of_ranks(tmp_path):
+    for ranks in (2, 1):
+        worker, environment = HERE / "deepspeed_scale_worker.py", {"OMP_NUM_THREADS": "1"}
+        told = run_workers(worker, ranks, [tmp_path], timeout=150, env=environment).checked()
+        assert told.results == [{stage: [128, 2] for stage in STAGES}] * ranks
 
 
 def test_on_other_numbers_of_ranks_nearly(tmp_path, straight):

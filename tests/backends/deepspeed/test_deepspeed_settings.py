@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from support import clean_environment
 
+from accelerate_core import GradScalerKwargs
 from accelerate_core.configuration import Sources, resolve_settings
 from accelerate_core.configuration.files import read_config
 from accelerate_core.errors import CheckpointError, ConfigurationError
@@ -164,7 +165,6 @@ def test_environment_and_file_fill_what_the_constructor_leaves_out(tmp_path):
     ("config", "wanted", "text"),
     [
         ({"bf16": {"enabled": True}}, "fp16", "contradicts bf16"),
-        ({"bf16": {"enabled": True}}, "bf16", "stage 0"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16", "both on"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"},
           "zero_optimization": {"stage": 1}}, "fp16", "still scaled"),
@@ -175,6 +175,48 @@ def test_environment_and_file_fill_what_the_constructor_leaves_out(tmp_path):
 def test_precisions_that_go_wrong_are_refused(config, wanted, text):
     with pytest.raises(ConfigurationError, match=text):
         steps.settle_precision(settled(config), wanted, "the test")
+
+
+SCALES = [
+    # config, GradScalerKwargs, what the section fp16 is then
+    ({}, None, {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2000,
+                "hysteresis": 1, "loss_scale": 0}),
+    ({}, {"init_scale": 8.0, "growth_interval": 3},
+     {"enabled": True, "initial_scale_power": 3, "loss_scale_window": 3, "hysteresis": 1,
+      "loss_scale": 0}),
+    ({"enabled": True}, None, {"enabled": True}),
+    ({"enabled": True, "hysteresis": 4}, {"init_scale": 8.0},
+     {"enabled": True, "hysteresis": 4, "initial_scale_power": 3}),
+    ({"enabled": "auto", "hysteresis": 2, "loss_scale_window": "auto", "auto_cast": "auto"}, None,
+     {"enabled": True, "hysteresis": 2, "loss_scale_window": 2000, "auto_cast": True,
+      "initial_scale_power": 16, "loss_scale": 0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "scaling", "expected"), SCALES)
+def test_the_loss_scale_is_the_cores_and_the_configs(section, scaling, expected):
+    config = settled({"fp16": section} if section else {})
+    given = None if scaling is None else GradScalerKwargs(**scaling)
+    for _ in range(2):  # a plugin may serve a second Accelerator
+        assert steps.settle_precision(config, "fp16", "the test", given)
+        assert config.config["fp16"] == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "scaling", "text"),
+    [
+        ({}, {"growth_factor": 4.0}, r"growth_factor=4\.0.*factor of 2"),
+        ({}, {"backoff_factor": 0.25}, r"backoff_factor=0\.25.*is 0\.5"),
+        ({}, {"init_scale": 100.0}, r"init_scale=100\.0.*power of 2"),
+        ({"initial_scale_power": 8}, {"init_scale": 8.0}, "init_scale=8.0.*initial_scale_power=8"),
+        ({"loss_scale": 128}, {"init_scale": 8.0}, r"static scale fp16\.loss_scale=128"),
+        ({"loss_scale": 128}, {"enabled": False}, r"enabled=False.*fp16\.loss_scale=128"),
+    ],
+)
+def test_scales_that_cannot_be_are_refused(section, scaling, text):
+    config = settled({"fp16": {"enabled": True, **section}})
+    with pytest.raises(ConfigurationError, match=text):
+        steps.settle_precision(config, "fp16", "the test", GradScalerKwargs(**scaling))
 
 
 def test_an_op_that_cannot_be_compiled_says_what_to_install_or_set(monkeypatch, tmp_path):

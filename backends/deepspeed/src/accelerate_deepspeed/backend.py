@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from accelerate_core import Accelerator, Backend, Claim, ParallelismConfig, Request
+from accelerate_core import (
+    Accelerator,
+    Backend,
+    Claim,
+    GradScalerKwargs,
+    ParallelismConfig,
+    Request,
+)
 from accelerate_core.configuration import Sources, resolve_settings
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
-from accelerate_deepspeed import engines, keeping, library, resolve, zero
+from accelerate_core.step.forward import wrap_forward
+from accelerate_deepspeed import engines, half, keeping, library, resolve, zero
 from accelerate_deepspeed.boundary import joint_norm
 from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
 from accelerate_deepspeed.sequence import Ulysses
@@ -53,10 +62,11 @@ class DeepSpeedBackend(Backend):
         "ZeRO-2": ("gradients", "optimizer"),
         "ZeRO-3": ("weights", "gradients", "optimizer"),
     }
-    handlers = (DeepSpeedPlugin,)
+    handlers = (DeepSpeedPlugin, GradScalerKwargs)
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         super().__init__(settings or DeepSpeedPlugin(), handlers)
+        self._scaling = next((h for h in handlers if isinstance(h, GradScalerKwargs)), None)
         named = self.settings if isinstance(self.settings, dict) else {"default": self.settings}
         self._several = isinstance(self.settings, dict)
         self.plugins: dict[str, DeepSpeedPlugin] = named
@@ -108,7 +118,8 @@ class DeepSpeedBackend(Backend):
         does: set[bool] = set()
         for plugin in self.plugins.values():
             config = plugin.hf_ds_config
-            does.add(resolve.settle_precision(config, accelerator.mixed_precision, wanted.origin))
+            precision = accelerator.mixed_precision
+            does.add(resolve.settle_precision(config, precision, wanted.origin, self._scaling))
             there = resolve.accumulation_of(config)
             given = steps.origin not in ("default", f"backend {self.name}")
             if there is not None and given and steps.value != there:
@@ -271,6 +282,10 @@ class DeepSpeedBackend(Backend):
             if not self._needs_engine(accelerator, job):
                 if job.model.place:
                     job.model.value = job.model.value.to(accelerator.device)
+                if "precision" in self.owns and accelerator.mixes_precision:
+                    settings = accelerator.autocast_handler
+                    context = partial(super().autocast, accelerator, settings)
+                    wrap_forward(job.model.value, context, accelerator.upcast_outputs)
                 continue
             regional = accelerator.dynamo_plugin.use_regional_compilation
             mpu = None
@@ -364,15 +379,18 @@ class DeepSpeedBackend(Backend):
         if self._ulysses is not None and found[0].boundary.stage < 3:
             # Stages 0 to 2 add the parts of a sequence up, stage 3 takes their mean, as here.
             loss = loss / self._ulysses.size
-        for one in found:
-            one.boundary.begun()
-            one.boundary.ended = False
+        boundaries = [one.boundary for one in found]
+        half.agree_on_scale(boundaries)
+        for boundary in boundaries:
+            boundary.begun()
+            boundary.ended = False
         # The first engine scales the loss; the hooks of the others know that it is done.
         first, *others = sorted(found, key=lambda one: one.boundary.stage)
+        if first.boundary.stage == 0 and (scale := first.boundary.loss_scale) != 1.0:
+            loss = loss.float() * scale  # DeepSpeed divides gradients by it, and has not multiplied
         with ExitStack() as stack:
             for one in others:
-                if one.boundary.stage == 0:  # takes part in no other engine's backward by itself
-                    stack.enter_context(one.boundary.joined())
+                stack.enter_context(one.boundary.joined())
             first.engine.backward(loss, scale_wrt_gas=False, **kwargs)
             for one in found:
                 one.boundary.settle()

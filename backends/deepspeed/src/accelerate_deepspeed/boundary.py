@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +49,15 @@ class Boundary:
     def begun(self) -> None:
         """Note a backward: what was finished is so no more."""
         optimizer = self.engine.optimizer
-        if self._finished and self.stage in (1, 2) and not getattr(optimizer, "cpu_offload", False):
+        offload = getattr(optimizer, "cpu_offload", False)
+        if self._finished and self.stage == 1 and offload:
+            self.drop()
+            raise ConfigurationError(
+                "Gradients were measured or changed before the last micro-batch of a cycle, which "
+                "stage 1 with offload_optimizer cannot: its next backward replaces them. Do it "
+                "where accelerator.sync_gradients is true, or use stage 2."
+            )
+        if self._finished and self.stage in (1, 2) and not offload:
             # These stages begin anew after they have finished; the others add to what is there.
             self._carried = {
                 key: list(group)
@@ -58,9 +66,13 @@ class Boundary:
             }
         self.dirty, self._finished, self._norm = True, False, None
 
-    def joined(self) -> AbstractContextManager[None]:
-        """Return a context in which another engine's backward may run through this one."""
-        return _set(self.engine, "_running_engine_backward", True)
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Let another engine's backward, of a loss that is scaled already, run through this one."""
+        # Stage 0 takes part in no other engine's backward by itself, and the others ask for a scale.
+        name = "_manual_backward_expected" if self.stage else "_running_engine_backward"
+        with _set(self.engine, name, True):
+            yield
 
     def settle(self) -> None:
         """End a backward that went through this engine, also where DeepSpeed lost count.
@@ -110,6 +122,8 @@ class Boundary:
         self.finish()
         bound = value * self.loss_scale
         for grad in self._parts("clip_grad_value_"):
+            if self.loss_scale != 1.0:  # what has overflowed must not be clipped to a number
+                grad.masked_fill_(grad.isinf(), math.nan)
             grad.clamp_(-bound, bound)
         self._norm = None
 
@@ -139,6 +153,11 @@ class Boundary:
     def loss_scale(self) -> float:
         """By what gradients are multiplied against underflow."""
         return float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return bool(self.engine.dynamic_loss_scale())
 
     # --- step -------------------------------------------------------------------------------------
 
@@ -243,8 +262,12 @@ class Boundary:
     def _measure(self) -> torch.Tensor:
         optimizer = self.engine.optimizer
         if self.stage == 0:
-            grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
-            return torch.nn.utils.get_total_norm(grads)
+            norms = [
+                torch.linalg.vector_norm(p.grad, dtype=torch.float32)  # scaled ones overflow fp16
+                for p in self.engine.module.parameters()
+                if p.grad is not None
+            ]
+            return _tensor(torch.linalg.vector_norm(torch.stack(norms)))
         if not getattr(optimizer, "compute_grad_norm", True):
             raise ConfigurationError(
                 "clip_grad_norm_ needs the norm of the gradients, and the DeepSpeed config has "

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_core.step import AcceleratedScheduler
-from accelerate_deepspeed import resolve
+from accelerate_deepspeed import half, resolve
 from accelerate_deepspeed.boundary import Boundary
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
@@ -70,6 +70,8 @@ class DeepSpeedEngineWrapper:
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm before clipping of the last step; None at stage 0."""
+        if self.engine.zero_optimization_stage() == 0:
+            return None  # with fp16 DeepSpeed's is that of scaled gradients
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
@@ -329,6 +331,9 @@ def make_engine(
         for buffer in model.buffers():
             if not buffer.is_meta:
                 torch.distributed.broadcast(buffer.detach(), src=0)
+    if config.stage == 0 and half.dtype_of(engine) is not None:
+        half.mend_stage_0(engine)
+    half.wrap_module(engine, not config.is_false("fp16.auto_cast"), accelerator.upcast_outputs)
     job.model.value = engine
     if job.optimizer is not None:
         job.optimizer.value = accelerator.wrap_optimizer(engine.optimizer)

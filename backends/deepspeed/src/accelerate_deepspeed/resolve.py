@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate_core import origin_of
+from accelerate_core import GradScalerKwargs, origin_of
 from accelerate_core.errors import ConfigurationError
 from accelerate_deepspeed.config import AUTO, HfDeepSpeedConfig
 from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
@@ -184,17 +184,26 @@ def own_precision(config: HfDeepSpeedConfig) -> tuple[str, str] | None:
     return None
 
 
-def settle_precision(config: HfDeepSpeedConfig, wanted: str, origin: str) -> bool:
+def settle_precision(
+    config: HfDeepSpeedConfig,
+    wanted: str,
+    origin: str,
+    scaling: GradScalerKwargs | None = None,
+) -> bool:
     """Resolve precision; return whether DeepSpeed does it, and the core does not.
 
     `bf16` is torch's autocast over fp32 parameters, as of every other backend, and the core's. A
     config may switch on DeepSpeed's own bf16 (half precision parameters over an fp32 copy) or its
     `torch_autocast`. `fp16` is DeepSpeed's own.
 
+    Args:
+        scaling: how the user wants losses scaled, None if nothing was said.
+
     Raises:
         ConfigurationError: contradictions, and what DeepSpeed gets wrong.
     """
     own = own_precision(config)
+    asked = own is not None
     if own is not None and own[0] != wanted:
         raise ConfigurationError(
             f"mixed_precision={wanted!r} (from {origin}) contradicts {own[1]} of {config.origin}, "
@@ -217,21 +226,62 @@ def settle_precision(config: HfDeepSpeedConfig, wanted: str, origin: str) -> boo
             config.set_value(f"{section}.enabled", False, text)
     if own is None:
         return False
-    half = own[1] != "torch_autocast.enabled"
-    if half and config.stage == 0:
-        raise ConfigurationError(
-            f"{own[0]} by DeepSpeed ({config.where(own[1])}) at ZeRO stage 0 takes a step with "
-            "zero gradients before the first, so weights decay and Adam's bias correction is off. "
-            "Use stage 1 or higher"
-            + (", or leave it out of the config: bf16 is then autocast." if own[0] == "bf16" else
-               ", mixed_precision='bf16', or the backend ddp.")
-        )  # fmt: skip
     if own == ("fp16", "torch_autocast.enabled"):
         raise ConfigurationError(
             "torch_autocast with float16 clips gradients that are still scaled. Use the section "
             "fp16 (mixed_precision='fp16'), or bfloat16."
         )
+    if own[1] == name:
+        _settle_scale(config, scaling, asked)
     return True
+
+
+def _settle_scale(config: HfDeepSpeedConfig, scaling: GradScalerKwargs | None, asked: bool) -> None:
+    """Put how the loss is scaled into the section fp16.
+
+    Args:
+        asked: the config itself has switched fp16 on. What it leaves out is then DeepSpeed's
+            default; else it is as with the core's scaler, which comes down at each overflow.
+    """
+    given = {} if scaling is None else scaling.to_kwargs()
+    wanted = scaling or GradScalerKwargs()
+    for field, only in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
+        if given.get(field, only) != only:
+            raise ConfigurationError(
+                f"GradScalerKwargs({field}={given[field]}) is not possible with DeepSpeed, whose "
+                f"loss scale grows and falls by a factor of 2: {field} is {only}."
+            )
+    power = math.log2(wanted.init_scale)
+    if power < 0 or not power.is_integer():
+        raise ConfigurationError(
+            f"GradScalerKwargs(init_scale={wanted.init_scale}) is not possible with DeepSpeed, "
+            "whose first loss scale is a power of 2, and 1 at least."
+        )
+    settings: dict[str, tuple[Any, str]] = {
+        "initial_scale_power": (int(power), "init_scale"),
+        "loss_scale_window": (wanted.growth_interval, "growth_interval"),
+        "hysteresis": (1, ""),
+        "loss_scale": (0 if wanted.enabled else 1, "enabled"),
+    }
+    static = config.get_value("fp16.loss_scale")
+    if static not in (None, AUTO, 0) and given.keys() & {"init_scale", "growth_interval"}:
+        raise ConfigurationError(
+            f"GradScalerKwargs({', '.join(sorted(given))}) contradicts the static scale "
+            f"fp16.loss_scale={static} ({config.where('fp16.loss_scale')}). Remove one of them."
+        )
+    for key, (value, field) in settings.items():
+        name = f"fp16.{key}"
+        there = config.get_value(name, AUTO)
+        if there != AUTO and field in given and not _same(value, there):
+            raise ConfigurationError(
+                f"GradScalerKwargs({field}={given[field]}) contradicts {name}={there} "
+                f'({config.where(name)}). Remove one of them, or write "auto" in the config.'
+            )
+        if config.is_auto(name) or (not config.has(name) and (field in given or not asked)):
+            why = f"{field} of GradScalerKwargs" if field in given else "as the core's scaler"
+            config.set_value(name, value, why)
+    if config.is_auto("fp16.auto_cast"):
+        config.set_value("fp16.auto_cast", True, "inputs are cast unless it is false")
 
 
 # --- batches --------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ def run_suite(
     options: Mapping[str, Any] | None = None,
     timeout: float = 20.0,
     num_processes: int = 2,
+    prelude: str = "",
     on_begin: Callable[[str], None] = lambda name: None,
     on_result: Watcher = lambda result: None,
 ) -> list[Result]:
@@ -86,6 +87,7 @@ def run_suite(
         options: what checks of some kinds can be told (see the suites in `accelerate_testing`).
         timeout: seconds a collective may wait.
         num_processes: ranks of the checks on ranks.
+        prelude: a module that the processes import before the plugin is used.
         on_begin: told the name of a check that begins, at best.
         on_result: told each result as soon as it is there.
 
@@ -109,7 +111,7 @@ def run_suite(
     with tempfile.TemporaryDirectory(prefix="accelerate-check-") as folder:
         session = _Session(
             kind, name, Path(folder), dict(environ or {}), dict(options or {}), timeout,
-            num_processes, on_begin, on_result,
+            num_processes, prelude, on_begin, on_result,
         )  # fmt: skip
         return session.run(chosen)
 
@@ -126,6 +128,7 @@ class _Session:
         options: dict[str, Any],
         timeout: float,
         num_processes: int,
+        prelude: str,
         on_begin: Callable[[str], None],
         on_result: Watcher,
     ) -> None:
@@ -133,7 +136,7 @@ class _Session:
         self.environ = clean_environment(**environ)
         if kind == "extension":
             self.environ["ACCELERATE_PLUGINS"] = name
-        self.options, self.num_processes = options, num_processes
+        self.options, self.num_processes, self.prelude = options, num_processes, prelude
         self.on_begin, self.on_result = on_begin, on_result
         self.results: dict[str, Result] = {}
         self._now, self._since = "", 0.0
@@ -242,6 +245,7 @@ class _Session:
         task = {
             "kind": self.kind, "name": self.name, "checks": list(names), "dying": dying,
             "folder": str(self.folder), "timeout": self.timeout, "options": self.options,
+            "prelude": self.prelude,
         }  # fmt: skip
         file = self.folder / "task"
         file.write_text(json.dumps(task), encoding="utf-8")

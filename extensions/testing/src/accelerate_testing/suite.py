@@ -23,7 +23,7 @@ __all__ = [
 
 
 _PREFIX = "test_"
-_ATTRIBUTES = ("plugin", "environ", "options", "timeout", "num_processes")
+_ATTRIBUTES = ("plugin", "environ", "options", "timeout", "num_processes", "prelude")
 _NEAR = 0.75  # stricter than elsewhere: a suite may have attributes of its own
 
 
@@ -36,6 +36,8 @@ class _Suite:
         options: what some checks can be told.
         timeout: seconds a collective may wait.
         num_processes: ranks of the checks on ranks.
+        prelude: a module that every process of the checks imports before the plugin is used (only
+            `imports` runs before): what makes this machine fit, such as a stand-in for a device.
     """
 
     kind: ClassVar[str]
@@ -44,6 +46,7 @@ class _Suite:
     options: ClassVar[Mapping[str, Any]] = {}
     timeout: ClassVar[float] = 20.0
     num_processes: ClassVar[int] = 2
+    prelude: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -74,6 +77,7 @@ class _Suite:
                 options=cls.options,
                 timeout=cls.timeout,
                 num_processes=cls.num_processes,
+                prelude=cls.prelude,
             )
             cls._found = {result.name: result for result in found}
         made: Mapping[str, Result] = cls._found

@@ -8,6 +8,7 @@ does not come, they give up, and whoever started them starts anew with the check
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import sys
@@ -47,7 +48,9 @@ def main(task_file: str) -> None:
 
 
 def make_lab(task: dict[str, Any]) -> Any:
-    """Return the lab of a task."""
+    """Return the lab of a task; its prelude is imported before."""
+    if task["prelude"]:
+        importlib.import_module(task["prelude"])
     from accelerate_testing.lab import Lab
 
     return Lab(

@@ -34,6 +34,10 @@ _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 @click.option("--options", metavar="JSON", help="What checks of this kind can be told.")
 @click.option("--timeout", type=float, default=20.0, help="Seconds a collective may wait.")
 @click.option("--num_processes", type=int, default=2, help="Ranks of the checks on ranks.")
+@click.option(
+    "--prelude", metavar="MODULE", default="",
+    help="A module that the checks' processes import before the plugin is used.",
+)  # fmt: skip
 @click.option("--junit", metavar="FILE", help="Write JUnit XML as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a report.")
 @click.option("--list", "as_list", is_flag=True, help="List the checks, and run none.")
@@ -45,6 +49,7 @@ def command(
     options: str | None,
     timeout: float,
     num_processes: int,
+    prelude: str,
     junit: str | None,
     as_json: bool,
     as_list: bool,
@@ -73,6 +78,7 @@ def command(
             options=_options(options),
             timeout=timeout,
             num_processes=num_processes,
+            prelude=prelude,
         )
     if junit is not None:
         write_junit(junit, f"{record.kind} {record.label}", results)

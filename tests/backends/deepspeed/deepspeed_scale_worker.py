@@ -1,0 +1,35 @@
+"""Saves a run whose loss scale has come down from 256, or tells the scale of one that was saved.
+
+Arguments: the folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from common import KEPT, speed
+from tower import Tower
+from worker import write_result
+
+from accelerate_core import GradScalerKwargs
+
+if __name__ == "__main__":
+    told = {}
+    for stage in (1, 2, 3):
+        scaling = [GradScalerKwargs(init_scale=256.0)]
+        accelerator = speed(zero_stage=stage, mixed_precision="fp16", kwargs_handlers=scaling)
+        model = Tower()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        folder = Path(sys.argv[1], str(stage))
+        if folder.exists():
+            accelerator.load_state(str(folder))
+        else:
+            for factor in (1.0, float("inf")):
+                accelerator.backward(model(torch.ones(2, 8)).sum() * factor)
+                optimizer.step()
+            accelerator.save_state(str(folder))
+        told[stage] = [float(model.optimizer.loss_scale), model.optimizer.loss_scaler.cur_iter]
+    write_result(told)
+    KEPT.end_training()
