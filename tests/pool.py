@@ -54,7 +54,7 @@ class _Parent:
         environ = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
-            env={**environ, "OMP_NUM_THREADS": "1"},
+            env={**environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -168,7 +168,7 @@ def run(
         subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
     """
     command = [str(one) for one in command]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+") as err:
         child = start(command, environ, out, err, rank, cwd=cwd)
         try:
             returncode = child.wait(timeout)

@@ -89,8 +89,8 @@ def run_workers(
     start = _by_torchrun if launched else _by_pool
     with (
         tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
     ):
         environ = clean_environment(**{RESULTS_VARIABLE: folder, **(env or {})})
         command = [str(script), *map(str, args)]
