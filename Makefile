@@ -10,6 +10,9 @@ TRACKERS := $(patsubst %/pyproject.toml,%,$(wildcard trackers/*/pyproject.toml))
 MEMBERS := core $(EXTENSIONS) $(BACKENDS) $(TRACKERS)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS ?=
+# Test files that run at the same time, each in a process of pytest: what waits is overlapped.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: help quickstart test conformance faults soak lint format docs dist bench downstream clean
 
@@ -55,13 +58,13 @@ quickstart: $(VENV)/run.stamp
 CONFORMANCE := tests/conformance
 FAULTS := tests/faults tests/machines
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS)) $(ARGS)
+	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS)) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m "not soak" $(CONFORMANCE) $(ARGS)
+	$(PYTEST) -m "not soak" $(CONFORMANCE) $(ARGS)
 
 faults: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m "not soak" $(FAULTS) $(ARGS)
+	$(PYTEST) -m "not soak" $(FAULTS) $(ARGS)
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(ARGS)

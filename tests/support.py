@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import pool
 import pytest
 
 __all__ = ["Run", "case_names", "check_case", "clean_environment", "run_workers"]
@@ -74,36 +77,104 @@ def run_workers(
     *,
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
+    launched: bool = False,
 ) -> Run:
-    """Run a script on `nproc` ranks through torchrun; kill all of them after `timeout` seconds.
+    """Run a script on `nproc` ranks; kill all of them after `timeout` seconds.
 
     The script may call `worker.write_result(value)`: the ranks' values come back in `results`.
+
+    Args:
+        launched: by torchrun, in new interpreters, instead of by the pool (see `pool`).
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local_addr", "127.0.0.1", "--nproc_per_node", str(nproc)]
-    command += [str(script), *map(str, args)]
-    with tempfile.TemporaryDirectory() as folder:
+    start = _by_torchrun if launched else _by_pool
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
+    ):
         environ = clean_environment(**{RESULTS_VARIABLE: folder, **(env or {})})
-        process = subprocess.Popen(
-            command,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        timed_out = False
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-            _end(process)
-            out, err = process.communicate()
-        except BaseException:
-            _end(process)
-            raise
+        command = [str(script), *map(str, args)]
+        returncode, timed_out = start(command, nproc, environ, timeout, out, err)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
         results = [_read(Path(folder, f"{rank}.json")) for rank in range(nproc)]
-    return Run(process.returncode, out, err, results, timed_out)
+    return Run(returncode, *texts, results, timed_out)
+
+
+def _by_torchrun(
+    script: list[str], nproc: int, environ: dict[str, str], timeout: float, out: IO[str],
+    err: IO[str],
+) -> tuple[int, bool]:  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local_addr", "127.0.0.1", "--nproc_per_node", str(nproc), *script]
+    process = subprocess.Popen(command, env=environ, stdout=out, stderr=err, start_new_session=True)
+    try:
+        return process.wait(timeout), False
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return process.wait(), True
+    except BaseException:
+        _end(process)
+        raise
+
+
+def _by_pool(
+    script: list[str], nproc: int, environ: dict[str, str], timeout: float, out: IO[str],
+    err: IO[str],
+) -> tuple[int, bool]:  # fmt: skip
+    """Do what torchrun does: a rank that fails takes the others with it."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {**environ, "TORCHELASTIC_RUN_ID": str(uuid.uuid4())}
+    ranks = [
+        pool.start(script, {**environ, **_rank(rank, nproc, store.port, environ)}, out, err, rank)
+        for rank in range(nproc)
+    ]
+    until = time.monotonic() + timeout
+    try:
+        while (ended := {one.poll() for one in ranks}) == {None} or ended == {None, 0}:
+            if time.monotonic() > until:
+                return 1, True
+            ranks[0].wait(0.02)
+            time.sleep(0.005)
+    finally:
+        for one in ranks:
+            one.send(signal.SIGTERM)
+        until = time.monotonic() + 5
+        while None in {one.poll() for one in ranks} and time.monotonic() < until:
+            time.sleep(0.005)
+        for one in ranks:
+            one.send(signal.SIGKILL)
+            one.wait(5)
+    return int(ended != {0}), False
+
+
+def _rank(rank: int, nproc: int, port: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun adds to the environment of a rank."""
+    threads = {} if nproc == 1 or "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
+    this = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+    size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(nproc))
+    return (
+        threads
+        | this
+        | size
+        | {
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            "TORCHELASTIC_ERROR_FILE": f"{environ[RESULTS_VARIABLE]}/error.{rank}",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        }
+    )
 
 
 def _end(process: subprocess.Popen[str]) -> None:

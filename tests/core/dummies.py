@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+
+import pool
 
 BACKEND = """
 from accelerate_core import Backend, Claim
@@ -63,13 +63,8 @@ def run(root: Path, code: str, env: dict[str, str] | None = None, timeout: int =
     """Run code in a process that sees the dummies; return what it hands to `out(value)`."""
     prelude = "import json, sys\ndef out(value): print('RESULT' + json.dumps(value))\n"
     clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    done = subprocess.run(
-        [sys.executable, "-c", prelude + textwrap.dedent(code)],
-        env={**clean, "PYTHONPATH": str(root), **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    environ = {**clean, "PYTHONPATH": str(root), **(env or {})}
+    done = pool.run(["-c", prelude + textwrap.dedent(code)], environ, timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     results = [line[6:] for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert len(results) == 1, done.stdout

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pool
 import pytest
 import torch
 
@@ -296,21 +297,16 @@ def run_group(size: int, folder: Path) -> list[dict[str, str]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     logs = [(folder / f"log.{rank}").open("w") for rank in range(size)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), *arguments],
-            env=environment,
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-        )
+        pool.start([script, str(rank), *arguments], environment, logs[rank], logs[rank], rank)
         for rank in range(size)
     ]
     try:
         for process in processes:
-            process.wait(timeout=120)
+            process.wait(120)
     finally:
         for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
+            process.send(signal.SIGKILL)
+            process.wait(5)
             log.close()
     reports = [folder / f"report.{rank}" for rank in range(size)]
     missing = [rank for rank, path in enumerate(reports) if not path.exists()]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
-import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import pool
 import pytest
 
 WORKER = Path(__file__).with_name("data_worker.py")
@@ -19,25 +22,16 @@ WORLD = 2
 
 @pytest.fixture(scope="module")
 def results():
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(WORKER)]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(WORLD), f"{folder}/store"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(WORLD)
-        ]
-        try:
-            outputs = [process.communicate(timeout=180) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as threads:
+        runs = list(threads.map(partial(run, folder), range(WORLD)))
+    for done in runs:
+        assert done.returncode == 0, done.stderr
+    return [json.loads(done.stdout.splitlines()[-1]) for done in runs]
+
+
+def run(folder: str, rank: int) -> subprocess.CompletedProcess[str]:
+    command = [WORKER, str(rank), str(WORLD), f"{folder}/store"]
+    return pool.run(command, os.environ, 180, rank=rank)
 
 
 @pytest.mark.dist

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import dummies
+import pool
 import pytest
 from support import clean_environment
 
@@ -56,8 +57,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plugins(root: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = clean_environment(**environ)
     env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
-    command = [sys.executable, "-m", "accelerate_core", "plugins", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return pool.run(["-m", "accelerate_core", "plugins", *arguments], env, 60)
 
 
 def table(root: Path, **environ: str) -> dict[str, dict[str, str]]:

@@ -9,9 +9,7 @@ and checkpoints are local ones.
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import seed_worker
 from launched import clean_environment, run_cli
 from seed_parts import CASES
+from support import run_workers
 
 TIMEOUT = 240
 
@@ -98,29 +97,13 @@ class Report(NamedTuple):
 def launch(processes: int, folder: Path) -> Report:
     """Run the cases for this many processes in one group of processes."""
     report = folder / "report"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)),
-        *("--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--local_addr", "localhost"),
-        *(str(seed_worker.__file__), str(report)),
-    ]
-    process = subprocess.Popen(
-        command,
-        env=clean_environment(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output = f"still running after {TIMEOUT} s:\n{process.communicate()[0]}"
+    environ = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    run = run_workers(seed_worker.__file__, processes, [report], timeout=TIMEOUT, env=environ)
     files = [Path(f"{report}.{rank}") for rank in range(processes)]
     ranks = [json.loads(file.read_text()) if file.exists() else {} for file in files]
-    if process.returncode and all(text == "" for rank in ranks for text in rank.values()):
+    if not run.ok and all(text == "" for rank in ranks for text in rank.values()):
         ranks = [{} for _ in ranks]  # all cases held, and yet it ended badly
-    return Report(ranks, output)
+    return Report(ranks, run.story)
 
 
 @pytest.fixture(scope="module")

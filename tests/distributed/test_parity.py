@@ -34,7 +34,7 @@ def library(world):
 @pytest.fixture(scope="module")
 def by_hand(world):
     """Train with DDP in plain torch, in processes that never import the library."""
-    run = run_workers(HERE / "plain.py", world, HALF, timeout=240).checked()
+    run = run_workers(HERE / "plain.py", world, HALF, timeout=240, launched=True).checked()
     return run.results[0]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support import run_workers
 from torch import nn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,8 +40,9 @@ def results(
 ) -> tuple[int, Path, list[dict[str, Any]]]:
     """Run all scripts in one launch: a start of processes costs more than a script."""
     processes, folder = request.param, tmp_path_factory.mktemp("by_feature")
-    options = ["--cpu", "--num_processes", str(processes)]
-    launch(folder, "-m", "accelerate_core", "launch", *options, str(WORKER), str(folder))
+    run_workers(
+        WORKER, processes, [folder], timeout=200, env={"ACCELERATE_USE_CPU": "true"}
+    ).checked()
     ranks = [json.loads((folder / f"results{r}.json").read_text()) for r in range(processes)]
     return processes, folder, ranks
 

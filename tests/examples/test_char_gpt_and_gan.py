@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import run_workers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = {"megabytes": 0.2, "layers": 1, "width": 32, "length": 32, "sample": 20, "report_every": 4}
@@ -18,21 +16,9 @@ pytestmark = pytest.mark.dist
 
 
 def example(name: str, *arguments: str | Path) -> str:
-    """Launch an example on two processes, and return what it printed."""
-    hidden = ("ACCELERATE_", "TORCHELASTIC_", "MASTER_")
-    env = {key: text for key, text in os.environ.items() if not key.startswith(hidden)}
-    launch = "-m", "accelerate_core.cli", "launch", "--cpu", "--num_processes", "2"
-    done = subprocess.run(
-        [sys.executable, *launch, str(EXAMPLES / name), *map(str, arguments)],
-        env=env | {"ACCELERATE_CONFIG_HOME": os.devnull, "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """Run an example on two processes, and return what it printed."""
+    env = {"ACCELERATE_USE_CPU": "true"}
+    return run_workers(EXAMPLES / name, 2, arguments, timeout=120, env=env).checked().stdout
 
 
 def test_char_gpt_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

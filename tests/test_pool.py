@@ -1,0 +1,133 @@
+"""What the pool forks is what a launch starts: environment, arguments, endings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pool
+import pytest
+from support import RESULTS_VARIABLE, clean_environment, run_workers
+
+WORKER = """
+import os, random, sys, torch, threading
+import numpy
+from worker import write_result
+told = [dict(os.environ), sys.argv, sys.path, os.getcwd(), os.getsid(0) == os.getpid()]
+threads = torch.get_num_threads(), threading.active_count(), os.path.exists("/proc/self/fd/3")
+drawn = random.random(), numpy.random.rand(), torch.initial_seed()
+write_result([*told, threads, __name__, __file__, hash("a"), *drawn])
+"""
+#: Other for each run.
+OWN = (RESULTS_VARIABLE, "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
+
+
+@pytest.mark.dist
+def test_a_rank_finds_what_torchrun_would_give_it(tmp_path: Path) -> None:
+    script = tmp_path / "worker_of_two.py"
+    script.write_text(WORKER)
+    found, drawn = [], []
+    for launched in (True, False, False):
+        run = run_workers(script, 2, ["a", 1], env={"MINE": "1"}, launched=launched).checked()
+        for rank in run.results:
+            drawn += [rank.pop() for _ in range(3)]
+            assert all(rank[0].pop(name) for name in OWN)
+        hashes = {rank.pop() for rank in run.results}
+        assert len(hashes) == 2, "ranks that agree on hashes hide what depends on them"
+        found.append(run.results)
+    assert found[0] == found[1] == found[2]
+    assert len(set(drawn)) == 18, "a fork has its parent's random numbers"
+
+
+ENDINGS = {
+    "raise ValueError('x')": (1, "ValueError: x"),
+    "sys.exit('said')": (1, "said"),
+    "sys.exit(7)": (7, ""),
+    "sys.exit()": (0, ""),
+    "os._exit(9)": (9, ""),
+    "os.kill(os.getpid(), 9)": (-9, ""),
+    "threading.Timer(0.1, lambda: print('late', file=sys.stderr)).start()": (0, "late"),
+    "atexit.register(lambda: print('last', file=sys.stderr))": (0, "last"),
+    "print(input())": (1, "EOFError"),
+}
+
+
+@pytest.mark.parametrize("code", ENDINGS)
+def test_it_ends_as_a_process_does(code: str) -> None:
+    code = f"import atexit, os, sys, threading; print('out', flush=True); {code}"
+    done = pool.run(["-c", code], clean_environment(), 60)
+    command = [sys.executable, "-c", code]
+    real = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    status, said = ENDINGS[code.split("; ", 2)[2]]
+    assert (done.returncode, done.stdout) == (real.returncode, real.stdout) == (status, "out\n")
+    assert said in done.stderr
+    assert done.stderr.splitlines()[-1:] == real.stderr.splitlines()[-1:]
+
+
+@pytest.mark.dist
+def test_a_rank_that_fails_takes_the_others_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "one_fails.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(3)\ntime.sleep(60)")
+    began = time.monotonic()
+    run = run_workers(script, 2, timeout=50)
+    assert (run.returncode, run.timed_out) == (1, False)
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.dist
+def test_what_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import signal, subprocess, time\n"
+        "from worker import write_result\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "write_result(subprocess.Popen(['sleep', '60']).pid)\n"
+        "time.sleep(60)"
+    )
+    run = run_workers(script, 2, timeout=8)
+    assert run.timed_out
+    assert not run.ok
+    for pid in run.results:
+        assert not _runs(pid)
+    with pytest.raises(subprocess.TimeoutExpired):
+        pool.run(["-c", "import time; time.sleep(60)"], clean_environment(), 1)
+    assert run_workers(script.with_name(script.name), 1, timeout=3).timed_out, "it can go on"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_a_parent_that_is_killed_is_an_end_of_its_child() -> None:
+    parent = pool._Parent()
+    with open(os.devnull, "w") as out:
+        parent.ask(
+            {"command": ["-c", "import time; time.sleep(60)"], "environ": {}, "cwd": "/"},
+            out.fileno(),
+            out.fileno(),
+        )
+        child = pool.Child(parent, 99)
+        child._begun.wait(60)
+        parent.process.kill()
+        assert child.wait(20) == -9
+        os.kill(child._pid or 0, signal.SIGKILL)
+    assert 99 not in pool._free
+    parent.close()
+
+
+def test_a_module_is_run_as_python_does() -> None:
+    done = pool.run(["-m", "json.tool", "--help"], clean_environment(), 60)
+    assert done.returncode == 0
+    assert "usage: python -m json.tool" in done.stdout
+    code = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
+    done = pool.run(["-c", code, "x"], clean_environment(), 60)
+    assert json.loads(done.stdout) == [["-c", "x"], "", "__main__"]
