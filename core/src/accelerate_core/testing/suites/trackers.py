@@ -115,8 +115,12 @@ def _log_marks(accelerator: Any) -> None:
 
 def _lost(folder: Path, words: Iterable[str]) -> list[str]:
     """Return the words of which there is no trace in the files of a directory."""
-    own = [path for path in folder.rglob("*") if path.is_file()]
-    texts = [path.read_bytes() for path in own if JOURNAL_FOLDER not in path.parts]
+    own: list[Path] = []
+    for here, folders, names in os.walk(folder):
+        if JOURNAL_FOLDER in folders:
+            folders.remove(JOURNAL_FOLDER)  # which another rank may be removing
+        own += [path for name in names if (path := Path(here, name)).is_file()]
+    texts = [path.read_bytes() for path in own]
     return [word for word in words if not any(word.encode() in text for text in texts)]
 
 
