@@ -7,6 +7,7 @@ name on the path: `other_mutants.py PLACE FOLDER` writes `PLACE.RANK.json` into 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -525,17 +526,17 @@ sys.exit(done.returncode)
 """
 
 
-def main(place: str, folder: Path) -> None:
+def main(place: str, folder: Path, only: str = "", times: str = "1") -> None:
     ranks = Ranks(folder, 10.0)
     told: list[tuple[str, str, str, str]] = []
     environ = dict(os.environ)
     for name, (_, kind, checks) in PLUGINS.items():
         known = checks_of(kind)
-        for check in checks:
+        for check, number in itertools.product(checks, range(int(times))):
             made = known[check]
-            if made.place != place:
+            if made.place != place or only not in ("", f"{name}.{check}"):
                 continue
-            here = folder / f"{name}.{check}"
+            here = folder / f"{name}.{check}{f'.{number}' if number else ''}"
             here.mkdir(exist_ok=True)
             if kind == "extension":
                 os.environ["ACCELERATE_PLUGINS"] = name
@@ -557,4 +558,4 @@ def main(place: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

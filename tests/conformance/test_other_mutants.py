@@ -36,10 +36,8 @@ SOURCES = {"grid": "precision", "tally": "extension", "diary": "tracker", "start
 Said = dict[tuple[str, str], list[tuple[str, str]]]
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """(plugin, check) -> state and error, of each rank."""
-    folder = tmp_path_factory.mktemp("other")
+def written(folder: Path) -> dict[str, str]:
+    """Write the plugins into a folder; return the environment in which they are installed."""
     paths = [str(folder), str(SCRIPT.parent)]
     for name, kind in SOURCES.items():
         write_repository(name, kind, folder / name)
@@ -54,6 +52,14 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     (info / "entry_points.txt").write_text("".join(lines))
     environ = clean_environment(OMP_NUM_THREADS="1")
     environ["PYTHONPATH"] = ":".join([*paths, environ["PYTHONPATH"]])
+    return environ
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """(plugin, check) -> state and error, of each rank."""
+    folder = tmp_path_factory.mktemp("other")
+    environ = written(folder)
     alone = [sys.executable, str(SCRIPT), "alone", str(folder)]
     with ThreadPoolExecutor(2) as pool:  # they wait, most of the time
         begun = [
@@ -84,6 +90,19 @@ def test_it_is_told_what_it_is(said: Said, name: str, check: str, state: str) ->
     # By what the check compares, and not because something else goes wrong on the way there.
     other = [error for _, error in found if re.match(r"\w+Error: ", error)]
     assert not other or name.startswith("Raises"), found
+
+
+@pytest.mark.soak
+@pytest.mark.dist
+@pytest.mark.timeout(1200)
+def test_ranks_with_a_run_each_end_well_a_hundred_times(tmp_path: Path) -> None:
+    arguments = ["ranks", tmp_path, "hasarunperrank.two_processes", "100"]
+    run = run_workers(SCRIPT, 2, arguments, timeout=1100, env=written(tmp_path))
+    assert run.returncode == 0, run.story
+    for rank in range(2):
+        told = json.loads((tmp_path / f"ranks.{rank}.said").read_text())
+        assert len(told) == 100
+        assert [line for line in told if line[2] != "passed"] == []
 
 
 def test_the_blame_names_hooks_of_the_kind() -> None:

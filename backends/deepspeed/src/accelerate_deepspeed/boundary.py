@@ -122,7 +122,7 @@ class Boundary:
         self.finish()
         bound = value * self.loss_scale
         for grad in self._parts("clip_grad_value_"):
-            if self.loss_scale != 1.0:  # what has overflowed must not be clipped to a number
+            if self.engine.fp16_enabled():  # what has overflowed must not be clipped to a number
                 grad.masked_fill_(grad.isinf(), math.nan)
             grad.clamp_(-bound, bound)
         self._norm = None
@@ -267,7 +267,7 @@ class Boundary:
                 for p in self.engine.module.parameters()
                 if p.grad is not None
             ]
-            return _tensor(torch.linalg.vector_norm(torch.stack(norms)))
+            return torch.nn.utils.get_total_norm(norms)
         if not getattr(optimizer, "compute_grad_norm", True):
             raise ConfigurationError(
                 "clip_grad_norm_ needs the norm of the gradients, and the DeepSpeed config has "
