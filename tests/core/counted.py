@@ -23,7 +23,7 @@ def code_lines(path: Path) -> int:
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         first = node.body[0] if node.body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            if isinstance(first.value.value, str):
-                lines -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+        constant = first.value if isinstance(first, ast.Expr) else None
+        if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+            lines -= set(range(constant.lineno, (constant.end_lineno or constant.lineno) + 1))
     return len(lines)
