@@ -123,16 +123,6 @@ class LeavesAutocastOn(GridPrecision):
         return super().autocast(device, options)
 
 
-@caught_by("precision", "names_stay")
-class UntiesWeights(GridPrecision):
-    def convert(self, model):
-        for module in model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                own = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                setattr(module, name, own)
-        return super().convert(model)
-
-
 @passes("precision", "one_process", "save_and_load", "two_processes")
 class ScalesFromFarAbove(GridPrecision):
     def scaler(self, device, options):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from accelerate_core import runtime
 from accelerate_core.contract.capabilities import NEEDS
+from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.feeding import feed
 from accelerate_core.hookspecs import API_VERSION, Scope, owner
@@ -218,6 +219,17 @@ class Backend(TorchCollectives):
         return nullcontext()
 
     # --- prepare ------------------------------------------------------------------------------
+
+    @owner
+    def make_model(self, accelerator: Accelerator, obj: Any) -> torch.nn.Module:
+        """Return the module of an object that is classified as a model: of a provider, say.
+
+        Called before parameters are recorded, so its parameters are the ones that are trained.
+
+        Default: it is one.
+        """
+        module: torch.nn.Module = obj
+        return module
 
     @owner
     def prepare(self, accelerator: Accelerator, plan: Any) -> None:
@@ -457,8 +469,16 @@ class Backend(TorchCollectives):
         return nullcontext()
 
     @owner
-    def run_schedule(self, accelerator: Accelerator, batch: Any) -> Any:
-        """Run forward and backward of one batch where the engine owns both; return the loss.
+    def run_schedule(
+        self, accelerator: Accelerator, model: torch.nn.Module, batch: Any, step: ScheduleStep
+    ) -> ScheduleResult:
+        """Run forward, and in training backward, of one batch where the engine owns both.
+
+        One call is one backward: it may stand inside of `accumulate`; clipping and stepping stay
+        the script's. The loss is known on every rank.
+
+        Args:
+            step: whether it trains, whether this backward synchronises, and how a loss is divided.
 
         Default: refuse: forward and backward are the script's.
         """

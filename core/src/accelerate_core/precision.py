@@ -50,6 +50,13 @@ class Precision:
     def check(self, device: torch.device) -> None:
         """Refuse a device this precision cannot run on, with the way out in the text."""
 
+    def prepare(self, accelerator: Any, plan: Any) -> None:
+        """Change the objects of one `prepare` call: replace an optimizer, say.
+
+        Called after the stages and before the backend; parameters that were replaced are rebound by
+        name afterwards (`plan.rename` says new names).
+        """
+
     def scaler(self, device: torch.device, options: dict[str, Any]) -> Any | None:
         """Return a gradient scaler, None where losses are not scaled."""
         return None
@@ -91,6 +98,13 @@ class Float16(Precision):
     name = "fp16"
     needs = frozenset({"autocast", "loss_scaling"})
     dtype = torch.float16
+
+    def prepare(self, accelerator: Any, plan: Any) -> None:
+        """Change the objects of one `prepare` call: replace an optimizer, say.
+
+        Called after the stages and before the backend; parameters that were replaced are rebound by
+        name afterwards (`plan.rename` says new names).
+        """
 
     def scaler(self, device: torch.device, options: dict[str, Any]) -> Any | None:
         """Return torch's scaler for the device."""

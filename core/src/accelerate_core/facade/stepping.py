@@ -10,6 +10,7 @@ import torch
 
 from accelerate_core import data, profiling
 from accelerate_core.configuration import AutocastKwargs, ProfileKwargs
+from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.facade.place import Place
 from accelerate_core.step import AcceleratedOptimizer
@@ -149,21 +150,32 @@ class Stepping(Place):
             kwargs: passed on to `Tensor.backward`; `learning_rate` goes to `lomo_backward`.
         """
         learning_rate = kwargs.pop("learning_rate", None) if kwargs else None
+        if learning_rate is not None and self._fused_optimizers():
+            self.lomo_backward(self._divided(loss), learning_rate)
+            return
         counted = self._items.open
         if counted:
             loss = self._items.divided(loss)
         elif self._divides_loss and self.gradient_state.num_steps > 1:
             loss = loss / self.gradient_state.num_steps
-        if learning_rate is not None and self._fused_optimizers():
-            self.lomo_backward(loss, learning_rate)
-            return
         if self._scaler is not None:
             if self._scaled_steps:
                 self._update_scaler()
             loss = self.hooks.scale_loss(self, loss)
         self.hooks.backward(self, loss, kwargs)
         self.gradient_state.backwards += 1
-        if counted and not self._items.applied and self._items.factor is not None:
+        if counted:
+            self._scale_counted()
+
+    def _divided(self, loss: torch.Tensor) -> torch.Tensor:
+        if self._items.open:
+            return self._items.divided(loss)
+        if self._divides_loss and self.gradient_state.num_steps > 1:
+            return loss / self.gradient_state.num_steps
+        return loss
+
+    def _scale_counted(self) -> None:
+        if not self._items.applied and self._items.factor is not None:
             self.hooks.scale_gradients(self, self._counted_models, self._items.factor)
             self._items.applied = True
 
@@ -288,9 +300,46 @@ class Stepping(Place):
         """Whether a prepared optimizer's last step was left out because of an overflow."""
         return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
-    def train_step(self, batch: Any) -> Any:
-        """Run forward and backward of one batch on a backend that owns both; return the loss."""
-        return self.hooks.run_schedule(self, batch)
+    def train_step(self, batch: Any, model: torch.nn.Module | None = None) -> ScheduleResult:
+        """Run forward and backward of one batch on a backend that owns both.
+
+        Args:
+            batch: as the model takes it.
+            model: a prepared model; the only one if None.
+
+        Returns:
+            The loss (0-d, on every rank) and the outputs. Clipping and stepping are the script's.
+        """
+        if self._scaled_steps:
+            self._update_scaler()
+        result = self._run_schedule(model, batch, training=True)
+        self.gradient_state.backwards += 1
+        if self._items.open:
+            self._scale_counted()
+        return result
+
+    def eval_step(self, batch: Any, model: torch.nn.Module | None = None) -> ScheduleResult:
+        """Run forward of one batch on a backend that owns it; as `train_step` otherwise."""
+        return self._run_schedule(model, batch, training=False)
+
+    def _run_schedule(
+        self, model: torch.nn.Module | None, batch: Any, *, training: bool
+    ) -> ScheduleResult:
+        if model is None and len(self.models) != 1:
+            raise ConfigurationError(
+                f"{len(self.models)} models are prepared: name the one to run, "
+                "train_step(batch, model)."
+            )
+
+        def divide(loss: torch.Tensor) -> torch.Tensor:
+            loss = self._divided(loss)
+            scaled: torch.Tensor = self.hooks.scale_loss(self, loss)
+            return scaled
+
+        step = ScheduleStep(training, self.sync_gradients, divide)
+        chosen = self.models[0] if model is None else model
+        result: ScheduleResult = self.hooks.run_schedule(self, chosen, batch, step)
+        return result
 
     def maybe_context_parallel(
         self,

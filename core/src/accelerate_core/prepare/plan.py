@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from accelerate_core.compilation import canonical_key
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import Kind
 
-__all__ = ["Entry", "PreparePlan", "named_parameters"]
+__all__ = ["Entry", "PreparePlan", "named_parameters", "repoint"]
 
 
 @dataclass(eq=False)
@@ -30,6 +30,20 @@ class Entry:
     done: bool = False
     #: Names of the trainable parameters before any stage (models only).
     trainable: frozenset[str] = frozenset()
+    #: Names that were one parameter before any stage.
+    ties: list[list[str]] = field(default_factory=list)
+    #: Name before -> name now, of parameters that a stage or a backend called anew or merged.
+    renamed: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Group:
+    """One parameter group of an optimizer: what it held before, and what has become of each."""
+
+    optimizer: Any
+    group: dict[str, Any]
+    before: list[torch.Tensor]
+    now: list[torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -42,7 +56,7 @@ class PreparePlan:
     replaced: WeakIdKeyDictionary
     # By id, and without keeping alive: a large model is not to be held twice while it is prepared.
     _before: dict[int, tuple[Entry, str, weakref.ref[torch.Tensor]]] = field(default_factory=dict)
-    _slots: list[tuple[Any, dict[str, Any], int, torch.Tensor]] = field(default_factory=list)
+    _groups: list[_Group] = field(default_factory=list)
 
     def of_kind(self, kind: Kind) -> Iterator[Entry]:
         """Iterate over the entries of one kind that are not prepared yet."""
@@ -88,14 +102,40 @@ class PreparePlan:
         for entry in self.of_kind("model"):
             named = named_parameters(entry.value)
             entry.trainable = frozenset(n for n, p in named.items() if p.requires_grad)
+            by_parameter: dict[int, list[str]] = {}
             for name, parameter in named.items():
+                by_parameter.setdefault(id(parameter), []).append(name)
                 self._before.setdefault(id(parameter), (entry, name, weakref.ref(parameter)))
+            entry.ties = [names for names in by_parameter.values() if len(names) > 1]
         given = [entry.value for entry in self.of_kind("optimizer")]
         self._earlier = [one for one in earlier if not any(one is other for other in given)]
         for optimizer in [*given, *self._earlier]:
             for group in getattr(optimizer, "param_groups", ()):
-                for index, parameter in enumerate(group["params"]):
-                    self._slots.append((optimizer, group, index, parameter))
+                held = list(group["params"])
+                self._groups.append(_Group(optimizer, group, held, held.copy()))
+
+    def rename(self, model: Any, names: Mapping[str, str]) -> None:
+        """Say what parameters of a model are called now: name before -> name now.
+
+        Several may become one (q, k and v a fused qkv), if the optimizer treats them alike.
+
+        Args:
+            model: as the plan holds it.
+        """
+        next(one for one in self.of_kind("model") if one.value is model).renamed.update(names)
+
+    def tie(self) -> None:
+        """Make one parameter again of names that were one before, and became several."""
+        for entry in self.of_kind("model"):
+            model = self.unwrap(entry.value)
+            now = named_parameters(model) if entry.ties else {}
+            for names in entry.ties:
+                there = [new for name in names if (new := entry.renamed.get(name, name)) in now]
+                for name in there[1:]:
+                    first = now[there[0]]
+                    if now[name] is not first and now[name].shape == first.shape:
+                        owner, _, leaf = name.rpartition(".")
+                        setattr(model.get_submodule(owner), leaf, first)
 
     def rebind(self) -> None:
         """Point the optimizers at the parameters the models have now, by name.
@@ -103,29 +143,51 @@ class PreparePlan:
         Groups, hyperparameters and the state of parameters that kept their shape stay.
 
         Raises:
-            PrepareError: a parameter an optimizer holds has no successor of its name.
+            PrepareError: a parameter an optimizer holds has no successor of its name, or several
+                with different hyperparameters became one.
         """
         now = {
             id(entry): named_parameters(self.unwrap(entry.value)) for entry in self.of_kind("model")
         }
         for entry, name, reference in self._before.values():
+            name = entry.renamed.get(name, name)
             new, old = now[id(entry)].get(name), reference()
             if old is not None and new is not None and new is not old:
                 self.replaced[old] = (entry.value, name)
-        for optimizer, group, index, old in self._slots:
-            successor = self._successor(old, now)
-            if successor is None or successor is group["params"][index]:
-                continue
-            group["params"][index] = successor
-            state = getattr(optimizer, "state", {})
-            if old in state and successor.shape == old.shape:
-                state[successor] = state.pop(old)
+        placed: dict[tuple[int, int], dict[str, Any]] = {}
+        for one in self._groups:
+            state = getattr(one.optimizer, "state", {})
+            for index, (old, current) in enumerate(zip(one.before, one.now, strict=True)):
+                successor = self._successor(old, now)
+                if successor is None or successor is current:
+                    continue
+                one.now[index] = successor
+                if current in state and successor.shape == current.shape:
+                    state[successor] = state.pop(current)
+            mine = {}
+            for old, held in zip(one.before, one.now, strict=True):
+                other = placed.setdefault((id(one.optimizer), id(held)), one.group)
+                self._check_alike(old, one.group, other)
+                if other is one.group:
+                    mine[id(held)] = held
+            one.group["params"][:] = mine.values()
+
+    def _check_alike(self, old: torch.Tensor, group: dict[str, Any], other: dict[str, Any]) -> None:
+        """Refuse parameters that became one and that the optimizer treats differently."""
+        keys = [key for key in group if key != "params" and group[key] != other.get(key)]
+        if group is not other and keys:
+            entry, name, _ = self._before[id(old)]
+            raise PrepareError(
+                f"{name!r} and others became one parameter, {entry.renamed.get(name, name)!r}, but the "
+                f"optimizer gives them different {', '.join(keys)}. Put them into one group."
+            )
 
     def _successor(
         self, old: torch.Tensor, now: dict[int, dict[str, torch.nn.Parameter]]
     ) -> torch.Tensor | None:
         if id(old) in self._before:
             entry, name, _ = self._before[id(old)]
+            name = entry.renamed.get(name, name)
             new = now[id(entry)].get(name)
         elif old in self.replaced:
             model, name = self.replaced[old]
@@ -135,15 +197,17 @@ class PreparePlan:
         if new is None:
             raise PrepareError(
                 f"Parameter {name!r} is held by an optimizer, but the prepared model has no parameter of "
-                "that name any more. A stage that replaces parameters must keep their names."
+                "that name any more. Who replaces parameters keeps their names, or says the new ones "
+                "by plan.rename(model, {before: now})."
             )
         return new
 
-    def verify(self, prepared: Iterable[Any]) -> None:
+    def verify(self, prepared: Iterable[Any], *, warn: bool = True) -> None:
         """Assert that what is trainable will be trained.
 
         Args:
             prepared: all models prepared so far by this Accelerator, unwrapped.
+            warn: tell of trainable parameters that were in no optimizer from the start.
 
         Raises:
             PrepareError: a stage or the backend made a trainable parameter no optimizer holds, or
@@ -158,16 +222,17 @@ class PreparePlan:
         if not held:
             return
         current = {id(p) for model in prepared for p in model.parameters()}
-        for _, group, index, old in self._slots:
-            if id(old) in self._before and id(group["params"][index]) not in current:
-                raise PrepareError(
-                    f"The optimizer still holds {self._before[id(old)][1]!r} as it was before prepare; "
-                    "the model would not be trained."
-                )
+        for one in self._groups:
+            for old, new in zip(one.before, one.now, strict=True):
+                if id(old) in self._before and id(new) not in current:
+                    raise PrepareError(
+                        f"The optimizer still holds {self._before[id(old)][1]!r} as it was before "
+                        "prepare; the model would not be trained."
+                    )
         for entry in self.of_kind("model"):
-            self._verify_model(entry, held)
+            self._verify_model(entry, held, warn)
 
-    def _verify_model(self, entry: Entry, held: set[int]) -> None:
+    def _verify_model(self, entry: Entry, held: set[int], warn: bool) -> None:
         named = named_parameters(self.unwrap(entry.value))
         seen: set[int] = set()
         missing = []
@@ -175,21 +240,24 @@ class PreparePlan:
             if parameter.requires_grad and id(parameter) not in held and id(parameter) not in seen:
                 missing.append(name)
             seen.add(id(parameter))
-        held_before = {id(parameter) for _, _, _, parameter in self._slots}
+        held_before = {id(parameter) for one in self._groups for parameter in one.before}
+        trainable = {entry.renamed.get(name, name) for name in entry.trainable}
         was_held = {
-            name
+            entry.renamed.get(name, name)
             for key, (its, name, _) in self._before.items()
             if its is entry and key in held_before
         }
         if not missing or not was_held:
             return  # no optimizer held this model
-        lost = [name for name in missing if name in was_held or name not in entry.trainable]
+        lost = [name for name in missing if name in was_held or name not in trainable]
         if lost:
             raise PrepareError(
                 f"After prepare {len(lost)} trainable parameter(s) of {type(entry.original).__name__} "
                 f"are in no optimizer and would never change: {', '.join(lost[:3])}. "
                 "A stage replaced them without keeping their names."
             )
+        if not warn:
+            return
         warnings.warn(
             f"{len(missing)} trainable parameter(s) of {type(entry.original).__name__} are in no optimizer "
             f"passed to prepare, such as {missing[0]!r}; set requires_grad_(False) on what is frozen.",
@@ -203,3 +271,11 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         canonical_key(name): parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
+
+
+def repoint(scheduler: Any, before: Any, now: Any) -> None:
+    """Let a scheduler, and those inside of it, set the learning rates of another optimizer."""
+    if getattr(scheduler, "optimizer", None) is before:
+        scheduler.optimizer = now
+    for inner in getattr(scheduler, "_schedulers", ()):
+        repoint(inner, before, now)

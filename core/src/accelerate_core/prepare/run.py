@@ -11,7 +11,7 @@ import torch
 from accelerate_core.compilation import compile_model, uncompiled
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import classify
-from accelerate_core.prepare.plan import Entry, PreparePlan
+from accelerate_core.prepare.plan import Entry, PreparePlan, repoint
 from accelerate_core.step.forward import wrap_forward
 
 if TYPE_CHECKING:
@@ -28,16 +28,25 @@ def prepare(
 ) -> list[Any]:
     """Prepare objects together and return them in the same order.
 
-    classify → record parameters by name → stages → the backend → rebind → verify → loaders.
+    classify → make models → record parameters by name → stages → tie, rebind, verify → the backend
+    → the same again → schedulers → loaders.
     """
     plan = _classify(accelerator, objects, device_placement, evaluation_mode)
+    plan.each("model", lambda model, _: accelerator.hooks.make_model(accelerator, model))
     plan.record([wrapper.optimizer for wrapper in accelerator.optimizers])
     for entry in plan.of_kind("model"):
         entry.value = _stages(accelerator, entry)
+    accelerator.precision.prepare(accelerator, plan)
+    plan.tie()
+    plan.rebind()
+    # Also for engines that own the optimizer: what the stages replaced must have reached it.
+    plan.verify(_unwrapped_models(accelerator, plan), warn=False)
     accelerator.hooks.prepare(accelerator, plan)
     if "optimizer" not in accelerator.backend.owns:
+        plan.tie()
         plan.rebind()
         plan.verify(_unwrapped_models(accelerator, plan))
+    _point_schedulers(plan)
     if accelerator.backend.compile_at == "after":
         plan.each("model", lambda model, _: _compile(accelerator, model))
     _wrap_steps(accelerator, plan)
@@ -105,6 +114,16 @@ def _compile_options(optimized: Any) -> dict[str, Any]:
         callback, "_torchdynamo_orig_callable", None
     )
     return {"backend": backend} if backend is not None else {}
+
+
+def _point_schedulers(plan: PreparePlan) -> None:
+    """Let schedulers follow whoever took an optimizer's place with groups of its own."""
+    for optimizer in plan.of_kind("optimizer"):
+        was, now = optimizer.original, optimizer.value
+        if now is was or getattr(now, "param_groups", None) is getattr(was, "param_groups", None):
+            continue
+        for scheduler in plan.of_kind("scheduler"):
+            repoint(scheduler.value, was, now)
 
 
 def _wrap_steps(accelerator: Accelerator, plan: PreparePlan) -> None:

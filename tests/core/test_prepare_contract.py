@@ -1,0 +1,236 @@
+"""What Megatron, fp8 and pipelines will ask of `prepare` and the step, each by a small plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from accelerate_core import Accelerator, Backend
+from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
+from accelerate_core.errors import PrepareError
+
+X, Y = torch.randn(16, 4), torch.randn(16, 2)
+
+
+class Plain(Backend):
+    """What the plugins here have in common."""
+
+    name = "plain"
+    api_version = (1, 0)
+
+
+# --- a model of a provider ------------------------------------------------------------------------
+
+
+class Provider:
+    """Makes a model when it is asked to, as Megatron's do."""
+
+    def make(self) -> nn.Module:
+        return nn.Linear(4, 2)
+
+
+class Provides(Plain):
+    def classify(self, obj: Any) -> str | None:
+        return "model" if isinstance(obj, Provider) else None
+
+    def make_model(self, obj: Any) -> nn.Module:
+        return obj.make() if isinstance(obj, Provider) else obj  # type: ignore[no-any-return]
+
+
+def test_a_provider_becomes_the_module_that_trains() -> None:
+    accelerator = Accelerator(cpu=True, backend=Provides)
+    model = accelerator.prepare(Provider())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
+    before = model.weight.detach().clone()
+    accelerator.backward(mse_loss(model(X), Y))
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+    assert accelerator.unwrap_model(model) is model
+
+
+# --- parameters that get other names, or become one ----------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x) * self.k(x)
+
+
+class Fused(nn.Module):
+    def __init__(self, split: Attention) -> None:
+        super().__init__()
+        self.qk = nn.Parameter(torch.cat([split.q.weight, split.k.weight]).detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = (x @ self.qk.T).chunk(2, dim=-1)
+        return q * k
+
+
+class Fuses(Plain):
+    says = True
+
+    def prepare(self, accelerator: Any, plan: Any) -> None:
+        plan.each("model", lambda model, _: Fused(model))
+        if self.says:
+            plan.rename(plan.models[0], {"q.weight": "qk", "k.weight": "qk"})
+
+
+class FusesInSilence(Fuses):
+    says = False
+
+
+def prepared(backend: type[Backend], groups: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, backend=backend)
+    model = Attention()
+    plain = nn.ModuleList([Attention()])[0]
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(groups(model), 0.1, momentum=0.9)
+    return (accelerator, plain, *accelerator.prepare(model, optimizer))
+
+
+def test_parameters_that_become_one_are_stepped_as_before() -> None:
+    accelerator, plain, model, optimizer = prepared(Fuses, lambda m: m.parameters())
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
+    reference = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    for _ in range(3):
+        accelerator.backward(mse_loss(model(X), Y))
+        mse_loss(plain(X), Y).backward()
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    weights = torch.cat([plain.q.weight, plain.k.weight])
+    torch.testing.assert_close(model.qk, weights)
+
+
+def test_parameters_with_different_hyperparameters_cannot_become_one() -> None:
+    def groups(model: Attention) -> list[dict[str, Any]]:
+        return [
+            {"params": model.q.parameters(), "lr": 0.1},
+            {"params": model.k.parameters(), "lr": 0.2},
+        ]
+
+    with pytest.raises(
+        PrepareError, match=r"'k\.weight' and others became one parameter, 'qk'.* lr"
+    ):
+        prepared(Fuses, groups)
+
+
+def test_a_new_name_that_nobody_says_is_an_error() -> None:
+    with pytest.raises(PrepareError, match=r"no parameter of that name.*plan\.rename"):
+        prepared(FusesInSilence, lambda m: m.parameters())
+
+
+# --- ties -----------------------------------------------------------------------------------------
+
+
+class Copies(Plain):
+    """Makes a new parameter of each name, as some conversions do."""
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+        return model
+
+
+def test_what_was_tied_is_tied_again() -> None:
+    accelerator = Accelerator(cpu=True, backend=Copies)
+    net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+    net[1].weight = net[0].weight
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    assert model[1].weight is model[0].weight
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert [id(parameter) for parameter in held] == [id(model[0].weight)]
+
+
+# --- an optimizer with groups of its own ---------------------------------------------------------
+
+
+class Replaces(Plain):
+    def prepare_optimizer(self, accelerator: Any, optimizer: Any) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return torch.optim.SGD(parameters, optimizer.defaults["lr"])
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_schedulers_follow_an_optimizer_that_took_anothers_place(chained: bool) -> None:
+    accelerator = Accelerator(cpu=True, backend=Replaces)
+    net = nn.Linear(4, 2)
+    sgd = torch.optim.SGD(net.parameters(), 1.0)
+    decay: Any = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    if chained:
+        decay = torch.optim.lr_scheduler.SequentialLR(
+            sgd, [decay, torch.optim.lr_scheduler.ConstantLR(sgd, 1.0)], milestones=[9]
+        )
+    model, optimizer, scheduler = accelerator.prepare(net, sgd, decay)
+    assert optimizer.optimizer is not sgd
+    for _ in range(2):
+        accelerator.backward(mse_loss(model(X), Y))
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+# --- an engine that owns forward and backward ----------------------------------------------------
+
+
+class MicroBatches(Plain):
+    """Runs forward and backward over parts of the batch, as a pipeline does."""
+
+    supports = {"no_sync": True}
+
+    def run_schedule(
+        self, accelerator: Any, model: nn.Module, batch: Any, step: ScheduleStep
+    ) -> ScheduleResult:
+        losses, outputs = [], []
+        for x, y in zip(batch[0].chunk(4), batch[1].chunk(4), strict=True):
+            out = model(x)
+            loss = mse_loss(out, y)
+            if step.training:
+                (step.divide(loss) / 4).backward()
+            losses.append(loss.detach())
+            outputs.append(out.detach())
+        return ScheduleResult(torch.stack(losses).mean(), torch.cat(outputs))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_schedule_over_micro_batches_trains_as_one_batch(accumulation: int) -> None:
+    runs = []
+    for backend in (MicroBatches, Plain):
+        torch.manual_seed(0)
+        accelerator = Accelerator(
+            cpu=True, backend=backend, gradient_accumulation_steps=accumulation
+        )
+        net = nn.Linear(4, 2)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        losses, stepped = [], 0
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                if backend is MicroBatches:
+                    loss, outputs = accelerator.train_step((X, Y))
+                    assert outputs.shape == (16, 2)
+                else:
+                    loss = mse_loss(model(X), Y)
+                    accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                before = net.weight.detach().clone()
+                optimizer.step()
+                stepped += not torch.equal(before, net.weight)
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert stepped == 4 // accumulation
+        runs.append(torch.stack(losses))
+        with torch.no_grad():
+            if backend is MicroBatches:
+                assert accelerator.eval_step((X, Y)).loss.ndim == 0
+                assert all(p.grad is None for p in net.parameters())
+    torch.testing.assert_close(*runs)
