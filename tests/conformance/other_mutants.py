@@ -85,8 +85,10 @@ class ThawsWhatIsFrozen(GridPrecision):
 class SkipsEveryStep(GridPrecision):
     needs = frozenset({"modules", "loss_scaling"})
 
-    def scaler(self, device, options):
-        return torch.amp.GradScaler(device.type, init_scale=2.0**127, backoff_factor=0.999)
+    def scaler(self, accelerator, options):
+        return torch.amp.GradScaler(
+            accelerator.device.type, init_scale=2.0**127, backoff_factor=0.999
+        )
 
 
 @caught_by("precision", "randomness")
@@ -118,23 +120,27 @@ class LeavesAThreadSetting(GridPrecision):
 class LeavesAutocastOn(GridPrecision):
     needs = frozenset({"modules", "autocast"})
 
-    def autocast(self, device, options):
-        torch.set_autocast_enabled(device.type, True)
-        return super().autocast(device, options)
+    def autocast(self, accelerator, model, options):
+        torch.set_autocast_enabled(accelerator.device.type, True)
+        return super().autocast(accelerator, model, options)
 
 
 @passes("precision", "one_process", "save_and_load", "two_processes")
 class ScalesFromFarAbove(GridPrecision):
-    def scaler(self, device, options):
-        return torch.amp.GradScaler(device.type, init_scale=2.0**127, backoff_factor=0.25)
+    needs = frozenset({"modules", "loss_scaling"})
+
+    def scaler(self, accelerator, options):
+        return torch.amp.GradScaler(
+            accelerator.device.type, init_scale=2.0**127, backoff_factor=0.25
+        )
 
 
 @_register("precision", {"one_process": "skipped", "randomness": "skipped"})
 class NeedsAGpu(GridPrecision):
-    def check(self, device):
+    def check(self, accelerator):
         from accelerate_core.errors import ConfigurationError
 
-        raise ConfigurationError(f"there is no grid on {device}")
+        raise ConfigurationError(f"there is no grid on {accelerator.device}")
 
 
 # --- extensions --------------------------------------------------------------------------------------

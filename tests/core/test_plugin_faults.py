@@ -58,16 +58,17 @@ class Faulty(Backend):
 class Nearly(Precision):
     name = "nearly"
     api_version = (1, 0)
+    needs = frozenset({"autocast", "loss_scaling"})
     entered = 0
-    def autocast(self, device, options):
+    def autocast(self, accelerator, model, options):
         Nearly.entered += 1
         if os.environ.get("NEARLY") == "autocast":
             raise ArithmeticError("boom")
         return nullcontext()
-    def check(self, device):
+    def check(self, accelerator):
         if os.environ.get("NEARLY") == "check":
             raise ArithmeticError("boom")
-    def scaler(self, device, options):
+    def scaler(self, accelerator, options):
         if os.environ.get("NEARLY") == "scaler":
             raise ArithmeticError("boom")
 

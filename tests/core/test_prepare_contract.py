@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from accelerate_core import Accelerator, Backend
+from accelerate_core import Accelerator, Backend, Precision, assemble, set_seed
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import PrepareError
+from accelerate_core.plugins import PluginRecord, discovery, installed
 
 X, Y = torch.randn(16, 4), torch.randn(16, 2)
 
@@ -234,3 +238,81 @@ def test_a_schedule_over_micro_batches_trains_as_one_batch(accumulation: int) ->
                 assert accelerator.eval_step((X, Y)).loss.ndim == 0
                 assert all(p.grad is None for p in net.parameters())
     torch.testing.assert_close(*runs)
+
+
+# --- generators that torch does not know ---------------------------------------------------------
+
+
+class Draws(Plain):
+    """Has a generator of its own, as a tensor-parallel backend has."""
+
+    def __init__(self, settings: Any = None, handlers: Any = ()) -> None:
+        super().__init__(settings, handlers)
+        self.random = random.Random(0)
+
+    def rng_state(self, accelerator: Any) -> dict[str, Any]:
+        return {"position": torch.tensor(self.random.getstate()[1])}
+
+    def load_rng_state(self, accelerator: Any, state: Any) -> None:
+        self.random.setstate((3, tuple(state["position"].tolist()), None))
+
+    def on_seed(self, accelerator: Any, seed: int) -> None:
+        self.random.seed(seed)
+
+
+def test_generators_of_a_backend_are_seeded_saved_and_restored(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, backend=Draws)
+    set_seed(5)
+    assert accelerator.backend.random.random() == random.Random(5).random()
+    accelerator.save_state(tmp_path / "state")
+    expected = [accelerator.backend.random.random() for _ in range(3)]
+    accelerator.load_state(tmp_path / "state")
+    assert [accelerator.backend.random.random() for _ in range(3)] == expected
+    accelerator.end_training()
+
+
+def test_a_world_has_a_device_per_process_unless_its_backend_says_more() -> None:
+    class Wide(Plain):
+        def device_count(self, accelerator: Any) -> int:
+            return 4
+
+    assert Accelerator(cpu=True, backend=Plain).device_count == 1
+    assert Accelerator(cpu=True, backend=Wide).device_count == 4
+
+
+# --- a precision that replaces the optimizer -----------------------------------------------------
+
+
+class Halved(torch.optim.SGD):
+    """An optimizer of the precision's own."""
+
+
+class OwnOptimizer(Precision):
+    name = "own_optimizer"
+    api_version = (1, 0)
+    needs = frozenset({"optimizer"})
+
+    def prepare(self, accelerator: Any, plan: Any) -> None:
+        def replaced(optimizer: Any, _: Any) -> Any:
+            groups = [{**group} for group in optimizer.param_groups]
+            return Halved(groups, optimizer.defaults["lr"])
+
+        plan.each("optimizer", replaced)
+
+
+def test_a_precision_may_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = f"{__name__}:OwnOptimizer"
+    record = PluginRecord("precision", "own_optimizer", target, "tests", "1.0")
+    found = dataclasses.replace(installed(), plugins=(*installed().plugins, record))
+    monkeypatch.setattr(discovery, "installed", lambda: found)
+    monkeypatch.setattr(assemble, "installed", lambda: found)
+    accelerator = Accelerator(cpu=True, mixed_precision="own_optimizer")
+    net = nn.Linear(4, 2)
+    sgd = torch.optim.SGD(net.parameters(), 1.0)
+    decay = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    model, optimizer, scheduler = accelerator.prepare(net, sgd, decay)
+    assert type(optimizer.optimizer) is Halved
+    accelerator.backward(mse_loss(model(X), Y))
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5

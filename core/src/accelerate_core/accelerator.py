@@ -211,7 +211,7 @@ class Accelerator(
 
     def _agree(self) -> None:
         with blaming("check", self._built.precision_record):
-            self.precision.check(self.device)
+            self.precision.check(self)
         agree(self._process, self._built.facts())
 
     def _set_up(self, arguments: Mapping[str, Any], log_with: Any) -> None:
@@ -233,7 +233,7 @@ class Accelerator(
         if "precision" not in self.backend.owns:
             options = scaling.to_kwargs() if scaling else {}
             with blaming("scaler", built.precision_record):
-                self._scaler = self.precision.scaler(self.device, options)
+                self._scaler = self.precision.scaler(self, options)
         self._unscaled: set[int] = set()
         self._scaled_steps: set[int] = set()
         self.gradient_state = GradientState(**_fields(built.accumulation))

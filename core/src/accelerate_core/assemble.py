@@ -200,6 +200,12 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
         extension, more = _with_settings(record, plugin, given, sources, handlers)
         extensions.append((record, extension, why))
         plugin_because[record.name] = more
+    dynamo = _dynamo(given, sources)
+    if dynamo.enabled:
+        record = find("extension", "torch_compile", because="a TorchDynamoPlugin")
+        extensions.append(
+            (record, record.load()(), f"the compiler {dynamo.backend!r} is asked for")
+        )
     active = {selection.record.name, *(record.name for record, _, _ in extensions)}
     theirs = {name: value for name, value in arguments.items() if name not in CORE_ARGUMENTS}
     check_owners(theirs, selection, {*active, precision_record.name})
@@ -217,7 +223,7 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
         dataloader=_dataloader(given),
         accumulation=accumulation,
         project=_project(given),
-        dynamo=_dynamo(given, sources),
+        dynamo=dynamo,
         parallelism=_parallelism(given, sources, request, selection.record.name, backend),
         parts={kind: select_part(kind, values[kind]) for kind in ("checkpointer", "tracking")},
         handlers=handlers,

@@ -130,6 +130,14 @@ class Backend(TorchCollectives):
         return runtime.default_device(topology, cpu)
 
     @owner
+    def device_count(self, accelerator: Accelerator) -> int:
+        """Return how many devices this world computes on.
+
+        Default: one per process.
+        """
+        return int(accelerator.num_processes)
+
+    @owner
     def mesh(self, accelerator: Accelerator) -> Any | None:
         """Return the device mesh, once the group runs; None where there is none.
 
@@ -312,8 +320,13 @@ class Backend(TorchCollectives):
     # --- step ---------------------------------------------------------------------------------
 
     @owner
-    def autocast(self, accelerator: Accelerator, settings: Any) -> AbstractContextManager[Any]:
-        """Return the context of mixed precision; `settings` is an `AutocastKwargs` or None.
+    def autocast(
+        self, accelerator: Accelerator, model: torch.nn.Module | None, settings: Any
+    ) -> AbstractContextManager[Any]:
+        """Return the context of mixed precision.
+
+        It is made for each forward of a prepared model, which is then `model`; None where the
+        script enters it by itself. `settings` is an `AutocastKwargs` or None.
 
         Default: enter the precision's autocast.
         """
@@ -321,7 +334,7 @@ class Backend(TorchCollectives):
         if settings is not None:
             options = {"enabled": settings.enabled, "cache_enabled": settings.cache_enabled}
         try:  # in each step: no context manager around it
-            return accelerator.precision.autocast(accelerator.device, options)
+            return accelerator.precision.autocast(accelerator, model, options)
         except BaseException as error:
             blame(error, "autocast", accelerator._built.precision_record)
             raise
@@ -528,6 +541,28 @@ class Backend(TorchCollectives):
         Default: load into the optimizer.
         """
         optimizer.load_state_dict(state)
+
+    @owner
+    def rng_state(self, accelerator: Accelerator) -> Mapping[str, Any]:
+        """Return the state of this rank's generators that torch does not know, for a checkpoint.
+
+        Default: there are none.
+        """
+        return {}
+
+    @owner
+    def load_rng_state(self, accelerator: Accelerator, state: Mapping[str, Any]) -> None:
+        """Set the generators of `rng_state`, after all else of a checkpoint is loaded.
+
+        Default: there are none.
+        """
+
+    @owner
+    def on_seed(self, accelerator: Accelerator, seed: int) -> None:
+        """Seed the generators of `rng_state`; `set_seed` was called, with this rank's seed.
+
+        Default: there are none.
+        """
 
     @owner
     def save_state(

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.hookspecs import API_VERSION, hookimpl
 
 __all__ = [
+    "TorchCompiler",
     "canonical_key",
     "compile_model",
     "compile_regions",
@@ -32,6 +34,18 @@ __all__ = [
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PREFIX = "_orig_mod."
 _CALLS: weakref.WeakKeyDictionary[type, types.CodeType] = weakref.WeakKeyDictionary()
+
+
+class TorchCompiler:
+    """The stage that compiles with `torch.compile`, active where a `TorchDynamoPlugin` asks."""
+
+    name = "torch_compile"
+    api_version = API_VERSION
+
+    @hookimpl
+    def compile(self, accelerator: Any, model: nn.Module) -> nn.Module:
+        """Compile in place, as the settings say."""
+        return compile_model(model, accelerator.dynamo_plugin)
 
 
 def compile_model(model: nn.Module, dynamo: Any) -> nn.Module:

@@ -47,8 +47,11 @@ class Precision:
         """Whether forward runs inside `autocast`."""
         return self.dtype is not None or type(self).autocast is not Precision.autocast
 
-    def check(self, device: torch.device) -> None:
-        """Refuse a device this precision cannot run on, with the way out in the text."""
+    def check(self, accelerator: Any) -> None:
+        """Refuse a device or a setup this precision cannot run on, with the way out in the text.
+
+        `accelerator` has its device and ranks, and nothing prepared yet.
+        """
 
     def prepare(self, accelerator: Any, plan: Any) -> None:
         """Change the objects of one `prepare` call: replace an optimizer, say.
@@ -57,17 +60,32 @@ class Precision:
         name afterwards (`plan.rename` says new names).
         """
 
-    def scaler(self, device: torch.device, options: dict[str, Any]) -> Any | None:
+    def scaler(self, accelerator: Any, options: dict[str, Any]) -> Any | None:
         """Return a gradient scaler, None where losses are not scaled."""
         return None
 
     def autocast(
-        self, device: torch.device, options: dict[str, Any]
+        self, accelerator: Any, model: torch.nn.Module | None, options: dict[str, Any]
     ) -> AbstractContextManager[Any]:
-        """Return the context of forward; `options` are `enabled` and `cache_enabled`."""
+        """Return the context of a forward of `model`, None where the script enters it by itself.
+
+        Args:
+            options: `enabled` and `cache_enabled`.
+        """
         if self.dtype is None:
             return nullcontext()
-        return torch.autocast(device.type, dtype=self.dtype, **options)
+        return torch.autocast(accelerator.device.type, dtype=self.dtype, **options)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What layers compute in; nobody looks a precision's name up."""
+        return torch.float32 if self.dtype is None else self.dtype
+
+    def plain_state(self, model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a model's state as that of the unconverted model: its keys and dtypes, and plain
+        strided tensors that can be read without this precision's library.
+        """
+        return state
 
 
 def mark_hooks(cls: type, own: Container[str] = ()) -> None:
@@ -106,9 +124,9 @@ class Float16(Precision):
         name afterwards (`plan.rename` says new names).
         """
 
-    def scaler(self, device: torch.device, options: dict[str, Any]) -> Any | None:
+    def scaler(self, accelerator: Any, options: dict[str, Any]) -> Any | None:
         """Return torch's scaler for the device."""
-        return torch.amp.GradScaler(device.type, **options)
+        return torch.amp.GradScaler(accelerator.device.type, **options)
 
 
 class BFloat16(Precision):
@@ -118,8 +136,9 @@ class BFloat16(Precision):
     needs = frozenset({"autocast"})
     dtype = torch.bfloat16
 
-    def check(self, device: torch.device) -> None:
+    def check(self, accelerator: Any) -> None:
         """Refuse CUDA devices that have no bf16 at all."""
+        device = accelerator.device
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=True):
             raise ConfigurationError(
                 f"{torch.cuda.get_device_name(device)} has no bfloat16; use mixed_precision='fp16' or 'no'."

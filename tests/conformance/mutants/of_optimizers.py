@@ -110,7 +110,7 @@ class SchedulersAreToldNothing(Sound):
 
 @caught_by("precisions")
 class NoAutocast(Sound):
-    def autocast(self, accelerator, settings):
+    def autocast(self, accelerator, model, settings):
         return nullcontext()
 
 

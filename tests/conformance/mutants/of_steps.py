@@ -183,5 +183,5 @@ class OverflowStaysOnItsRank(Sound):
 
 @caught_by("precisions")
 class AutocastCannotBeSwitchedOff(Sound):
-    def autocast(self, accelerator, settings):
-        return super().autocast(accelerator, None)
+    def autocast(self, accelerator, model, settings):
+        return super().autocast(accelerator, model, None)

@@ -284,7 +284,7 @@ class DeepSpeedBackend(Backend):
                     job.model.value = job.model.value.to(accelerator.device)
                 if "precision" in self.owns and accelerator.mixes_precision:
                     settings = accelerator.autocast_handler
-                    context = partial(super().autocast, accelerator, settings)
+                    context = partial(super().autocast, accelerator, job.model.value, settings)
                     wrap_forward(job.model.value, context, accelerator.upcast_outputs)
                 continue
             regional = accelerator.dynamo_plugin.use_regional_compilation
@@ -356,11 +356,13 @@ class DeepSpeedBackend(Backend):
 
     # --- step ---------------------------------------------------------------------------------
 
-    def autocast(self, accelerator: Accelerator, settings: Any) -> AbstractContextManager[Any]:
+    def autocast(
+        self, accelerator: Accelerator, model: nn.Module | None, settings: Any
+    ) -> AbstractContextManager[Any]:
         """Leave precision to the engine where it does it."""
-        return (
-            nullcontext() if "precision" in self.owns else super().autocast(accelerator, settings)
-        )
+        if "precision" in self.owns:
+            return nullcontext()
+        return super().autocast(accelerator, model, settings)
 
     def backward(
         self, accelerator: Accelerator, loss: torch.Tensor, kwargs: dict[str, Any]

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from accelerate_core.runtime import current_runtime, current_user
+
 __all__ = ["set_seed"]
 
 
@@ -22,13 +24,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     if device_specific:
         # Only this case needs a rank; plain seeding must not start a process group.
-        from accelerate_core.runtime import current_runtime
-
         seed += current_runtime().process_index
     random.seed(seed)
     if importlib.util.find_spec("numpy") is not None:
         numpy: Any = importlib.import_module("numpy")
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    user = current_user()
+    if user is not None:  # generators of its backend
+        user.hooks.on_seed(user, seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)

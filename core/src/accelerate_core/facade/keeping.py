@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -47,7 +47,8 @@ class Keeping(Place):
         """
         if not unwrap:
             return dict(model.state_dict())
-        return cast("dict[str, Any]", self.hooks.consolidate(self, model))
+        state: dict[str, Any] = self.hooks.consolidate(self, model)
+        return self.precision.plain_state(self.inner_model(model), state)  # type: ignore[attr-defined]
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`."""

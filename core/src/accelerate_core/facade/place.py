@@ -44,6 +44,11 @@ class Place(FacadeBase):
         return self._process.timeout
 
     @property
+    def device_count(self) -> int:
+        """How many devices this world computes on; one per process, unless the backend has more."""
+        return int(self.hooks.device_count(self))
+
+    @property
     def mixed_precision(self) -> str:
         """Name of the precision in force."""
         return self._built.precision_record.name

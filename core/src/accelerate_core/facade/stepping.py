@@ -205,7 +205,7 @@ class Stepping(Place):
             autocast_handler: used instead of the Accelerator's own.
         """
         handler = autocast_handler or self.autocast_handler
-        return cast("AbstractContextManager[Any]", self.hooks.autocast(self, handler))
+        return cast("AbstractContextManager[Any]", self.hooks.autocast(self, None, handler))
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Undo gradient scaling, once per step; no effect without a scaler.

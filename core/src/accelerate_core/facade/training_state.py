@@ -65,6 +65,7 @@ class RunState:
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return a model's state as the backend gives it."""
         state: dict[str, Any] = self._hooks.model_state(self._accelerator, model)
+        state = self._accelerator.precision.plain_state(self.inner(model), state)
         return state
 
     def load_model_state(
@@ -130,6 +131,7 @@ class RunState:
                 "cycle": self._cycle(),
                 "loaders": loaders,
                 "trackers": accelerator._tracking.state_dict(),
+                "generators": dict(accelerator.hooks.rng_state(accelerator)),
             },
         }
 
@@ -160,6 +162,8 @@ class RunState:
                 runs = own[OWN].get("trackers") or {}
                 accelerator._tracking.load_state_dict(runs)
         self._load_gradients(gradients, saved_by)
+        if own is not None and (generators := own.get(OWN, {}).get("generators")):
+            accelerator.hooks.load_rng_state(accelerator, generators)
         if own is not None and (missed := rng_state.restore(own)):
             accelerator.note_once(
                 f"No random state could be set on rank {rank} for {', '.join(missed)}.",

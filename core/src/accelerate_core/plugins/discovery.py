@@ -113,6 +113,7 @@ class Installed:
 
 _BUILT_IN = (
     ("backend", "single", "accelerate_core.backend:SingleProcess"),
+    ("extension", "torch_compile", "accelerate_core.compilation:TorchCompiler"),
     ("precision", "no", "accelerate_core.precision:FullPrecision"),
     ("precision", "fp16", "accelerate_core.precision:Float16"),
     ("precision", "bf16", "accelerate_core.precision:BFloat16"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate_core.compilation import compile_model, uncompiled
+from accelerate_core.compilation import uncompiled
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import classify
 from accelerate_core.prepare.plan import Entry, PreparePlan, repoint
@@ -96,15 +96,15 @@ def _stages(accelerator: Accelerator, entry: Entry) -> torch.nn.Module:
     if accelerator.backend.compile_at == "before":
         model = _compile(accelerator, model)
     if "precision" not in accelerator.backend.owns and accelerator.mixes_precision:
-        context = partial(accelerator.hooks.autocast, accelerator, accelerator.autocast_handler)
+        handler = accelerator.autocast_handler
+        context = partial(accelerator.hooks.autocast, accelerator, model, handler)
         wrap_forward(model, context, accelerator.upcast_outputs)
     return model
 
 
 def _compile(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
-    model = accelerator.plugins.run_stage("compile", accelerator, model)
-    dynamo = accelerator.dynamo_plugin
-    return compile_model(model, dynamo) if dynamo.enabled else model
+    compiled: torch.nn.Module = accelerator.plugins.run_stage("compile", accelerator, model)
+    return compiled
 
 
 def _compile_options(optimized: Any) -> dict[str, Any]:
