@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from accelerate_core.configuration import option as option
     from accelerate_core.configuration import origin_of as origin_of
     from accelerate_core.configuration import settings as settings
+    from accelerate_core.contract.view import AcceleratorView as AcceleratorView
     from accelerate_core.hookspecs import hookimpl as hookimpl
     from accelerate_core.plugins.selection import Claim as Claim
     from accelerate_core.plugins.selection import Request as Request
@@ -46,6 +47,7 @@ _HOMES = {
     **dict.fromkeys(_SETTINGS.split(), "accelerate_core.configuration"),
     "API_VERSION": "accelerate_core.hookspecs",
     "Accelerator": "accelerate_core.accelerator",
+    "AcceleratorView": "accelerate_core.contract.view",
     "Backend": "accelerate_core.backend",
     "Claim": "accelerate_core.plugins.selection",
     "GradientState": "accelerate_core.state",

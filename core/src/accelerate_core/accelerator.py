@@ -210,8 +210,7 @@ class Accelerator(
         follow_cpu_affinity(self._process.local_process_index, os.environ)
 
     def _agree(self) -> None:
-        with blaming("check", self._built.precision_record):
-            self.precision.check(self)
+        self.precision.check(self)
         agree(self._process, self._built.facts())
 
     def _set_up(self, arguments: Mapping[str, Any], log_with: Any) -> None:
@@ -232,8 +231,7 @@ class Accelerator(
         self._scaler = None
         if "precision" not in self.backend.owns:
             options = scaling.to_kwargs() if scaling else {}
-            with blaming("scaler", built.precision_record):
-                self._scaler = self.precision.scaler(self, options)
+            self._scaler = self.precision.scaler(self, options)
         self._unscaled: set[int] = set()
         self._scaled_steps: set[int] = set()
         self.gradient_state = GradientState(**_fields(built.accumulation))

@@ -43,7 +43,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_core.plugins.manager import blame, blaming
+from accelerate_core.plugins.manager import blame, blame_methods, blaming
 from accelerate_core.plugins.parts import Part, select_part
 from accelerate_core.plugins.selection import (
     Request,
@@ -404,6 +404,7 @@ def _make_precision(
     if not isinstance(made, Precision):
         raise PluginError(f"The precision plugin {record.label} is no accelerate_core.Precision.")
     _check_needs(made, record)
+    blame_methods(made, record, ("check", "scaler", "autocast", "prepare", "plain_state"))
     return made, record, because
 
 

@@ -21,13 +21,12 @@ from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.feeding import feed
 from accelerate_core.hookspecs import API_VERSION, Scope, owner
-from accelerate_core.plugins.manager import blame
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision, mark_hooks
 from accelerate_core.torch_talk import TorchCollectives, host_group
 
 if TYPE_CHECKING:
-    from accelerate_core.accelerator import Accelerator
+    from accelerate_core.contract.view import AcceleratorView
 
 __all__ = ["Backend", "Precision", "SingleProcess"]
 
@@ -102,17 +101,17 @@ class Backend(TorchCollectives):
         """
         return {}
 
-    def check(self, accelerator: Accelerator) -> None:
+    def check(self, accelerator: AcceleratorView) -> None:
         """Refuse a combination this backend cannot do, before anything is started."""
 
-    def distributed_type(self, accelerator: Accelerator) -> str:
+    def distributed_type(self, accelerator: AcceleratorView) -> str:
         """Return the member of `DistributedType` that user code compares with."""
         return "NO"
 
     # --- start --------------------------------------------------------------------------------
 
     @owner
-    def init_process_group(self, accelerator: Accelerator, start: runtime.GroupStart) -> None:
+    def init_process_group(self, accelerator: AcceleratorView, start: runtime.GroupStart) -> None:
         """Start the default process group; `start` is the `GroupStart` with ranks and store.
 
         Default: start torch.distributed's default group.
@@ -121,7 +120,7 @@ class Backend(TorchCollectives):
 
     @owner
     def device(
-        self, accelerator: Accelerator, topology: runtime.Topology, cpu: bool
+        self, accelerator: AcceleratorView, topology: runtime.Topology, cpu: bool
     ) -> torch.device:
         """Choose and select the device of this process; called before the group starts.
 
@@ -130,7 +129,7 @@ class Backend(TorchCollectives):
         return runtime.default_device(topology, cpu)
 
     @owner
-    def device_count(self, accelerator: Accelerator) -> int:
+    def device_count(self, accelerator: AcceleratorView) -> int:
         """Return how many devices this world computes on.
 
         Default: one per process.
@@ -138,7 +137,7 @@ class Backend(TorchCollectives):
         return int(accelerator.num_processes)
 
     @owner
-    def mesh(self, accelerator: Accelerator) -> Any | None:
+    def mesh(self, accelerator: AcceleratorView) -> Any | None:
         """Return the device mesh, once the group runs; None where there is none.
 
         Default: make the mesh of `parallelism_config` once; None where there is none.
@@ -172,7 +171,7 @@ class Backend(TorchCollectives):
 
     @owner
     def new_group(
-        self, accelerator: Accelerator, ranks: Sequence[int] | None, device_type: str | None
+        self, accelerator: AcceleratorView, ranks: Sequence[int] | None, device_type: str | None
     ) -> Any | None:
         """Return a new process group; None for `ranks` means all.
 
@@ -192,7 +191,7 @@ class Backend(TorchCollectives):
         )
 
     @owner
-    def data_shard(self, accelerator: Accelerator) -> tuple[int, int]:
+    def data_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
         """Return (index, count): which part of the data this rank reads.
 
         Default: give every rank its own part; on a mesh, ranks of one tp, cp or sp group the same.
@@ -204,7 +203,7 @@ class Backend(TorchCollectives):
         return part
 
     @owner
-    def loss_shard(self, accelerator: Accelerator) -> tuple[int, int]:
+    def loss_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
         """Return (index, count) among the ranks over which a loss is summed.
 
         They are those with different samples, and those with different parts of one sample.
@@ -219,7 +218,7 @@ class Backend(TorchCollectives):
         return part
 
     @owner
-    def init_model_context(self, accelerator: Accelerator) -> AbstractContextManager[Any]:
+    def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[Any]:
         """Return the context in which user code should construct models.
 
         Default: construct models as torch does.
@@ -229,7 +228,7 @@ class Backend(TorchCollectives):
     # --- prepare ------------------------------------------------------------------------------
 
     @owner
-    def make_model(self, accelerator: Accelerator, obj: Any) -> torch.nn.Module:
+    def make_model(self, accelerator: AcceleratorView, obj: Any) -> torch.nn.Module:
         """Return the module of an object that is classified as a model: of a provider, say.
 
         Called before parameters are recorded, so its parameters are the ones that are trained.
@@ -240,7 +239,7 @@ class Backend(TorchCollectives):
         return module
 
     @owner
-    def prepare(self, accelerator: Accelerator, plan: Any) -> None:
+    def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
         """Prepare all objects of one call: replace the entries of the `PreparePlan` in place.
 
         Default: prepare models, then optimizers, then schedulers, one by one.
@@ -265,7 +264,7 @@ class Backend(TorchCollectives):
 
     @owner
     def prepare_model(
-        self, accelerator: Accelerator, model: torch.nn.Module, evaluation_mode: bool
+        self, accelerator: AcceleratorView, model: torch.nn.Module, evaluation_mode: bool
     ) -> torch.nn.Module:
         """Wrap or change one model after all stages; it is on the device already.
 
@@ -274,7 +273,7 @@ class Backend(TorchCollectives):
         return model
 
     @owner
-    def prepare_optimizer(self, accelerator: Accelerator, optimizer: Any) -> Any:
+    def prepare_optimizer(self, accelerator: AcceleratorView, optimizer: Any) -> Any:
         """Return the optimizer to be stepped; its parameters are those of the prepared model.
 
         Default: return the optimizer as it is.
@@ -282,7 +281,7 @@ class Backend(TorchCollectives):
         return optimizer
 
     @owner
-    def prepare_scheduler(self, accelerator: Accelerator, scheduler: Any) -> Any:
+    def prepare_scheduler(self, accelerator: AcceleratorView, scheduler: Any) -> Any:
         """Return the scheduler to be stepped.
 
         Default: return the scheduler as it is.
@@ -291,7 +290,7 @@ class Backend(TorchCollectives):
 
     @owner
     def feed_device(
-        self, accelerator: Accelerator, batches: Iterator[Any], non_blocking: bool
+        self, accelerator: AcceleratorView, batches: Iterator[Any], non_blocking: bool
     ) -> Iterator[Any]:
         """Yield the batches on the device.
 
@@ -300,7 +299,7 @@ class Backend(TorchCollectives):
         return feed(batches, accelerator.device, non_blocking)
 
     @owner
-    def unwrap_model(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    def unwrap_model(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
         """Undo `prepare_model`'s wrapping, not the stages.
 
         Default: return the model as it is.
@@ -309,7 +308,7 @@ class Backend(TorchCollectives):
 
     @owner
     def join_uneven_inputs(
-        self, accelerator: Accelerator, joinables: Sequence[Any]
+        self, accelerator: AcceleratorView, joinables: Sequence[Any]
     ) -> AbstractContextManager[Any]:
         """Return a context in which ranks may run out of batches at different steps.
 
@@ -321,7 +320,7 @@ class Backend(TorchCollectives):
 
     @owner
     def autocast(
-        self, accelerator: Accelerator, model: torch.nn.Module | None, settings: Any
+        self, accelerator: AcceleratorView, model: torch.nn.Module | None, settings: Any
     ) -> AbstractContextManager[Any]:
         """Return the context of mixed precision.
 
@@ -333,14 +332,13 @@ class Backend(TorchCollectives):
         options: dict[str, Any] = {}
         if settings is not None:
             options = {"enabled": settings.enabled, "cache_enabled": settings.cache_enabled}
-        try:  # in each step: no context manager around it
-            return accelerator.precision.autocast(accelerator, model, options)
-        except BaseException as error:
-            blame(error, "autocast", accelerator._built.precision_record)
-            raise
+        context: AbstractContextManager[Any] = accelerator.precision.autocast(
+            accelerator, model, options
+        )
+        return context
 
     @owner
-    def scale_loss(self, accelerator: Accelerator, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, accelerator: AcceleratorView, loss: torch.Tensor) -> torch.Tensor:
         """Scale the loss before backward (gradient scaling, not accumulation).
 
         Default: scale by the gradient scaler, where there is one.
@@ -350,7 +348,7 @@ class Backend(TorchCollectives):
 
     @owner
     def backward(
-        self, accelerator: Accelerator, loss: torch.Tensor, kwargs: dict[str, Any]
+        self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
         """Run backward on a loss already divided by the accumulation steps and scaled.
 
@@ -360,7 +358,7 @@ class Backend(TorchCollectives):
 
     @owner
     def scale_gradients(
-        self, accelerator: Accelerator, models: Sequence[torch.nn.Module], factor: torch.Tensor
+        self, accelerator: AcceleratorView, models: Sequence[torch.nn.Module], factor: torch.Tensor
     ) -> None:
         """Multiply the models' gradients by a 0-d tensor, after they were synchronised.
 
@@ -386,7 +384,7 @@ class Backend(TorchCollectives):
                     grad.mul_(by)
 
     @owner
-    def no_sync(self, accelerator: Accelerator, model: Any) -> AbstractContextManager[Any]:
+    def no_sync(self, accelerator: AcceleratorView, model: Any) -> AbstractContextManager[Any]:
         """Return a context in which backward does not reduce gradients between ranks.
 
         Default: do nothing: nothing is synchronised.
@@ -395,7 +393,7 @@ class Backend(TorchCollectives):
 
     @owner
     def trigger_sync_in_backward(
-        self, accelerator: Accelerator, model: Any
+        self, accelerator: AcceleratorView, model: Any
     ) -> AbstractContextManager[Any]:
         """Return a context in which the next backward reduces, though forward ran unsynced.
 
@@ -404,7 +402,7 @@ class Backend(TorchCollectives):
         return nullcontext()
 
     @owner
-    def unscale_gradients(self, accelerator: Accelerator, optimizer: Any) -> None:
+    def unscale_gradients(self, accelerator: AcceleratorView, optimizer: Any) -> None:
         """Undo gradient scaling on one (inner) optimizer's gradients, once per step.
 
         Default: unscale one optimizer's gradients, where there is a scaler.
@@ -415,7 +413,7 @@ class Backend(TorchCollectives):
     @owner
     def clip_grad(
         self,
-        accelerator: Accelerator,
+        accelerator: AcceleratorView,
         parameters: Sequence[torch.Tensor],
         max_norm: float | None,
         norm_type: float,
@@ -435,7 +433,7 @@ class Backend(TorchCollectives):
 
     @owner
     def optimizer_step(
-        self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None
+        self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Step the inner optimizer; return False if the step was skipped (overflow).
 
@@ -460,7 +458,7 @@ class Backend(TorchCollectives):
         return taken.count > 0 and not overflowed
 
     @owner
-    def zero_grad(self, accelerator: Accelerator, optimizer: Any, set_to_none: bool) -> None:
+    def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
         """Clear the gradients of the inner optimizer's parameters.
 
         Default: clear gradients.
@@ -470,7 +468,7 @@ class Backend(TorchCollectives):
     @owner
     def context_parallel(
         self,
-        accelerator: Accelerator,
+        accelerator: AcceleratorView,
         buffers: Sequence[torch.Tensor] | None,
         buffer_seq_dims: Sequence[int] | None,
         no_restore_buffers: set[torch.Tensor] | None,
@@ -483,7 +481,7 @@ class Backend(TorchCollectives):
 
     @owner
     def run_schedule(
-        self, accelerator: Accelerator, model: torch.nn.Module, batch: Any, step: ScheduleStep
+        self, accelerator: AcceleratorView, model: torch.nn.Module, batch: Any, step: ScheduleStep
     ) -> ScheduleResult:
         """Run forward, and in training backward, of one batch where the engine owns both.
 
@@ -503,7 +501,7 @@ class Backend(TorchCollectives):
     # --- state ---------------------------------------------------------------------------------
 
     @owner
-    def model_state(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
+    def model_state(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
         """Return the state dict `save_state` keeps; keys as the user's own model has them.
 
         Default: return the unwrapped model's state dict.
@@ -513,7 +511,7 @@ class Backend(TorchCollectives):
     @owner
     def load_model_state(
         self,
-        accelerator: Accelerator,
+        accelerator: AcceleratorView,
         model: torch.nn.Module,
         state: Mapping[str, Any],
         strict: bool,
@@ -525,7 +523,7 @@ class Backend(TorchCollectives):
         accelerator.unwrap_model(model).load_state_dict(state, strict=strict)
 
     @owner
-    def optimizer_state(self, accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
         """Return the state dict of one inner optimizer.
 
         Default: return the optimizer's state dict.
@@ -534,7 +532,7 @@ class Backend(TorchCollectives):
 
     @owner
     def load_optimizer_state(
-        self, accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any]
+        self, accelerator: AcceleratorView, optimizer: Any, state: Mapping[str, Any]
     ) -> None:
         """Load what `optimizer_state` gave.
 
@@ -543,7 +541,7 @@ class Backend(TorchCollectives):
         optimizer.load_state_dict(state)
 
     @owner
-    def rng_state(self, accelerator: Accelerator) -> Mapping[str, Any]:
+    def rng_state(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Return the state of this rank's generators that torch does not know, for a checkpoint.
 
         Default: there are none.
@@ -551,14 +549,14 @@ class Backend(TorchCollectives):
         return {}
 
     @owner
-    def load_rng_state(self, accelerator: Accelerator, state: Mapping[str, Any]) -> None:
+    def load_rng_state(self, accelerator: AcceleratorView, state: Mapping[str, Any]) -> None:
         """Set the generators of `rng_state`, after all else of a checkpoint is loaded.
 
         Default: there are none.
         """
 
     @owner
-    def on_seed(self, accelerator: Accelerator, seed: int) -> None:
+    def on_seed(self, accelerator: AcceleratorView, seed: int) -> None:
         """Seed the generators of `rng_state`; `set_seed` was called, with this rank's seed.
 
         Default: there are none.
@@ -566,7 +564,7 @@ class Backend(TorchCollectives):
 
     @owner
     def save_state(
-        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any], later: bool
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
         """Write what the backend keeps beside the core's files; called on every rank, in order.
 
@@ -586,7 +584,7 @@ class Backend(TorchCollectives):
 
     @owner
     def load_state(
-        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
         """Read what `save_state` wrote; the directory exists if something was written.
 
@@ -594,7 +592,7 @@ class Backend(TorchCollectives):
         """
 
     @owner
-    def consolidate(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
+    def consolidate(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
         """Return the whole, unsharded state dict; ranks other than the main one may get {}.
 
         Default: return the unwrapped model's state dict: it is whole on every rank.
@@ -602,7 +600,7 @@ class Backend(TorchCollectives):
         return dict(accelerator.unwrap_model(model).state_dict())
 
 
-def _returned(accelerator: Accelerator, hook: str, value: Any) -> Any:
+def _returned(accelerator: AcceleratorView, hook: str, value: Any) -> Any:
     if value is None:
         raise PluginError(
             f"Hook {hook!r} of the backend {accelerator.backend.name!r} returned None; it returns "

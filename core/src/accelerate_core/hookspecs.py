@@ -21,7 +21,7 @@ import pluggy
 if TYPE_CHECKING:
     import torch
 
-    from accelerate_core.accelerator import Accelerator
+    from accelerate_core.contract.view import AcceleratorView
 
 __all__ = [
     "API_VERSION",
@@ -114,64 +114,66 @@ class HookSpecs:
     # --- stages, in this order ----------------------------------------------------------------
 
     @_stage
-    def convert(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    def convert(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
         """Replace layers or parameters (low precision formats)."""
         raise AssertionError
 
     @_stage
-    def tensor_parallel(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    def tensor_parallel(
+        self, accelerator: AcceleratorView, model: torch.nn.Module
+    ) -> torch.nn.Module:
         """Split layers over ranks (tensor parallelism)."""
         raise AssertionError
 
     @_stage
     def activation_checkpointing(
-        self, accelerator: Accelerator, model: torch.nn.Module
+        self, accelerator: AcceleratorView, model: torch.nn.Module
     ) -> torch.nn.Module:
         """Apply activation checkpointing."""
         raise AssertionError
 
     @_stage
-    def compile(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    def compile(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
         """Compile; where this runs relative to `prepare_model` the backend declares."""
         raise AssertionError
 
     # --- broadcast ----------------------------------------------------------------------------
 
     @_broadcast
-    def on_start(self, accelerator: Accelerator) -> None:
+    def on_start(self, accelerator: AcceleratorView) -> None:
         """The Accelerator is complete: group, device and settings stand."""
 
     @_broadcast
-    def on_save(self, accelerator: Accelerator, directory: Path) -> None:
+    def on_save(self, accelerator: AcceleratorView, directory: Path) -> None:
         """A checkpoint is being written; `directory` is this contributor's own subdirectory."""
 
     @_broadcast
-    def on_load(self, accelerator: Accelerator, directory: Path) -> None:
+    def on_load(self, accelerator: AcceleratorView, directory: Path) -> None:
         """A checkpoint is being read; the directory exists if `on_save` wrote into it."""
 
     @_broadcast
-    def on_step_end(self, accelerator: Accelerator, optimizer: Any) -> None:
+    def on_step_end(self, accelerator: AcceleratorView, optimizer: Any) -> None:
         """An optimizer has been stepped."""
 
     @_broadcast
-    def on_free(self, accelerator: Accelerator) -> None:
+    def on_free(self, accelerator: AcceleratorView) -> None:
         """`free_memory` was called: let go of everything prepared."""
 
     @_broadcast
-    def on_end(self, accelerator: Accelerator) -> None:
+    def on_end(self, accelerator: AcceleratorView) -> None:
         """`end_training` was called; the process group still runs."""
 
     @_broadcast
-    def on_error(self, accelerator: Accelerator, error: BaseException) -> None:
+    def on_error(self, accelerator: AcceleratorView, error: BaseException) -> None:
         """The `with Accelerator()` block is left by an exception."""
 
     # --- registration -------------------------------------------------------------------------
 
     @_registration
-    def classify(self, accelerator: Accelerator, obj: Any) -> str | None:
+    def classify(self, accelerator: AcceleratorView, obj: Any) -> str | None:
         """Name the kind of an object passed to `prepare`: model, optimizer, scheduler, loader."""
 
     @_registration
-    def state_attributes(self, accelerator: Accelerator) -> Mapping[str, Any]:
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Return attributes served from `accelerator.state` and the Accelerator itself."""
         raise AssertionError

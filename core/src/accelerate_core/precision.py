@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.hookspecs import API_VERSION, hook_kind, hookimpl
+
+if TYPE_CHECKING:
+    from accelerate_core.contract.view import AcceleratorView
 
 __all__ = ["BFloat16", "DowncastBFloat16", "Float16", "FullPrecision", "Precision"]
 
@@ -47,25 +50,25 @@ class Precision:
         """Whether forward runs inside `autocast`."""
         return self.dtype is not None or type(self).autocast is not Precision.autocast
 
-    def check(self, accelerator: Any) -> None:
+    def check(self, accelerator: AcceleratorView) -> None:
         """Refuse a device or a setup this precision cannot run on, with the way out in the text.
 
         `accelerator` has its device and ranks, and nothing prepared yet.
         """
 
-    def prepare(self, accelerator: Any, plan: Any) -> None:
+    def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
         """Change the objects of one `prepare` call: replace an optimizer, say.
 
         Called after the stages and before the backend; parameters that were replaced are rebound by
         name afterwards (`plan.rename` says new names).
         """
 
-    def scaler(self, accelerator: Any, options: dict[str, Any]) -> Any | None:
+    def scaler(self, accelerator: AcceleratorView, options: dict[str, Any]) -> Any | None:
         """Return a gradient scaler, None where losses are not scaled."""
         return None
 
     def autocast(
-        self, accelerator: Any, model: torch.nn.Module | None, options: dict[str, Any]
+        self, accelerator: AcceleratorView, model: torch.nn.Module | None, options: dict[str, Any]
     ) -> AbstractContextManager[Any]:
         """Return the context of a forward of `model`, None where the script enters it by itself.
 
@@ -117,14 +120,14 @@ class Float16(Precision):
     needs = frozenset({"autocast", "loss_scaling"})
     dtype = torch.float16
 
-    def prepare(self, accelerator: Any, plan: Any) -> None:
+    def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
         """Change the objects of one `prepare` call: replace an optimizer, say.
 
         Called after the stages and before the backend; parameters that were replaced are rebound by
         name afterwards (`plan.rename` says new names).
         """
 
-    def scaler(self, accelerator: Any, options: dict[str, Any]) -> Any | None:
+    def scaler(self, accelerator: AcceleratorView, options: dict[str, Any]) -> Any | None:
         """Return torch's scaler for the device."""
         return torch.amp.GradScaler(accelerator.device.type, **options)
 
@@ -136,7 +139,7 @@ class BFloat16(Precision):
     needs = frozenset({"autocast"})
     dtype = torch.bfloat16
 
-    def check(self, accelerator: Any) -> None:
+    def check(self, accelerator: AcceleratorView) -> None:
         """Refuse CUDA devices that have no bf16 at all."""
         device = accelerator.device
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=True):

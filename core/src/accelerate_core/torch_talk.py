@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate_core.hookspecs import Scope, owner
 
 if TYPE_CHECKING:
-    from accelerate_core.accelerator import Accelerator
+    from accelerate_core.contract.view import AcceleratorView
 
 __all__ = [
     "ReduceOp",
@@ -133,7 +133,9 @@ class TorchCollectives:
         return self._scopes.get(scope, self._group)
 
     @owner
-    def gather(self, accelerator: Accelerator, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
+    def gather(
+        self, accelerator: AcceleratorView, tensor: torch.Tensor, scope: Scope
+    ) -> torch.Tensor:
         """Return the ranks' flat tensors of k elements as one of n*k, in rank order."""
         group = self.scope_group(scope)
         size = dist.get_world_size(group)
@@ -150,7 +152,7 @@ class TorchCollectives:
 
     @owner
     def reduce(
-        self, accelerator: Accelerator, tensor: torch.Tensor, op: ReduceOp, scope: Scope
+        self, accelerator: AcceleratorView, tensor: torch.Tensor, op: ReduceOp, scope: Scope
     ) -> torch.Tensor:
         """Combine elementwise by `sum`, `mean` (of floats), `max` or `min`, on every rank."""
         group = self.scope_group(scope)
@@ -173,7 +175,7 @@ class TorchCollectives:
 
     @owner
     def broadcast(
-        self, accelerator: Accelerator, tensor: torch.Tensor, src: int, scope: Scope
+        self, accelerator: AcceleratorView, tensor: torch.Tensor, src: int, scope: Scope
     ) -> torch.Tensor:
         """Give every rank the flat tensor of rank `src`; the others' has its size and dtype."""
         dist.broadcast(as_bytes(tensor), group=self.scope_group(scope), group_src=src)
@@ -182,7 +184,7 @@ class TorchCollectives:
     @owner
     def scatter(
         self,
-        accelerator: Accelerator,
+        accelerator: AcceleratorView,
         parts: Sequence[torch.Tensor] | None,
         like: torch.Tensor,
         src: int,
@@ -198,7 +200,7 @@ class TorchCollectives:
 
     @owner
     def all_to_all(
-        self, accelerator: Accelerator, tensor: torch.Tensor, scope: Scope
+        self, accelerator: AcceleratorView, tensor: torch.Tensor, scope: Scope
     ) -> torch.Tensor:
         """Exchange equal pieces: piece j of rank i becomes piece i of rank j."""
         out = torch.empty_like(tensor)
@@ -206,23 +208,25 @@ class TorchCollectives:
         return out
 
     @owner
-    def barrier(self, accelerator: Accelerator, scope: Scope) -> None:
+    def barrier(self, accelerator: AcceleratorView, scope: Scope) -> None:
         """Return when every rank has called it."""
         dist.barrier(group=self.scope_group(scope))
 
     @owner
-    def gather_object(self, accelerator: Accelerator, obj: Any, scope: Scope) -> list[Any]:
+    def gather_object(self, accelerator: AcceleratorView, obj: Any, scope: Scope) -> list[Any]:
         """Return the ranks' picklable objects in rank order, on every rank."""
         return gather_objects(obj, self.scope_group(scope))
 
     @owner
-    def broadcast_object(self, accelerator: Accelerator, obj: Any, src: int, scope: Scope) -> Any:
+    def broadcast_object(
+        self, accelerator: AcceleratorView, obj: Any, src: int, scope: Scope
+    ) -> Any:
         """Give every rank the object of rank `src`."""
         return broadcast_object(obj, src, self.scope_group(scope))
 
     @owner
     def scatter_object(
-        self, accelerator: Accelerator, objs: Sequence[Any] | None, src: int, scope: Scope
+        self, accelerator: AcceleratorView, objs: Sequence[Any] | None, src: int, scope: Scope
     ) -> Any:
         """Give each rank its own of the objects that `src` holds."""
         group = self.scope_group(scope)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_core import Accelerator, Backend, Claim, Request
+from accelerate_core import AcceleratorView, Backend, Claim, Request
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_ddp.hooks import has_hook, let_go, register
 from accelerate_ddp.settings import DistributedDataParallelKwargs
@@ -48,24 +48,24 @@ class DDPBackend(Backend):
         count = request.topology.num_processes
         return Claim(10, f"{count} processes") if count > 1 else None
 
-    def distributed_type(self, accelerator: Accelerator) -> str:
+    def distributed_type(self, accelerator: AcceleratorView) -> str:
         """`MULTI_CPU`, `MULTI_GPU`, or the like for other devices."""
         if accelerator.num_processes == 1:
             return "NO"
         kind = accelerator.device.type
         return "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
 
-    def state_attributes(self, accelerator: Accelerator) -> Mapping[str, Any]:
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Serve `accelerator.ddp_handler`."""
         return {"ddp_handler": self.settings}
 
-    def on_end(self, accelerator: Accelerator) -> None:
+    def on_end(self, accelerator: AcceleratorView) -> None:
         """Leave the group without anything under way."""
         if accelerator.num_processes > 1 and has_hook(self.settings):
             let_go()
 
     def prepare_model(
-        self, accelerator: Accelerator, model: torch.nn.Module, evaluation_mode: bool
+        self, accelerator: AcceleratorView, model: torch.nn.Module, evaluation_mode: bool
     ) -> torch.nn.Module:
         """Wrap a model that has something to train."""
         if evaluation_mode or accelerator.num_processes == 1:
@@ -86,11 +86,11 @@ class DDPBackend(Backend):
         register(wrapped, self.settings)
         return wrapped
 
-    def unwrap_model(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    def unwrap_model(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module inside."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
-    def no_sync(self, accelerator: Accelerator, model: Any) -> AbstractContextManager[Any]:
+    def no_sync(self, accelerator: AcceleratorView, model: Any) -> AbstractContextManager[Any]:
         """Keep gradients on their ranks; the first step of a static graph is synchronised all the same.
 
         torch aborts a static graph whose first backward is not reduced.
@@ -104,13 +104,13 @@ class DDPBackend(Backend):
         return context
 
     def trigger_sync_in_backward(
-        self, accelerator: Accelerator, model: Any
+        self, accelerator: AcceleratorView, model: Any
     ) -> AbstractContextManager[Any]:
         """Make the next backward reduce, although its forward ran under `no_sync`."""
         return _reduce_next(model) if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def join_uneven_inputs(
-        self, accelerator: Accelerator, joinables: Sequence[Any]
+        self, accelerator: AcceleratorView, joinables: Sequence[Any]
     ) -> AbstractContextManager[Any]:
         """Let ranks that have run out shadow the collectives of the others."""
         able = [one for one in joinables if isinstance(one, Joinable)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate_core import (
-    Accelerator,
+    AcceleratorView,
     Backend,
     Claim,
     GradScalerKwargs,
@@ -111,7 +111,7 @@ class DeepSpeedBackend(Backend):
             found["parallelism_config"] = ParallelismConfig(tp_size=tensor)
         return found
 
-    def check(self, accelerator: Accelerator) -> None:
+    def check(self, accelerator: AcceleratorView) -> None:
         """Refuse what contradicts the Accelerator, or what DeepSpeed gets wrong."""
         wanted = accelerator.because["mixed_precision"]
         steps = accelerator.because["gradient_accumulation_steps"]
@@ -137,7 +137,7 @@ class DeepSpeedBackend(Backend):
         if True in does:
             self.owns = frozenset({*self.owns, "precision"})  # type: ignore[misc]
 
-    def _check_tensor_parallel(self, accelerator: Accelerator, plugin: DeepSpeedPlugin) -> None:
+    def _check_tensor_parallel(self, accelerator: AcceleratorView, plugin: DeepSpeedPlugin) -> None:
         config, sizes = plugin.hf_ds_config, accelerator.parallelism_config
         tensor, name = sizes.tp_size, "tensor_parallel.autotp_size"
         there = config.get_value(name)
@@ -176,11 +176,11 @@ class DeepSpeedBackend(Backend):
                 f"sp_backend={sizes.sp_backend!r} is not of this backend; leave it out."
             )
 
-    def distributed_type(self, accelerator: Accelerator) -> str:
+    def distributed_type(self, accelerator: AcceleratorView) -> str:
         """`DEEPSPEED`."""
         return "DEEPSPEED"
 
-    def state_attributes(self, accelerator: Accelerator) -> Mapping[str, Any]:
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Serve the plugins, and the choice among them."""
         trained = self.engines.trained
         wrapped = engines.DeepSpeedEngineWrapper(trained[-1].engine) if trained else None
@@ -218,7 +218,7 @@ class DeepSpeedBackend(Backend):
 
     # --- start --------------------------------------------------------------------------------
 
-    def on_start(self, accelerator: Accelerator) -> None:
+    def on_start(self, accelerator: AcceleratorView) -> None:
         """Import deepspeed, let it use the process group, and check configs with its own models."""
         self._deepspeed = library.connect(accelerator)
         device = self._deepspeed.accelerator.get_accelerator()
@@ -237,11 +237,11 @@ class DeepSpeedBackend(Backend):
             self._ulysses = Ulysses(sizes.sp_size, index, sizes.sp_handler)
         set_active(self)
 
-    def on_free(self, accelerator: Accelerator) -> None:
+    def on_free(self, accelerator: AcceleratorView) -> None:
         """Destroy the engines: their hooks hold them, whoever lets go of them."""
         self.engines.destroy()
 
-    def on_end(self, accelerator: Accelerator) -> None:
+    def on_end(self, accelerator: AcceleratorView) -> None:
         """Leave the environment and Transformers as they were; take the engines' hooks off."""
         self.engines.end()
         library.disconnect()
@@ -250,19 +250,19 @@ class DeepSpeedBackend(Backend):
             self._ulysses.close()
 
     def feed_device(
-        self, accelerator: Accelerator, batches: Iterator[Any], non_blocking: bool
+        self, accelerator: AcceleratorView, batches: Iterator[Any], non_blocking: bool
     ) -> Iterator[Any]:
         """Move batches to the device, cut along the sequence with `sp_size`."""
         moved = super().feed_device(accelerator, batches, non_blocking)
         return moved if self._ulysses is None else self._ulysses.shard(moved)
 
-    def init_model_context(self, accelerator: Accelerator) -> AbstractContextManager[Any]:
+    def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[Any]:
         """Shard parameters while models are made, with stage 3 and `zero3_init_flag`."""
         if self.plugin.is_zero3_init_enabled():
             return zero.init_context(self._deepspeed, self.plugin)
         return nullcontext()
 
-    def classify(self, accelerator: Accelerator, obj: Any) -> str | None:
+    def classify(self, accelerator: AcceleratorView, obj: Any) -> str | None:
         """Recognise the stand-ins."""
         if isinstance(obj, DummyOptim):
             return "optimizer"
@@ -270,7 +270,7 @@ class DeepSpeedBackend(Backend):
 
     # --- prepare ------------------------------------------------------------------------------
 
-    def prepare(self, accelerator: Accelerator, plan: Any) -> None:
+    def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
         """Build an engine for each model with something to train."""
         plan.rebind()
         models = list(plan.of_kind("model"))
@@ -297,7 +297,7 @@ class DeepSpeedBackend(Backend):
             if engine.optimizer is not None and hasattr(engine, "basic_optimizer"):
                 self.engines.add(engine, self.plugin)
 
-    def _needs_engine(self, accelerator: Accelerator, job: engines.Job) -> bool:
+    def _needs_engine(self, accelerator: AcceleratorView, job: engines.Job) -> bool:
         model = job.model.value
         if isinstance(model, self._deepspeed.DeepSpeedEngine):
             raise PrepareError(
@@ -318,7 +318,7 @@ class DeepSpeedBackend(Backend):
             )
         return False
 
-    def _run(self, accelerator: Accelerator, plan: Any) -> resolve.Run:
+    def _run(self, accelerator: AcceleratorView, plan: Any) -> resolve.Run:
         _, count = accelerator.hooks.data_shard(accelerator)
         loaders = [*plan.loaders, *accelerator.loaders]
         parts = count if accelerator.split_batches else 1
@@ -347,7 +347,7 @@ class DeepSpeedBackend(Backend):
             )
         return size
 
-    def unwrap_model(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    def unwrap_model(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
         """Return the module inside of the engine."""
         if self._deepspeed is not None and isinstance(model, self._deepspeed.DeepSpeedEngine):
             inner: nn.Module = model.module
@@ -357,7 +357,7 @@ class DeepSpeedBackend(Backend):
     # --- step ---------------------------------------------------------------------------------
 
     def autocast(
-        self, accelerator: Accelerator, model: nn.Module | None, settings: Any
+        self, accelerator: AcceleratorView, model: nn.Module | None, settings: Any
     ) -> AbstractContextManager[Any]:
         """Leave precision to the engine where it does it."""
         if "precision" in self.owns:
@@ -365,7 +365,7 @@ class DeepSpeedBackend(Backend):
         return super().autocast(accelerator, model, settings)
 
     def backward(
-        self, accelerator: Accelerator, loss: torch.Tensor, kwargs: dict[str, Any]
+        self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
         """Run backward of the engines the loss comes from; the core has divided it."""
         found = self.engines.of_loss(loss)
@@ -397,15 +397,15 @@ class DeepSpeedBackend(Backend):
             for one in found:
                 one.boundary.settle()
 
-    def scale_loss(self, accelerator: Accelerator, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, accelerator: AcceleratorView, loss: torch.Tensor) -> torch.Tensor:
         """Leave it to the engine."""
         return loss
 
-    def unscale_gradients(self, accelerator: Accelerator, optimizer: Any) -> None:
+    def unscale_gradients(self, accelerator: AcceleratorView, optimizer: Any) -> None:
         """Leave it to the engine."""
 
     def scale_gradients(
-        self, accelerator: Accelerator, models: Sequence[nn.Module], factor: torch.Tensor
+        self, accelerator: AcceleratorView, models: Sequence[nn.Module], factor: torch.Tensor
     ) -> None:
         """Multiply each rank's part of the gradients."""
         for model in models:
@@ -415,7 +415,7 @@ class DeepSpeedBackend(Backend):
 
     def clip_grad(
         self,
-        accelerator: Accelerator,
+        accelerator: AcceleratorView,
         parameters: Sequence[torch.Tensor],
         max_norm: float | None,
         norm_type: float,
@@ -483,7 +483,7 @@ class DeepSpeedBackend(Backend):
         return found
 
     def optimizer_step(
-        self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None
+        self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Step the engine; False if gradients overflowed."""
         one = self.engines.of_optimizer(optimizer)
@@ -496,7 +496,7 @@ class DeepSpeedBackend(Backend):
             return True
         return one.boundary.step()
 
-    def zero_grad(self, accelerator: Accelerator, optimizer: Any, set_to_none: bool) -> None:
+    def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
         """Drop gradients that no step has used; a step has cleared its own."""
         one = self.engines.of_optimizer(optimizer)
         if one is None:
@@ -507,7 +507,7 @@ class DeepSpeedBackend(Backend):
     # --- keep ---------------------------------------------------------------------------------
 
     def save_state(
-        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any], later: bool
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
         """Write each engine with DeepSpeed's own writer; models without an engine as tensors."""
         if later:
@@ -519,18 +519,18 @@ class DeepSpeedBackend(Backend):
         return None
 
     def load_state(
-        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
         """Read what `save_state` wrote, on any number of ranks."""
         for one in self.engines.trained:
             one.boundary.drop()
         keeping.load(accelerator, directory, options)
 
-    def consolidate(self, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+    def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, with stage 3 an empty one elsewhere."""
         return keeping.whole_state(accelerator, model)
 
-    def model_state(self, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+    def model_state(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict."""
         return keeping.whole_state(accelerator, model)
 

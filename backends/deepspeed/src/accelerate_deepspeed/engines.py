@@ -24,7 +24,7 @@ from accelerate_deepspeed.settings import DeepSpeedPlugin
 from accelerate_deepspeed.zero import mark_leaves
 
 if TYPE_CHECKING:
-    from accelerate_core import Accelerator
+    from accelerate_core import AcceleratorView
 
 __all__ = [
     "DeepSpeedEngineWrapper",
@@ -277,7 +277,7 @@ def _check_section(config: HfDeepSpeedConfig, section: str, model: Any) -> None:
 
 
 def make_engine(
-    accelerator: Accelerator,
+    accelerator: AcceleratorView,
     deepspeed: Any,
     plugin: DeepSpeedPlugin,
     job: Job,
@@ -367,7 +367,7 @@ def settle_engine(config: HfDeepSpeedConfig, prepared: bool) -> None:
 
 
 def _put_schedulers(
-    accelerator: Accelerator, engine: Any, job: Job, given: Any, own_scheduler: Any
+    accelerator: AcceleratorView, engine: Any, job: Job, given: Any, own_scheduler: Any
 ) -> None:
     wrapped = job.optimizer.value if job.optimizer is not None else None
     for entry in job.schedulers:

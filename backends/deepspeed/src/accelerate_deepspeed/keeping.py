@@ -19,7 +19,7 @@ from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_
 from accelerate_deepspeed.reading import beside_the_optimizer, check_file, read_file
 
 if TYPE_CHECKING:
-    from accelerate_core import Accelerator
+    from accelerate_core import AcceleratorView
 
 __all__ = ["load", "save", "to_universal", "whole_state"]
 
@@ -28,7 +28,7 @@ _LOAD_OPTIONS = ("strict", "load_module_strict", "load_optimizer_states", "load_
 _NOTE = "engines.json"
 
 
-def whole_state(accelerator: Accelerator, model: Any) -> dict[str, Any]:
+def whole_state(accelerator: AcceleratorView, model: Any) -> dict[str, Any]:
     """Return a model's whole state dict; with stage 3 rank 0's only."""
     partitioned = getattr(model, "zero_optimization_partition_weights", None)
     if partitioned is not None and partitioned():
@@ -37,7 +37,7 @@ def whole_state(accelerator: Accelerator, model: Any) -> dict[str, Any]:
     return dict(accelerator.unwrap_model(model).state_dict())
 
 
-def save(accelerator: Accelerator, directory: Path, options: Mapping[str, Any]) -> None:
+def save(accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]) -> None:
     """Write engines with `save_checkpoint`, other models as tensors.
 
     A rank that cannot write goes on to where the others wait, and fails then.
@@ -79,7 +79,7 @@ def save(accelerator: Accelerator, directory: Path, options: Mapping[str, Any]) 
         raise trouble
 
 
-def load(accelerator: Accelerator, directory: Path, options: Mapping[str, Any]) -> None:
+def load(accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]) -> None:
     """Read what `save` wrote; on another number of ranks by the universal form."""
     _known("load_state", options, _LOAD_OPTIONS)
     try:
@@ -131,7 +131,7 @@ def _known(what: str, options: Mapping[str, Any], known: tuple[str, ...]) -> Non
             )
 
 
-def _load_plain(accelerator: Accelerator, model: Any, state: Any, strict: bool) -> None:
+def _load_plain(accelerator: AcceleratorView, model: Any, state: Any, strict: bool) -> None:
     from accelerate_deepspeed.zero import gathered
 
     module = accelerator.unwrap_model(model)
@@ -141,7 +141,9 @@ def _load_plain(accelerator: Accelerator, model: Any, state: Any, strict: bool) 
 
 
 @torch.no_grad()
-def _load_others(accelerator: Accelerator, model: Any, state: Mapping[str, torch.Tensor]) -> None:
+def _load_others(
+    accelerator: AcceleratorView, model: Any, state: Mapping[str, torch.Tensor]
+) -> None:
     from accelerate_deepspeed.zero import gathered
 
     module = accelerator.unwrap_model(model)
@@ -188,7 +190,7 @@ def _load_universal(
 
 @contextmanager
 def _universal(
-    accelerator: Accelerator, directory: Path, tag: str, model: Any, saved: Mapping[str, Any]
+    accelerator: AcceleratorView, directory: Path, tag: str, model: Any, saved: Mapping[str, Any]
 ) -> Iterator[Path]:
     """Have the checkpoint in the form that any number of ranks reads, beside it, for a while."""
     stage = int(model.zero_optimization_stage())

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_core import Accelerator, Backend, Claim, Request
+from accelerate_core import AcceleratorView, Backend, Claim, Request
 from accelerate_core.collectives import rng_state
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.errors import ConfigurationError, PrepareError
@@ -97,11 +97,11 @@ class FSDP2Backend(Backend):
             return Claim(20, request.config.where("parallelism_config"))
         return None
 
-    def distributed_type(self, accelerator: Accelerator) -> str:
+    def distributed_type(self, accelerator: AcceleratorView) -> str:
         """`FSDP`."""
         return "FSDP"
 
-    def state_attributes(self, accelerator: Accelerator) -> Mapping[str, Any]:
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Serve `accelerator.fsdp_plugin`, `is_fsdp2` and `is_composable_parallelism_enabled`."""
         return {
             "fsdp_plugin": self.options,
@@ -111,7 +111,7 @@ class FSDP2Backend(Backend):
 
     # --- start --------------------------------------------------------------------------------
 
-    def mesh(self, accelerator: Accelerator) -> Any | None:
+    def mesh(self, accelerator: AcceleratorView) -> Any | None:
         """Make the mesh; refuse ring attention where torch has no kernel for it."""
         config = accelerator.parallelism_config
         on_cpu = accelerator.device.type == "cpu"
@@ -123,7 +123,7 @@ class FSDP2Backend(Backend):
             )
         return super().mesh(accelerator)
 
-    def check(self, accelerator: Accelerator) -> None:
+    def check(self, accelerator: AcceleratorView) -> None:
         """Refuse details of the mesh that are another backend's."""
         config = accelerator.parallelism_config
         if config.sp_backend not in (None, "torch"):
@@ -137,7 +137,7 @@ class FSDP2Backend(Backend):
                 "has not been tried. Leave it out."
             )
 
-    def _shard_mesh(self, accelerator: Accelerator) -> Any:
+    def _shard_mesh(self, accelerator: AcceleratorView) -> Any:
         """Return the mesh over which gradients are reduced: shards, and copies of them."""
         if self._shards is not None:
             return self._shards
@@ -153,13 +153,13 @@ class FSDP2Backend(Backend):
             self._shards = mesh["dp_replicate", shards]
         return self._shards
 
-    def on_end(self, accelerator: Accelerator) -> None:
+    def on_end(self, accelerator: AcceleratorView) -> None:
         """Leave loss_parallel."""
         if self._loss_parallel is not None:
             self._loss_parallel.__exit__(None, None, None)
             self._loss_parallel = None
 
-    def init_model_context(self, accelerator: Accelerator) -> AbstractContextManager[Any]:
+    def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[Any]:
         """With `cpu_ram_efficient_loading` only rank 0 makes weights."""
         if self.options.cpu_ram_efficient_loading and not accelerator.is_main_process:
             return torch.device("meta")
@@ -167,7 +167,7 @@ class FSDP2Backend(Backend):
 
     # --- prepare ------------------------------------------------------------------------------
 
-    def tensor_parallel(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    def tensor_parallel(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
         """Make the ranks' weights alike, then distribute layers over `tp`."""
         if isinstance(model, FSDPModule):
             return model
@@ -203,7 +203,7 @@ class FSDP2Backend(Backend):
                 )
             self._owners[parameter] = weakref.ref(model)
 
-    def _align_generators(self, accelerator: Accelerator) -> None:
+    def _align_generators(self, accelerator: AcceleratorView) -> None:
         """Give ranks that get the same samples the same random states, once.
 
         Dropout of ranks that compute one layer together must agree, and so must augmentation of
@@ -226,7 +226,7 @@ class FSDP2Backend(Backend):
                     every_rank=True,
                 )
 
-    def _agree_on_weights(self, accelerator: Accelerator, model: nn.Module) -> None:
+    def _agree_on_weights(self, accelerator: AcceleratorView, model: nn.Module) -> None:
         if accelerator.num_processes == 1 and not weights.on_meta(model):
             return
         weights.check_models(model)
@@ -243,7 +243,7 @@ class FSDP2Backend(Backend):
                 model.to(accelerator.device)
             weights.broadcast_whole(model)
 
-    def activation_checkpointing(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    def activation_checkpointing(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
         """Compute the activations of each unit again in backward, if asked for."""
         if not self.options.activation_checkpointing or isinstance(model, FSDPModule):
             return model
@@ -257,7 +257,7 @@ class FSDP2Backend(Backend):
         return model
 
     def prepare_model(
-        self, accelerator: Accelerator, model: nn.Module, evaluation_mode: bool
+        self, accelerator: AcceleratorView, model: nn.Module, evaluation_mode: bool
     ) -> nn.Module:
         """Shard the units and then the model, and fill the shards of what was on meta."""
         if isinstance(model, FSDPModule):
@@ -322,7 +322,7 @@ class FSDP2Backend(Backend):
         usual = ["generate"] if callable(getattr(model, "generate", None)) else []
         return list(dict.fromkeys([*usual, *asked]))
 
-    def _materialise(self, accelerator: Accelerator, model: nn.Module) -> None:
+    def _materialise(self, accelerator: AcceleratorView, model: nn.Module) -> None:
         source = self._sources.pop(model)
         held_buffers = {n: b.detach().clone() for n, b in model.named_buffers() if not b.is_meta}
         if source is None:
@@ -346,7 +346,7 @@ class FSDP2Backend(Backend):
         held = source if isinstance(source, dict) else None
         weights.fill_from_rank_0(model, held, accelerator.parallelism_config, accelerator.device)
 
-    def prepare_optimizer(self, accelerator: Accelerator, optimizer: Any) -> Any:
+    def prepare_optimizer(self, accelerator: AcceleratorView, optimizer: Any) -> Any:
         """Refuse what needs whole parameters, and shard the state it has already."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         sharded = [p for p in parameters if isinstance(p, DTensor)]
@@ -374,7 +374,7 @@ class FSDP2Backend(Backend):
         self._shard_state(accelerator, optimizer)
         return optimizer
 
-    def _shard_state(self, accelerator: Accelerator, optimizer: Any) -> None:
+    def _shard_state(self, accelerator: AcceleratorView, optimizer: Any) -> None:
         config, rank = accelerator.parallelism_config, accelerator.process_index
         for parameter, values in getattr(optimizer, "state", {}).items():
             if not isinstance(parameter, DTensor):
@@ -388,12 +388,12 @@ class FSDP2Backend(Backend):
 
     # --- step ---------------------------------------------------------------------------------
 
-    def no_sync(self, accelerator: Accelerator, model: Any) -> AbstractContextManager[Any]:
+    def no_sync(self, accelerator: AcceleratorView, model: Any) -> AbstractContextManager[Any]:
         """Keep whole gradients on their ranks: nothing is reduced."""
         return self._synced(model, False) if isinstance(model, FSDPModule) else nullcontext()
 
     def trigger_sync_in_backward(
-        self, accelerator: Accelerator, model: Any
+        self, accelerator: AcceleratorView, model: Any
     ) -> AbstractContextManager[Any]:
         """Reduce in the next backward, although its forward ran under `no_sync`."""
         return self._synced(model, True) if isinstance(model, FSDPModule) else nullcontext()
@@ -434,7 +434,7 @@ class FSDP2Backend(Backend):
                         parameter._unsharded_param.grad = None
             self._waiting.discard(model)
 
-    def zero_grad(self, accelerator: Accelerator, optimizer: Any, set_to_none: bool) -> None:
+    def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
         """Clear gradients, those that are not reduced yet, too."""
         super().zero_grad(accelerator, optimizer, set_to_none)
         if self._waiting:
@@ -443,7 +443,7 @@ class FSDP2Backend(Backend):
             self._forget_gradients(mine)
 
     def backward(
-        self, accelerator: Accelerator, loss: torch.Tensor, kwargs: dict[str, Any]
+        self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
         """Compute gradients; average those of parameters that stay whole."""
         replicated = accelerator.parallelism_config.dp_replicate_enabled
@@ -474,7 +474,7 @@ class FSDP2Backend(Backend):
 
     @torch.no_grad()
     def _add_up(
-        self, before: dict[nn.Parameter, torch.Tensor | None], accelerator: Accelerator
+        self, before: dict[nn.Parameter, torch.Tensor | None], accelerator: AcceleratorView
     ) -> None:
         for parameter, earlier in before.items():
             if parameter.grad is None:
@@ -487,7 +487,7 @@ class FSDP2Backend(Backend):
                 grad.add_(earlier)
 
     def scale_gradients(
-        self, accelerator: Accelerator, models: Sequence[nn.Module], factor: torch.Tensor
+        self, accelerator: AcceleratorView, models: Sequence[nn.Module], factor: torch.Tensor
     ) -> None:
         """Multiply every gradient in place."""
         parameters = dict.fromkeys(p for model in models for p in model.parameters())
@@ -495,7 +495,7 @@ class FSDP2Backend(Backend):
 
     def clip_grad(
         self,
-        accelerator: Accelerator,
+        accelerator: AcceleratorView,
         parameters: Sequence[torch.Tensor],
         max_norm: float | None,
         norm_type: float,
@@ -511,7 +511,7 @@ class FSDP2Backend(Backend):
                     local(parameter.grad).clamp_(-clip_value, clip_value)  # type: ignore[operator]
         return None
 
-    def unscale_gradients(self, accelerator: Accelerator, optimizer: Any) -> None:
+    def unscale_gradients(self, accelerator: AcceleratorView, optimizer: Any) -> None:
         """Unscale each shard, and let every rank know of an overflow on any."""
         scaler: Any = accelerator.scaler
         if scaler is None:
@@ -526,7 +526,7 @@ class FSDP2Backend(Backend):
         scaler._per_optimizer_states[id(optimizer)] = entry
 
     def optimizer_step(
-        self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None
+        self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Step, unless gradients are not there."""
         held = (p for group in optimizer.param_groups for p in group["params"])
@@ -543,7 +543,7 @@ class FSDP2Backend(Backend):
 
     def context_parallel(
         self,
-        accelerator: Accelerator,
+        accelerator: AcceleratorView,
         buffers: Sequence[torch.Tensor] | None,
         buffer_seq_dims: Sequence[int] | None,
         no_restore_buffers: set[torch.Tensor] | None,
@@ -561,29 +561,29 @@ class FSDP2Backend(Backend):
 
     # --- keep ---------------------------------------------------------------------------------
 
-    def model_state(self, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+    def model_state(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0."""
         return keeping.full_model(accelerator.unwrap_model(model))
 
     def load_model_state(
-        self, accelerator: Accelerator, model: nn.Module, state: Mapping[str, Any], strict: bool
+        self, accelerator: AcceleratorView, model: nn.Module, state: Mapping[str, Any], strict: bool
     ) -> None:
         """Take this rank's parts of a whole state dict."""
         config = accelerator.parallelism_config
         keeping.load_full_model(accelerator.unwrap_model(model), state, config, strict)
 
-    def optimizer_state(self, accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
         """Return the whole state on rank 0."""
         return keeping.full_optimizer(optimizer)
 
     def load_optimizer_state(
-        self, accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any]
+        self, accelerator: AcceleratorView, optimizer: Any, state: Mapping[str, Any]
     ) -> None:
         """Take this rank's parts of a whole state."""
         keeping.load_full_optimizer(optimizer, state, accelerator.parallelism_config)
 
     def save_state(
-        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any], later: bool
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
         """Write each rank's shards with torch.distributed.checkpoint."""
         if "checkpoint" not in self.owns:
@@ -593,7 +593,7 @@ class FSDP2Backend(Backend):
         return self._sharded.save(models, optimizers, directory, later)
 
     def load_state(
-        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
         """Read the shards of any number of ranks and any mesh."""
         self._forget_gradients(accelerator.models)
@@ -604,7 +604,7 @@ class FSDP2Backend(Backend):
         strict = bool(options.get("strict", True))
         self._sharded.load(models, optimizers, directory, strict)
 
-    def consolidate(self, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+    def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, an empty one elsewhere."""
         return keeping.full_model(accelerator.unwrap_model(model))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import warnings
@@ -23,7 +24,7 @@ from accelerate_core.hookspecs import (
 )
 from accelerate_core.plugins.discovery import PluginRecord
 
-__all__ = ["ActivePlugins", "Hooks", "blame", "blaming"]
+__all__ = ["ActivePlugins", "Hooks", "blame", "blame_methods", "blaming"]
 
 
 class Hooks:
@@ -189,6 +190,21 @@ def _written_for(plugin: Any) -> str:
 def blame(error: BaseException, hook: str, record: PluginRecord) -> None:
     """Note on an exception which hook of which plugin let it out."""
     error.add_note(f"accelerate-core: hook {hook!r} of plugin {record.label}")
+
+
+def blame_methods(plugin: Any, record: PluginRecord, names: Iterable[str]) -> None:
+    """Let what these methods of an object raise name its plugin; each costs one more call."""
+    for name in names:
+        method = getattr(plugin, name)
+
+        def call(*arguments: Any, _method: Any = method, _name: str = name) -> Any:
+            try:
+                return _method(*arguments)
+            except BaseException as error:
+                blame(error, _name, record)
+                raise
+
+        setattr(plugin, name, functools.wraps(method)(call))
 
 
 @contextmanager

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate_core import Accelerator, Backend, BackendSettings, Claim, Request, option, settings
+from accelerate_core import (
+    AcceleratorView,
+    Backend,
+    BackendSettings,
+    Claim,
+    Request,
+    option,
+    settings,
+)
 
 __all__ = ["RingBackend", "RingPlugin"]
 
@@ -41,11 +49,13 @@ class RingBackend(Backend):
             Claim(50, "ACCELERATE_USE_RING is set") if request.flag("ACCELERATE_USE_RING") else None
         )
 
-    def distributed_type(self, accelerator: Accelerator) -> str:
+    def distributed_type(self, accelerator: AcceleratorView) -> str:
         """A member of its own."""
         return "RING" if accelerator.num_processes > 1 else "NO"
 
-    def prepare_model(self, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    def prepare_model(
+        self, accelerator: AcceleratorView, model: torch.nn.Module
+    ) -> torch.nn.Module:
         """Start every rank from rank 0's weights."""
         if accelerator.num_processes > 1:
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -54,7 +64,7 @@ class RingBackend(Backend):
 
     def clip_grad(
         self,
-        accelerator: Accelerator,
+        accelerator: AcceleratorView,
         parameters: Sequence[torch.Tensor],
         max_norm: float | None,
         norm_type: float,
@@ -65,7 +75,7 @@ class RingBackend(Backend):
         return super().clip_grad(accelerator, parameters, max_norm, norm_type, clip_value)
 
     def optimizer_step(
-        self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None
+        self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Average what clipping has not averaged yet, and step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -73,7 +83,7 @@ class RingBackend(Backend):
         self._averaged.difference_update(id(parameter) for parameter in parameters)
         return super().optimizer_step(accelerator, optimizer, closure)
 
-    def _average(self, accelerator: Accelerator, parameters: Sequence[torch.Tensor]) -> None:
+    def _average(self, accelerator: AcceleratorView, parameters: Sequence[torch.Tensor]) -> None:
         if accelerator.num_processes == 1:
             return
         waiting = [p for p in parameters if p.grad is not None and id(p) not in self._averaged]

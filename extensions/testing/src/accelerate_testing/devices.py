@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -61,7 +62,7 @@ def _refusal(plugin: Any, device: torch.device) -> str:
     if not (isinstance(plugin, type) and issubclass(plugin, Precision)):
         return ""
     try:
-        plugin().check(device)
+        plugin().check(cast(Any, SimpleNamespace(device=device)))
     except AccelerateError as error:
         return str(error)
     except Exception:  # a fault of its own, which the checks tell

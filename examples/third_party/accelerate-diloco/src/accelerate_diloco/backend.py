@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from accelerate_core import Accelerator, Backend, Claim, Request
+from accelerate_core import AcceleratorView, Backend, Claim, Request
 from accelerate_diloco.outer import Outer
 from accelerate_diloco.settings import DiLoCoSettings
 
@@ -48,16 +48,16 @@ class DiLoCoBackend(Backend):
         """Outer steps so far: meetings, however many optimizers took part in each."""
         return max((outer.meetings for outer in self._outer.values()), default=0)
 
-    def distributed_type(self, accelerator: Accelerator) -> str:
+    def distributed_type(self, accelerator: AcceleratorView) -> str:
         """`DILOCO`, a member of its own."""
         return "DILOCO" if accelerator.num_processes > 1 else "NO"
 
-    def state_attributes(self, accelerator: Accelerator) -> Mapping[str, Any]:
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Serve `accelerator.diloco_outer_steps`."""
         return {"diloco_outer_steps": self.outer_steps}
 
     def prepare_model(
-        self, accelerator: Accelerator, model: torch.nn.Module, evaluation_mode: bool
+        self, accelerator: AcceleratorView, model: torch.nn.Module, evaluation_mode: bool
     ) -> torch.nn.Module:
         """Start all ranks from rank 0's weights."""
         if accelerator.num_processes > 1:
@@ -66,7 +66,7 @@ class DiLoCoBackend(Backend):
         return model
 
     def optimizer_step(
-        self, accelerator: Accelerator, optimizer: Any, closure: Callable[[], Any] | None
+        self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Take the inner step, and the outer one when it is due."""
         outer = self._outer_of(optimizer)  # remembers where the inner steps began
@@ -86,7 +86,7 @@ class DiLoCoBackend(Backend):
 
     # --- keep: between two meetings each rank is somewhere else --------------------------------
 
-    def consolidate(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
+    def consolidate(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
         """Return the mean of the ranks' weights: what the next meeting would start from."""
         state = accelerator.unwrap_model(model).state_dict()
         return {
@@ -95,7 +95,7 @@ class DiLoCoBackend(Backend):
         }
 
     def save_state(
-        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any], later: bool
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
     ) -> Callable[[], None] | None:
         """Write where each rank is, beside the core's files, and what is alike on all of them."""
         own = {
@@ -121,7 +121,7 @@ class DiLoCoBackend(Backend):
         return None
 
     def load_state(
-        self, accelerator: Accelerator, directory: Path, options: Mapping[str, Any]
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
         """Go on where each rank was; a rank that was not there begins at the last meeting."""
         if not (directory / "outer.pt").exists():  # another backend's checkpoint: begin here

@@ -1,0 +1,57 @@
+"""What plugins may read of an Accelerator is short, documented, and enough for ours."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from accelerate_core import Accelerator
+from accelerate_core.contract.view import AcceleratorView
+
+ROOT = Path(__file__).parents[2]
+NAMES = {name for name in vars(AcceleratorView) if not name.startswith("_")}
+PLUGINS = [
+    *ROOT.glob("backends/*/src/**/*.py"),
+    *ROOT.glob("examples/**/src/**/*.py"),
+    *ROOT.glob("extensions/testing/src/accelerate_testing/scaffold/templates/**/src/**/*.py.in"),
+]
+
+
+def test_the_view_fits_on_a_page_and_says_what_each_name_is() -> None:
+    assert 20 < len(NAMES) <= 35
+    assert [name for name in NAMES if not inspect.getdoc(getattr(AcceleratorView, name))] == []
+
+
+def test_an_accelerator_has_every_name_of_the_view() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert [name for name in NAMES if not hasattr(accelerator, name)] == []
+
+
+def read_of_accelerators(tree: ast.AST) -> set[str]:
+    """Return the attributes that are read of a parameter called `accelerator`."""
+    return {
+        node.attr
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        and any(one.arg == "accelerator" for one in function.args.args)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "accelerator"
+    }
+
+
+def test_the_search_finds_what_is_read() -> None:
+    code = "def hook(self, accelerator):\n    accelerator.device.type\n    other.thing\n"
+    assert read_of_accelerators(ast.parse(code)) == {"device"}
+
+
+@pytest.mark.parametrize("path", PLUGINS, ids=lambda path: "/".join(path.parts[-3:]))
+def test_plugins_read_nothing_else(path: Path) -> None:
+    source = path.read_text()
+    for word in ("@package@", "@name@", "@class@", "@settings@", "@api@", "@env@"):
+        source = source.replace(word, "word")
+    assert read_of_accelerators(ast.parse(source)) - NAMES == set()
