@@ -43,16 +43,6 @@ class Stepping(Place):
             )
         self.gradient_state.num_steps = value
 
-    def _advance(self) -> None:
-        """Count one micro-batch and decide whether it ends the cycle."""
-        state = self.gradient_state
-        if state.sync_with_dataloader and state.end_of_dataloader:
-            self.step = 0
-            state.sync_gradients = True
-        else:
-            self.step += 1
-            state.sync_gradients = self.step % state.num_steps == 0
-
     def accumulate(
         self, *models: torch.nn.Module, num_items: int | float | torch.Tensor | None = None
     ) -> AbstractContextManager[None]:
@@ -382,7 +372,13 @@ class _MicroBatch:
         accelerator = self._accelerator
         state = accelerator.gradient_state
         first = state.sync_gradients
-        accelerator._advance()
+        # Count one micro-batch and decide whether it ends the cycle.
+        if state.sync_with_dataloader and state.end_of_dataloader:
+            accelerator.step = 0
+            state.sync_gradients = True
+        else:
+            accelerator.step += 1
+            state.sync_gradients = accelerator.step % state.num_steps == 0
         if self._num_items is not None or accelerator._items.open:
             accelerator._count(self._num_items, self._models, first)
         if not (state.sync_gradients or state.sync_each_batch) and accelerator.use_distributed:
