@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,12 +43,26 @@ for _ in range(5):
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         accelerator.backward(loss)
         optimizer.step()
-accelerator.save_state("state", blocking=False)
-accelerator.wait_for_checkpoint()
-accelerator.load_state("state")
+SAVING
 accelerator.print(accelerator.backend.name, accelerator.num_processes, loss.item() < 0.05)
 accelerator.end_training()
 """
+
+SAVING = """
+accelerator.save_state("state", blocking=False)
+accelerator.wait_for_checkpoint()
+accelerator.load_state("state")
+"""
+#: What the core alone cannot do, and the moment at which it says so.
+MISSING = {
+    "Accelerator(cpu=True, log_with='all')": "feeds trackers",
+    "Accelerator(cpu=True, project_config=ProjectConfiguration('.', automatic_checkpoint_naming=True))": (
+        "saving and loading are not installed"
+    ),
+    "Accelerator(cpu=True).save_state('here')": "saving and loading are not installed",
+    "accelerate_core.notebook_launcher": "notebook_launcher",
+    "accelerate_core.load_checkpoint_and_dispatch": "load_checkpoint_and_dispatch",
+}
 
 
 def run(*command: str | Path, timeout: int = 300, cwd: Path | None = None) -> str:
@@ -100,9 +115,10 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
     trackers = [wheel for wheel in found if _is_tracker(wheel)]
     # Together, so that siblings are found among the wheels and nowhere else.
     small = [wheel for name in SMALL for wheel in wheels.glob(f"accelerate_{name}-*.whl")]
-    run(*pip, *small, timeout=600)
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    core_alone(venv, next(wheels.glob("accelerate_core-*.whl")), pip, tmp_path)
+    script.write_text(SCRIPT.replace("SAVING", SAVING))
+    run(*pip, *small, timeout=600)
     launch = venv / "bin" / "accelerate-core"
     for processes, backend in ((1, "single"), (2, "ddp")):
         out = run(
@@ -130,6 +146,32 @@ def test_wheels_in_an_empty_environment_train(wheels: Path, tmp_path: Path) -> N
         (name,) = [name for name in rows if wheel.name.startswith(f"accelerate_{name}-")]
         assert rows[name]["state"] == "passed over"
         assert "its library is not installed: pip install" in rows[name]["because"]
+
+
+def core_alone(venv: Path, wheel: Path, pip: tuple[Any, ...], tmp_path: Path) -> None:
+    """One wheel trains on one process, and names what is missing with its pip command."""
+    run(*pip, wheel, timeout=600)
+    python = venv / "bin" / "python"
+    found = json.loads(run(python, "-m", "pip", "list", "--format", "json"))
+    assert [one["name"] for one in found if "accelerate" in one["name"]] == ["accelerate-core"]
+    script = tmp_path / "alone.py"
+    script.write_text(SCRIPT.replace("SAVING", ""))
+    done = subprocess.run([python, script], capture_output=True, text=True, timeout=120)
+    assert "single 1 True" in done.stdout, done.stderr
+    assert "This run cannot be saved" in done.stderr  # told once, before hours of training
+    head = "import accelerate_core\nfrom accelerate_core import Accelerator, ProjectConfiguration\n"
+    for code, said in MISSING.items():
+        done = subprocess.run(
+            [python, "-c", head + code], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        )
+        last = done.stderr.strip().splitlines()[-1]
+        assert done.returncode, code
+        assert said in last, last
+        assert 'pip install "accelerate-core[' in last, last
+    command = venv / "bin" / "accelerate-core"
+    done = subprocess.run([command, "launch"], capture_output=True, text=True, timeout=60)
+    assert done.returncode
+    assert 'pip install "accelerate-core[standard]"' in done.stderr
 
 
 def _is_tracker(wheel: Path) -> bool:
