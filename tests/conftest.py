@@ -1,1 +1,19 @@
 """Lets every test import the helpers in this folder: pytest puts a conftest's folder on the path."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_file_begins_with_no_accelerator() -> Iterator[None]:
+    """Drop what a file's tests have left running: which file is next differs from run to run."""
+    yield
+    runtime = sys.modules.get("accelerate_core.runtime")
+    if runtime is not None:
+        while (left := runtime.current_user()) is not None:
+            runtime.release(left)
+        runtime.release(None)  # one that was used by nobody, or by what is gone
