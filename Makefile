@@ -97,6 +97,7 @@ bench: $(VENV)/dev.stamp
 	$(PAIR) benchmarks/collectives.py
 	$(PAIR) benchmarks/loaders.py
 	$(BIN)/python benchmarks/sampler_scale.py
+	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/cli_start.py
 	$(BIN)/python benchmarks/launch_start.py
 	$(BIN)/python benchmarks/checkpoint.py

@@ -6,6 +6,7 @@ Everything is imported on first use: `import accelerate_core` does not import to
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(home), name)
         globals()[name] = value
         return value
+    if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")  # before anybody's lent name
     from accelerate_core.errors import did_you_mean
     from accelerate_core.plugins import exports
 
