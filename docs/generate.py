@@ -166,6 +166,7 @@ def known_packages() -> str:
     kinds = {group.rpartition(".")[2]: kind for group, kind in discovery.KINDS.items()}
     names: dict[str, dict[str, str]] = {kind: {} for kind in kinds.values()}
     exports: dict[str, list[str]] = {}
+    summaries: dict[str, str] = {}
     triggers: dict[str, dict[str, str]] = {"ARGUMENTS": {}, "SECTIONS": {}, "VARIABLES": {}}
     extras = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text())["project"]
     extra_of = {
@@ -180,6 +181,8 @@ def known_packages() -> str:
             continue
         for group, points in project.get("entry-points", {}).items():
             group = group.rpartition(".")[2]
+            if group == "commands":
+                summaries |= {name: _summary(target) for name, target in points.items()}
             if group in kinds:
                 names[kinds[group]] |= dict.fromkeys(points, extra)
             elif group == "exports":
@@ -196,10 +199,13 @@ def known_packages() -> str:
         "",
         "from __future__ import annotations",
         "",
-        '__all__ = ["ARGUMENTS", "EXPORTS", "NAMES", "SECTIONS", "VARIABLES"]',
+        '__all__ = ["ARGUMENTS", "EXPORTS", "NAMES", "SECTIONS", "SUMMARIES", "VARIABLES"]',
         "",
         "#: Kind of plugin -> name -> extra of accelerate-core.",
         f"NAMES: dict[str, dict[str, str]] = {names!r}",
+        "",
+        "#: Command -> its line in the help.",
+        f"SUMMARIES: dict[str, str] = {summaries!r}",
         "",
         "_LENT = {",
         *(f'{extra!r}: """{" ".join(found)}""",' for extra, found in sorted(exports.items())),
@@ -215,6 +221,11 @@ def known_packages() -> str:
     ):
         lines += ["", f"#: {meaning} -> extra.", f"{table}: dict[str, str] = {triggers[table]!r}"]
     return _formatted("\n".join(lines) + "\n")
+
+
+def _summary(target: str) -> str:
+    command = discovery.load_target(target)
+    return str(command.get_short_help_str(88))
 
 
 def _formatted(source: str) -> str:

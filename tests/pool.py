@@ -143,7 +143,7 @@ def start(
         out: file its output goes to; several may share one.
     """
     with _lock:
-        parents = _free.setdefault(rank, [])
+        parents = _free[rank] = [one for one in _free.get(rank, ()) if one.process.poll() is None]
         if parents:
             parent = parents.pop()
         else:

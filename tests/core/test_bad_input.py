@@ -163,9 +163,12 @@ def test_constructor(arguments: dict[str, Any], kind: type[Exception], said: lis
         assert part in str(failure.value)
 
 
+OWN = ("accelerate-core", "accelerate-tracking")
+
+
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = discovery.installed()
-    plugins = tuple(one for one in found.plugins if one.distribution == "accelerate-core")
+    plugins = tuple(one for one in found.plugins if one.distribution in OWN)
     without = dataclasses.replace(found, plugins=plugins)
     monkeypatch.setattr(discovery, "installed", lambda: without)
     with pytest.raises(MissingPluginError, match=r'pip install "accelerate-core\[mlflow\]"'):

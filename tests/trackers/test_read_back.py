@@ -220,7 +220,7 @@ def test_wandb_goes_on_under_the_same_id(resumed: tuple[Path, str, dict[str, Any
 def test_the_peers_class_names_are_lent_and_import_no_library() -> None:
     code = """
 import sys
-from accelerate_core import tracking
+import accelerate_tracking as tracking
 from accelerate_core.plugins import installed
 for record in installed().of_kind("tracker"):
     cls = record.load()

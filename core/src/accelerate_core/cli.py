@@ -82,14 +82,15 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = []
-        for name in self.list_commands(ctx):
-            try:
-                command = self.get_command(ctx, name)
-                said = command.get_short_help_str(100) if command is not None else ""
-            except PluginError as error:
-                said = f"broken: {error}"
-            rows.append((name, said))
+        from accelerate_core.plugins.discovery import installed
+
+        # Importing a stranger's command may import all there is: what is not known names its owner.
+        rows = [
+            (name, catalog.SUMMARIES.get(one.name, f"of {one.distribution} {one.version}"))
+            for name in self.list_commands(ctx)
+            for one in installed().of_kind("command")
+            if one.name == self.prefix + name
+        ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

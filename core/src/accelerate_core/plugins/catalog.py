@@ -18,6 +18,7 @@ __all__ = [
     "PROBES",
     "REFUSED_OPTIONS",
     "SECTIONS",
+    "SUMMARIES",
     "SWITCHES",
     "VARIABLES",
     "extra_for",
@@ -40,6 +41,9 @@ NAMES: dict[str, dict[str, str]] = {
     "precision": {**known_packages.NAMES["precision"], "fp8": "fp8"},
     "command": {**known_packages.NAMES["command"], "tpu-config": "xla"},
 }
+
+#: Command -> its line in the help.
+SUMMARIES = known_packages.SUMMARIES
 
 #: What several processes need when nothing more is asked for.
 SEVERAL_PROCESSES = "ddp"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ARGUMENTS", "EXPORTS", "NAMES", "SECTIONS", "VARIABLES"]
+__all__ = ["ARGUMENTS", "EXPORTS", "NAMES", "SECTIONS", "SUMMARIES", "VARIABLES"]
 
 #: Kind of plugin -> name -> extra of accelerate-core.
 NAMES: dict[str, dict[str, str]] = {
@@ -48,6 +48,25 @@ NAMES: dict[str, dict[str, str]] = {
     "checkpointer": {"directory": "checkpoint"},
     "tracking": {"queued": "tracking"},
     "loader": {},
+}
+
+#: Command -> its line in the help.
+SUMMARIES: dict[str, str] = {
+    "deepspeed": "Show what DeepSpeed would be configured with; convert its checkpoints.",
+    "to-fsdp2": "Convert the config file of FSDP1 into one of FSDP2.",
+    "estimate-memory": "Show the memory MODEL takes: to hold it, to train it, and on each rank of each backend.",
+    "checkpoints": "List, verify and show checkpoints that save_state wrote.",
+    "merge-weights": "Merge the sharded weights in DIR into one file in the folder OUT.",
+    "config": "Set up this machine by a few questions, and write what was answered into a file.",
+    "launch": "Start SCRIPT in one process or many, on one machine or several.",
+    "env": "Show versions, devices, plugins and the configuration in force.",
+    "plugins": "Show which plugins are installed, which are active in this environment, and why.",
+    "plugins.why": "Tell the whole decision about the plugin NAME, for this environment and configuration.",
+    "test": "Run a short self-check with the options of launch; by default two processes on the CPU.",
+    "plugins.hooks": "Print the contract: every hook a plugin may implement, or the one called NAME.",
+    "plugins.check": "Run the conformance suite against the installed plugin NAME.",
+    "plugins.new": "Write a complete repository for a new plugin NAME.",
+    "runs": 'Show runs that log_with="jsonl" has written.',
 }
 
 _LENT = {

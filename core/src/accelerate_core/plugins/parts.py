@@ -8,12 +8,12 @@ from typing import Any
 
 from accelerate_core.configuration.provenance import Because
 from accelerate_core.errors import PluginError
+from accelerate_core.plugins import discovery
 from accelerate_core.plugins.discovery import (
     PluginRecord,
     check_api_version,
     disabled_names,
     find,
-    installed,
 )
 from accelerate_core.plugins.manager import blame
 
@@ -93,7 +93,7 @@ def select_part(kind: str, wanted: Because) -> Part | None:
         name = str(wanted.value)
         return Part(find(kind, name, because=wanted.origin), wanted.origin)
     usual = DEFAULTS[kind]
-    there = {record.name for record in installed().of_kind(kind)} - disabled_names()
+    there = {record.name for record in discovery.installed().of_kind(kind)} - disabled_names()
     if usual not in there:
         return None
     return Part(find(kind, usual, because="default"), "default")

@@ -1,15 +1,33 @@
 """Saving and loading: models for others, and states to go on from."""
 
-from accelerate_checkpoint.checkpointer import DirectoryCheckpointer
-from accelerate_checkpoint.model import save_weights
-from accelerate_checkpoint.preemption import Preempted, read_signals
-from accelerate_checkpoint.shards import SafeReader, read_metadata
+from __future__ import annotations
 
-__all__ = [
-    "DirectoryCheckpointer",
-    "Preempted",
-    "SafeReader",
-    "read_metadata",
-    "read_signals",
-    "save_weights",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerate_checkpoint.checkpointer import DirectoryCheckpointer as DirectoryCheckpointer
+    from accelerate_checkpoint.model import save_weights as save_weights
+    from accelerate_checkpoint.preemption import Preempted as Preempted
+    from accelerate_checkpoint.preemption import read_signals as read_signals
+    from accelerate_checkpoint.shards import SafeReader as SafeReader
+    from accelerate_checkpoint.shards import read_metadata as read_metadata
+
+#: Module -> its names; each is imported when one of them is first used: commands need no torch.
+_OF_MODULE = {
+    "accelerate_checkpoint.checkpointer": ("DirectoryCheckpointer",),
+    "accelerate_checkpoint.model": ("save_weights",),
+    "accelerate_checkpoint.preemption": ("Preempted", "read_signals"),
+    "accelerate_checkpoint.shards": ("SafeReader", "read_metadata"),
+}
+_HOMES = {name: module for module, names in _OF_MODULE.items() for name in names}
+
+__all__ = [*sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -110,13 +110,14 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, list[Considered]]:
         one.because = f"{chosen.record.name!r} accepts the plan and goes before it"
     chosen.state = "active"
     what = f"{plan.num_processes} process(es) on {plan.num_machines} machine(s)"
-    chosen.because = f"the first that accepts {what}{_why_asked(chosen.record, plan)}"
+    asked_by = _why_asked(chosen.record, plan)
+    chosen.because = asked_by or f"the first that accepts {what}"
     return launcher, [one for _, one in asked]
 
 
 def _why_asked(record: PluginRecord, plan: LaunchPlan) -> str:
     hits = sorted(record.triggers & plan.contributed.keys())
-    return f"; asked because of {plan.contributed[hits[0]].origin}" if hits else ""
+    return f"asked because of {plan.contributed[hits[0]].origin}" if hits else ""
 
 
 def _named(plan: LaunchPlan) -> tuple[Launcher, str]:
@@ -150,7 +151,7 @@ def _triggered(record: PluginRecord, plan: LaunchPlan) -> tuple[Launcher | None,
         return None, Considered(record, "refused", str(error))
     except PluginError as error:
         return None, Considered(record, "broken", str(error))
-    why = f"it does not take this launch{_why_asked(record, plan)}"
+    why = "; ".join(filter(None, [_why_asked(record, plan), "it does not take this launch"]))
     return launcher, Considered(record, "passed over", why)
 
 

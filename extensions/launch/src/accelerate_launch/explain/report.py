@@ -110,7 +110,7 @@ def _chosen(situation: Situation) -> tuple[_States, dict[str, str]]:
 
     failed = {}
     if situation.problem:
-        kinds = ("backend", "precision", "extension") if situation.launched else ()
+        kinds = ("backend", "precision", "extension", *PARTS) if situation.launched else ()
         failed = dict.fromkeys((*kinds, "launcher"), situation.problem)
     values = resolve_core({}, Sources(situation.environ, situation.config), {})
     request = situation.request(cpu=bool(values["cpu"].value))
@@ -135,7 +135,7 @@ def _chosen(situation: Situation) -> tuple[_States, dict[str, str]]:
         except AccelerateError as error:
             failed[kind] = str(error)
             continue
-        if part is not None:
+        if part is not None and kind not in failed:
             states[kind, part.record.name] = ("active", part.because)
     precision = values["mixed_precision"]
     try:
