@@ -225,7 +225,7 @@ def known_packages() -> str:
 
 def _summary(target: str) -> str:
     command = discovery.load_target(target)
-    return str(command.get_short_help_str(88))
+    return str(command.get_short_help_str(78))
 
 
 def _formatted(source: str) -> str:
