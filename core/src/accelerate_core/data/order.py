@@ -8,7 +8,7 @@ the number of ranks nor on how much was skipped. The draws and their order are P
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -49,49 +49,39 @@ def _runs_of(sampler: Any) -> Iterator[Run] | None:
     """
     if isinstance(sampler, (range, list, tuple)):
         return iter([sampler])
-    if isinstance(sampler, SharedOrderSampler):
-        return _shared(sampler) if _is_known(sampler.base) else None
-    return _drawn(sampler) if _is_known(sampler) else None
+    shared = isinstance(sampler, SharedOrderSampler)
+    own: Any = getattr(type(sampler.base if shared else sampler), "__iter__", None)
+    draw = _DRAWS.get(own)
+    return None if draw is None else _drawn(draw, sampler, shared)
 
 
-def _is_known(sampler: Any) -> bool:
-    own: Any = getattr(type(sampler), "__iter__", None)
-    return own in (
-        SequentialSampler.__iter__,
-        RandomSampler.__iter__,
-        SeedableRandomSampler.__iter__,
-        SubsetRandomSampler.__iter__,
-        WeightedRandomSampler.__iter__,
-    )
-
-
-def _shared(sampler: SharedOrderSampler) -> Iterator[Run]:
-    yield from _drawn(sampler.drawn())
-
-
-def _drawn(sampler: Any) -> Iterator[Run]:
+def _drawn(draw: Callable[[Any], Iterator[Run]], sampler: Any, shared: bool) -> Iterator[Run]:
     """Draw as the samplers of PyTorch do: as late, as often and in the same pieces."""
-    own = type(sampler).__iter__
-    if own is SequentialSampler.__iter__:
-        yield range(len(sampler.data_source))
-    elif own is SubsetRandomSampler.__iter__:
-        yield _Picked(
-            sampler.indices, torch.randperm(len(sampler.indices), generator=sampler.generator)
-        )
-    elif own is WeightedRandomSampler.__iter__:
-        yield torch.multinomial(
-            sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
-        )
-    else:
-        if own is SeedableRandomSampler.__iter__:
-            sampler.seed_epoch()
-        yield from _shuffled(sampler)
+    yield from draw(sampler.drawn() if shared else sampler)
+
+
+def _in_sequence(sampler: Any) -> Iterator[Run]:
+    yield range(len(sampler.data_source))
+
+
+def _subset(sampler: Any) -> Iterator[Run]:
+    drawn = torch.randperm(len(sampler.indices), generator=sampler.generator)
+    yield _Picked(sampler.indices, drawn)
+
+
+def _weighted(sampler: Any) -> Iterator[Run]:
+    yield torch.multinomial(
+        sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
+    )
 
 
 def _shuffled(sampler: Any) -> Iterator[Run]:
     size, wanted, generator = len(sampler.data_source), sampler.num_samples, sampler.generator
+    seedable = isinstance(sampler, SeedableRandomSampler)
+    if seedable:
+        sampler.seed_epoch()
     # A generator that outlives the epoch has to see every draw, also those nobody uses.
-    outlives = generator is not None and not isinstance(sampler, SeedableRandomSampler)
+    outlives = generator is not None and not seedable
     if generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -104,6 +94,15 @@ def _shuffled(sampler: Any) -> Iterator[Run]:
         yield torch.randperm(size, generator=generator)
     if wanted % size or outlives:
         yield torch.randperm(size, generator=generator)[: wanted % size]
+
+
+_DRAWS: dict[Any, Callable[[Any], Iterator[Run]]] = {
+    SequentialSampler.__iter__: _in_sequence,
+    RandomSampler.__iter__: _shuffled,
+    SeedableRandomSampler.__iter__: _shuffled,
+    SubsetRandomSampler.__iter__: _subset,
+    WeightedRandomSampler.__iter__: _weighted,
+}
 
 
 class Cursor:
@@ -275,41 +274,18 @@ def iterate_from(plan: Any, start: int, keep: int = 0) -> Iterator[Any]:
 
     An entry that is both comes twice.
     """
-    if not start:
-        return iter(plan)
-    if is_plain(plan):
-        return _batches_from(plan, start, keep)
-    runs = _runs_of(plan)
-    if runs is not None:
-        return _items_from(Cursor(runs, keep), start, keep)
-    return _entries_from(iter(plan), start, keep)
+    return _entries(plan, start, keep) if start else iter(plan)
 
 
-def _batches_from(plan: Any, start: int, keep: int) -> Iterator[list[Any]]:
-    size: int = plan.batch_size
-    cursor = cursor_over(plan.sampler, keep=keep * size)
+def _entries(plan: Any, start: int, keep: int) -> Iterator[Any]:
+    plain = is_plain(plan)
+    size = plan.batch_size if plain else 1
+    cursor = cursor_over(plan.sampler if plain else plan, keep * size)
     cursor.skip(start * size)
     head = cursor.head()
-    for begin in range(0, len(head), size):
-        batch = head[begin : begin + size]
-        if len(batch) == size or not plan.drop_last:
+    kept = (head[begin : begin + size] for begin in range(0, len(head), size))
+    for batch in chain(kept, iter(lambda: cursor.take(size), [])):
+        if not plain:
+            yield batch[0]
+        elif len(batch) == size or not plan.drop_last:
             yield batch
-    while True:
-        batch = cursor.take(size)
-        if not batch or (len(batch) < size and plan.drop_last):
-            return
-        yield batch
-
-
-def _items_from(cursor: Cursor, start: int, keep: int) -> Iterator[Any]:
-    cursor.skip(start)
-    yield from cursor.head()
-    while items := cursor.take(1):
-        yield items[0]
-
-
-def _entries_from(entries: Iterator[Any], start: int, keep: int) -> Iterator[Any]:
-    kept = list(islice(entries, keep))
-    yield from kept
-    yield from kept[start:]
-    yield from islice(entries, max(start - len(kept), 0), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import (
@@ -14,7 +14,21 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-__all__ = ["SeedableRandomSampler", "SharedOrderSampler", "draws_from_torch"]
+__all__ = ["SeedableRandomSampler", "SharedOrderSampler", "Wrapper", "draws_from_torch"]
+
+
+class Wrapper:
+    """Stands in the place of another object, and asks it for what it does not know itself.
+
+    `own_names`: the attribute that holds the other object, then those it is not asked for.
+    """
+
+    own_names: ClassVar[tuple[str, ...]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self.own_names:
+            raise AttributeError(name)
+        return getattr(getattr(self, self.own_names[0]), name)
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -63,7 +77,7 @@ def draws_from_torch(sampler: Any) -> bool:
     )
 
 
-class SharedOrderSampler(Sampler[int]):
+class SharedOrderSampler(Wrapper, Sampler[int]):
     """A sampler of torch's own that gives rank 0's order on every rank.
 
     Rank 0 draws exactly as the sampler alone would; the other ranks draw as much from their own
@@ -74,14 +88,11 @@ class SharedOrderSampler(Sampler[int]):
         share: takes a 1-d tensor, returns rank 0's.
     """
 
+    own_names = ("base",)
+
     def __init__(self, base: Any, share: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.base = base
         self.share = share
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "base":
-            raise AttributeError(name)
-        return getattr(self.base, name)
 
     def __len__(self) -> int:
         return len(self.base)
