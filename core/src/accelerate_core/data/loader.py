@@ -308,9 +308,9 @@ class PreparedLoader(DataLoader[Any]):
         if state is not None:
             return source.start(start, False, state)
         if order is None:
-            return source.start(start, prime=False)
+            return source.start(start, draw=False)
         with order.replayed(generator):
-            return source.start(start, prime=True)
+            return source.start(start, draw=True)
 
     def _serve(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
         state, position, per_step = self.gradient_state, self._position, self._source.per_step

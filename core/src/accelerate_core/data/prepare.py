@@ -17,7 +17,6 @@ from torch.utils.data import (
 )
 
 from accelerate_core.collectives import Communicator, TorchCollectives, host_group
-from accelerate_core.data.index import IndexStream
 from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, Feed, PreparedLoader
 from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
 from accelerate_core.data.samplers import (
@@ -36,6 +35,7 @@ from accelerate_core.data.sources import (
     DealtSource,
     DispatchedSource,
     IndexedSource,
+    IndexStream,
     Source,
     StreamSource,
 )
