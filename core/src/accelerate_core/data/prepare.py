@@ -143,20 +143,23 @@ def prepare_data_loader(
         source = _own_source(base, count, index, split_batches, even_batches)
         kind = DataLoaderShard
         _seed_workers_by_rank(base, count, index)
-    plan = source.stream.plan if isinstance(source, IndexedSource) else None
-    has_batches = getattr(original, "batch_sampler", None) is not None
+    batch_sampler, sampler = _attr(original, "batch_sampler"), _attr(original, "sampler")
+    if isinstance(source, IndexedSource):
+        if batch_sampler is None:
+            sampler = source.stream.plan
+        else:
+            batch_sampler = source.stream.plan
     return kind(
         base,
         source,
-        original=original,
-        batch_sampler=plan
-        if plan is not None and has_batches
-        else _attr(original, "batch_sampler"),
-        sampler=plan if plan is not None and not has_batches else _attr(original, "sampler"),
+        original,
+        dataloader,
+        batch_sampler,
+        sampler,
         num_processes=count,
         process_index=index,
         split_batches=split_batches,
-        batch_size=batch_size,
+        _batch_size=batch_size,
         device=torch.device(device) if device is not None else None,
         put_on_device=put_on_device,
         non_blocking=non_blocking,
@@ -164,9 +167,8 @@ def prepare_data_loader(
         comm=comm,
         order_comm=order_comm,
         gradient_state=gradient_state,
-        feed=feed,
-        feed_always=feed_always,
-        users=dataloader,
+        _feed=feed,
+        _feed_always=feed_always,
     )
 
 
