@@ -14,7 +14,6 @@ def test_results_come_in_order_and_then_follows_each():
     worker = Prefetcher(lambda: next(made), "test", lambda: events.append("then"))
     for expected in range(5):
         worker.start()
-        assert worker.started
         assert worker.take() == expected
         worker.rest()
         assert events == ["then"] * (expected + 1)

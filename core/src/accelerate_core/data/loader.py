@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from accelerate_core.collectives import Communicator
 from accelerate_core.data.batch import needs_move
+from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
-from accelerate_core.data.samplers import SeedableRandomSampler
 from accelerate_core.data.sources import Item
 from accelerate_core.feeding import feed
 from accelerate_core.step.gradient_state import GradientState, Served
@@ -184,8 +184,8 @@ class PreparedLoader(DataLoader[Any]):
                 tell(epoch)
 
     def _seedable(self) -> SeedableRandomSampler | None:
-        samplers = (getattr(self.batch_sampler, "sampler", None), self.sampler)
-        return next((each for each in samplers if isinstance(each, SeedableRandomSampler)), None)
+        sampler = order_sampler(self)
+        return sampler if isinstance(sampler, SeedableRandomSampler) else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the batches handed out so far do not come again after loading.

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
-from accelerate_core.data.order import is_plain, parts_of
-from accelerate_core.data.samplers import Wrapper
+from accelerate_core.data.order import Wrapper, is_plain, parts_of
 from accelerate_core.errors import ConfigurationError
 
 __all__ = ["BatchSamplerShard", "IterableDatasetShard", "ItemShard"]
@@ -176,25 +175,18 @@ class BatchSamplerShard(Wrapper, BatchSampler):
     def _last_step(self, group: list[list[int]], first: list[list[int]]) -> Iterator[list[int]]:
         count, rank, size = self.num_processes, self.process_index, self.batch_size
         whole = len(group) == count and (size is None or len(group[-1]) >= size)
-        if whole:
-            yield group[rank]
-        elif self.drop_last:
-            return
-        elif not self.even_batches:
-            if rank < len(group):
-                yield group[rank]
-        else:
+        if whole or not (self.drop_last or self.even_batches):
+            yield from group[rank : rank + 1]
+        elif not self.drop_last:
             self.tail = sum(len(batch) for batch in group)
-            if size is None:
-                yield group[rank] if rank < len(group) else first[(rank - len(group)) % len(first)]
-            elif rank < len(group) - 1:
+            missing = rank - len(group)
+            if size is None and missing >= 0:
+                yield first[missing % len(first)]
+            elif size is None or missing < -1:
                 yield group[rank]
             else:
-                own = list(group[rank]) if rank < len(group) else []
-                places = (len(group) - 1) * size + len(group[-1])
-                begin = max(rank * size - places, 0)
-                filler = cycle(chain.from_iterable(first))
-                yield own + list(islice(filler, begin, begin + size - len(own)))
+                filled = chain(group[-1], cycle(chain.from_iterable(first)))
+                yield list(islice(filled, (missing + 1) * size, (missing + 2) * size))
 
 
 @dataclass(eq=False, repr=False)

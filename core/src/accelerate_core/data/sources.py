@@ -12,22 +12,12 @@ from typing import Any
 from accelerate_core.collectives import Communicator
 from accelerate_core.data.batch import batch_size_of
 from accelerate_core.data.dispatch import SOURCE, Dispatch, Reading
-from accelerate_core.data.order import iterate_from
+from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.resumable import ResumableReader
-from accelerate_core.data.samplers import Wrapper
 from accelerate_core.data.shard import ItemShard, IterableDatasetShard
 from accelerate_core.data.steps import NOTHING, Step, StepReader
 
-__all__ = [
-    "DealtSource",
-    "DispatchedSource",
-    "IndexIterator",
-    "IndexStream",
-    "IndexedSource",
-    "Item",
-    "Source",
-    "StreamSource",
-]
+__all__ = ["DealtSource", "DispatchedSource", "IndexStream", "IndexedSource", "StreamSource"]
 
 Item = tuple[Any, bool, int | None]
 _END: Any = object()
@@ -270,17 +260,9 @@ class DispatchedSource(DealtSource):
                 reading, skip = self._open(batches, state)
             except Exception as error:  # the others wait for the first message: tell them there
                 reading = error
-        return self._received(
-            Dispatch(
-                self.steps,
-                reading,
-                skip,
-                self.comm,
-                self.shard_of_rank,
-                group=group,
-                read_ahead=self.read_ahead,
-            )
-        )
+        shards, ahead = self.shard_of_rank, self.read_ahead
+        dispatch = Dispatch(self.steps, reading, skip, self.comm, shards, group, ahead)
+        return self._received(dispatch)
 
     def _received(self, dispatch: Dispatch) -> Iterator[Item]:
         for message in dispatch.messages():

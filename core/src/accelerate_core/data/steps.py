@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -78,7 +79,9 @@ class StepReader:
         """
         self._first, self._size = [], self.batch_size
         if skip:
-            self._pass_over(batches, skip)
+            passed_over = islice(batches, skip)
+            self._read(passed_over)  # which remembers the start of the epoch
+            deque(passed_over, maxlen=0)
         group = self._read(batches)
         while group:
             reached = state()
@@ -105,12 +108,6 @@ class StepReader:
         if self.split_batches:
             return batches
         return steps_of(batches, self.num_processes, rank, self.drop_last, self.even_batches)
-
-    def _pass_over(self, batches: Iterator[Any], count: int) -> None:
-        first = list(islice(batches, min(count, self.per_step)))
-        self._remember(first)
-        for _ in islice(batches, count - len(first)):
-            pass
 
     def _remember(self, group: list[Any]) -> None:
         """Note the size of a batch, and the start of the epoch if it may be needed."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -54,11 +55,6 @@ class Prefetcher(Generic[T]):
             self._thread.start()
         self._pending, self._idle = Future(), threading.Event()
         self._jobs.put((self._pending, self._idle))
-
-    @property
-    def started(self) -> bool:
-        """Whether a result was started and not taken."""
-        return self._pending is not None
 
     def take(self) -> T:
         """Return the result that was started, or make it now; raise what making it raised."""
@@ -125,6 +121,7 @@ class Reading(Iterator[Any]):
         return self._state
 
 
+@dataclass(eq=False)
 class Dispatch:
     """One iteration of a loader that rank 0 reads for all.
 
@@ -144,26 +141,18 @@ class Dispatch:
     at the same step leave nothing half sent behind.
     """
 
-    def __init__(
-        self,
-        reader: StepReader,
-        reading: Reading | Exception | None,
-        skip: int,
-        comm: Communicator,
-        shard_of_rank: Sequence[int],
-        *,
-        group: Any = None,
-        read_ahead: bool = True,
-    ) -> None:
-        transport = CollectiveTransport(comm) if group is None else GroupTransport(group)
-        self._channel = Channel(transport, comm.size)
-        self._reader = reader
-        self._skip = skip
-        self._shard_of_rank = shard_of_rank
-        self._ahead = group is not None
-        self._read_ahead = read_ahead
-        self._reads = comm.rank == SOURCE
-        self._reading = reading
+    reader: StepReader
+    reading: Reading | Exception | None
+    skip: int
+    comm: Communicator
+    shard_of_rank: Sequence[int]
+    group: Any = None
+    read_ahead: bool = True
+
+    def __post_init__(self) -> None:
+        ahead = self.group is not None
+        transport = GroupTransport(self.group) if ahead else CollectiveTransport(self.comm)
+        self._channel = Channel(transport, self.comm.size)
         self._steps = self._guarded()
         self._ready: list[Message] | None = None
         self._prefetcher = Prefetcher(self._send, "dispatch", then=self._get_ready)
@@ -172,9 +161,9 @@ class Dispatch:
 
     def messages(self) -> Iterator[Message]:
         """Yield this rank's message of every step of which it has a part."""
-        if self._ahead:
+        if self.group is not None:
             close_before_end(self)
-        return self._sent() if self._reads else self._received()
+        return self._sent() if self.comm.rank == SOURCE else self._received()
 
     def close(self) -> None:
         """End the iteration: wait for what is under way, and leave no rank waiting."""
@@ -183,12 +172,12 @@ class Dispatch:
         self._closed = True
         if self._awaited:
             self._prefetcher.rest()
-            self._channel.send([Message() for _ in self._shard_of_rank])
+            self._channel.send([Message() for _ in self.shard_of_rank])
         self._prefetcher.close()
         self._channel.close()
         # At once, not when a collector comes by: a loader's workers end with its iterator.
         self._steps.close()
-        self._ready = self._reading = None
+        self._ready = self.reading = None
         del self._prefetcher
 
     def _received(self) -> Iterator[Message]:
@@ -199,7 +188,7 @@ class Dispatch:
                 if message.failure is not None:
                     raise message.failure
                 more = message.more
-                if more and self._ahead:
+                if more and self.group is not None:
                     self._channel.expect()
                 if message.part is not NOTHING:
                     yield message
@@ -215,11 +204,10 @@ class Dispatch:
                 if message.failure is not None:
                     raise message.failure
                 more = message.more
-                if more and self._ahead:
-                    if busy and self._may_go_ahead():
+                if more and self.group is not None:
+                    self._awaited = not (busy and self._may_go_ahead())
+                    if not self._awaited:
                         self._prefetcher.start()
-                    else:
-                        self._awaited = True
                 if message.part is not NOTHING:
                     began = time.perf_counter()
                     yield message
@@ -228,7 +216,7 @@ class Dispatch:
             self.close()
 
     def _may_go_ahead(self) -> bool:
-        return self._read_ahead and isinstance(self._reading, Reading) and not self._reading.draws
+        return self.read_ahead and isinstance(self.reading, Reading) and not self.reading.draws
 
     def _send(self) -> Message:
         messages, self._ready = self._ready, None
@@ -244,13 +232,13 @@ class Dispatch:
 
     def _guarded(self) -> Generator[Step | Exception | None, None, None]:
         """Yield steps, an exception in the place of the step it prevented, None for no data."""
-        more, reading = True, self._reading
+        more, reading = True, self.reading
         try:
             if not isinstance(reading, Reading):
                 raise reading or AssertionError("only the reading rank has steps")
             # The first may draw the order of an epoch; by the second it shows what samples draw.
             reading.watched = 2
-            for step in self._reader.steps(reading, self._skip, reading.state_now):
+            for step in self.reader.steps(reading, self.skip, reading.state_now):
                 more = step.more
                 yield step
         except Exception as error:
@@ -261,14 +249,14 @@ class Dispatch:
 
     def _messages(self, step: Step | Exception | None) -> list[Message]:
         if step is None:
-            return [Message() for _ in self._shard_of_rank]
+            return [Message() for _ in self.shard_of_rank]
         if isinstance(step, Exception):
             sent = Message(failure=sendable(step))
-            return [Message(failure=step)] + [sent] * (len(self._shard_of_rank) - 1)
+            return [Message(failure=step)] + [sent] * (len(self.shard_of_rank) - 1)
         parts, last = step.parts, step.last
         return [
             Message(parts[shard], last[shard], step.more, step.real, step.state)
-            for shard in self._shard_of_rank
+            for shard in self.shard_of_rank
         ]
 
 
