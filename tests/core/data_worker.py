@@ -32,8 +32,8 @@ from accelerate_core.data import (
     DispatchError,
     prepare_data_loader,
     skip_first_batches,
-    wire,
 )
+from accelerate_core.data.dispatch.transport import CollectiveTransport, GroupTransport
 from accelerate_core.step.gradient_state import GradientState
 
 TIMEOUT = timedelta(seconds=30)
@@ -562,12 +562,12 @@ def case_dispatch_at_any_pace():
 def case_dispatch_sends_the_structure_once():
     loader = prepare(DataLoader([(torch.ones(64), i) for i in range(40)], 2), dispatch_batches=True)
     sizes = []
-    kind = wire.GroupPost if AHEAD else wire.CommPost
+    kind = GroupTransport if AHEAD else CollectiveTransport
     send = kind.send
 
-    def counted(post, rows):
+    def counted(transport, rows):
         sizes.append(len(rows[0]))
-        send(post, rows)
+        send(transport, rows)
 
     kind.send = counted
     try:

@@ -6,15 +6,14 @@ import threading
 
 import pytest
 
-from accelerate_core.data.ahead import OneAhead
+from accelerate_core.data.dispatch.prefetch import Prefetcher
 
 
 def test_results_come_in_order_and_then_follows_each():
     made, events = iter(range(5)), []
-    worker = OneAhead(lambda: next(made), "test", lambda: events.append("then"))
+    worker = Prefetcher(lambda: next(made), "test", lambda: events.append("then"))
     for expected in range(5):
         worker.start()
-        assert worker.started
         assert worker.take() == expected
         worker.rest()
         assert events == ["then"] * (expected + 1)
@@ -26,7 +25,7 @@ def test_failures_are_raised_where_the_result_is_taken():
     def fails():
         raise OSError("disk")
 
-    worker = OneAhead(fails, "test", lambda: None)
+    worker = Prefetcher(fails, "test", lambda: None)
     worker.start()
     with pytest.raises(OSError, match="disk"):
         worker.take()
@@ -38,7 +37,7 @@ def test_a_thread_that_died_is_replaced():
     def dies():
         raise RuntimeError("against the contract")
 
-    worker = OneAhead(lambda: 1, "test", dies)
+    worker = Prefetcher(lambda: 1, "test", dies)
     for _ in range(3):
         worker.start()
         assert worker.take() == 1
@@ -54,7 +53,7 @@ def test_what_was_started_is_waited_for_and_dropped():
         gate.wait(10)
         done.append(True)
 
-    worker = OneAhead(slow, "test", lambda: None)
+    worker = Prefetcher(slow, "test", lambda: None)
     worker.start()
     threading.Timer(0.05, gate.set).start()
     worker.close()

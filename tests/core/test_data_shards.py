@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from accelerate_core.data import BatchSamplerShard, IterableDatasetShard, prepare_data_loader
-from accelerate_core.data.index import IndexStream
+from accelerate_core.data.resumable import TaggedBatch
+from accelerate_core.data.sources import IndexStream
 from accelerate_core.data.steps import NOTHING, StepReader
-from accelerate_core.data.tap import Tagged
 from accelerate_core.errors import ConfigurationError
 
 SIZES = range(41)
@@ -234,7 +234,7 @@ def test_workers_say_which_of_their_steps_were_filled():
 def test_pinning_reaches_into_a_tagged_batch(monkeypatch):
     pin = torch.utils.data._utils.pin_memory
     monkeypatch.setattr(pin, "pin_memory", lambda batch, device: ("pinned", batch))
-    tagged = Tagged([1], 3, 0, None).pin_memory("cuda")
+    tagged = TaggedBatch([1], 3, 0, None).pin_memory("cuda")
     assert (tagged.batch, tagged.real) == (("pinned", [1]), 3)
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "listify",
     "map_leaves",
     "pad_input_tensors",
+    "rebuild_mapping",
     "rebuild_record",
     "record_items",
     "recursively_apply",
@@ -74,7 +75,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     return type(obj)(*items) if is_namedtuple(obj) else type(obj)(items)
 
 
-def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Build a mapping of the type of `data` with the same keys and new values.
 
     A dict subclass is copied and refilled, not constructed: it may want other arguments (a
@@ -132,7 +133,7 @@ def map_leaves(func: Callable[[Any], Any], data: Any) -> Any:
     if is_sequence(data):
         return honor_type(data, [map_leaves(func, item) for item in data])
     if isinstance(data, Mapping):
-        return _rebuild_mapping(data, {key: map_leaves(func, data[key]) for key in data})
+        return rebuild_mapping(data, {key: map_leaves(func, data[key]) for key in data})
     if is_record(data):
         items = record_items(data)
         return rebuild_record(data, {name: map_leaves(func, items[name]) for name in items})
@@ -257,7 +258,7 @@ def _send(data: Any, device: torch.device, non_blocking: bool, skipped: tuple[st
         }
         if all(moved[key] is data[key] for key in moved):
             return data
-        return _rebuild_mapping(data, moved)
+        return rebuild_mapping(data, moved)
     if is_record(data):
         values = record_items(data)
         moved = {name: _send(values[name], device, non_blocking, skipped) for name in values}
@@ -356,7 +357,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
             first, [concatenate([tree[i] for tree in data], dim) for i in range(len(first))]
         )
     if isinstance(first, Mapping):
-        return _rebuild_mapping(
+        return rebuild_mapping(
             first, {key: concatenate([tree[key] for tree in data], dim) for key in first}
         )
     if is_record(first):

@@ -3,9 +3,9 @@
 from accelerate_core.data.batch import gather_samples
 from accelerate_core.data.dispatch import DispatchError
 from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, PreparedLoader
+from accelerate_core.data.order import SeedableRandomSampler
 from accelerate_core.data.prepare import prepare_data_loader
 from accelerate_core.data.rng import check_rng_types, synchronize_rng_states
-from accelerate_core.data.samplers import SeedableRandomSampler
 from accelerate_core.data.shard import BatchSamplerShard, IterableDatasetShard
 from accelerate_core.data.skip import (
     SkipBatchSampler,

@@ -11,16 +11,23 @@ from typing import Any
 
 import torch
 
-from accelerate_core.collectives import (
-    Communicator,
-    gather_object,
-    honor_type,
-    is_namedtuple,
-    iterate_leaves,
+from accelerate_core.collectives import Communicator, gather_object, honor_type, is_namedtuple
+from accelerate_core.nested import (
+    is_record,
+    leaves_of,
+    rebuild_mapping,
+    rebuild_record,
+    record_items,
 )
-from accelerate_core.nested import is_record, rebuild_record, record_items
 
-__all__ = ["batch_size_of", "concat_batches", "gather_samples", "needs_move", "slice_batch"]
+__all__ = [
+    "batch_size_of",
+    "children_of",
+    "concat_batches",
+    "gather_samples",
+    "needs_move",
+    "slice_batch",
+]
 
 
 def _is_array(data: Any) -> bool:
@@ -39,32 +46,34 @@ def _has_arrays(item: Any) -> bool:
     return _is_array(item)
 
 
+def children_of(tree: Any) -> dict[Any, Any] | None:
+    """Return a container's children by key, field or index; None for everything else."""
+    kind = type(tree)
+    if kind is dict:
+        return tree  # type: ignore[no-any-return]
+    if isinstance(tree, (list, tuple)):
+        return dict(enumerate(tree))
+    if isinstance(tree, Mapping):
+        return {key: tree[key] for key in tree}
+    return record_items(tree) if is_record(tree) else None
+
+
+def _with_children(tree: Any, children: dict[Any, Any]) -> Any:
+    if isinstance(tree, (list, tuple)):
+        return honor_type(tree, children.values())
+    if isinstance(tree, Mapping):
+        return rebuild_mapping(tree, children)
+    return rebuild_record(tree, children)
+
+
 def batch_size_of(batch: Any) -> int | None:
     """Return the number of samples of a batch, None if nothing in it tells."""
     if _is_array(batch):
         return int(batch.shape[0]) if len(batch.shape) else None
     if _is_sample_list(batch):
         return len(batch)
-    if isinstance(batch, Mapping):
-        children: Any = batch.values()
-    elif is_record(batch):
-        children = record_items(batch).values()
-    elif isinstance(batch, (list, tuple)):
-        children = batch
-    else:
-        return None
-    sizes = (batch_size_of(child) for child in children)
+    sizes = (batch_size_of(child) for child in (children_of(batch) or {}).values())
     return next((size for size in sizes if size is not None), None)
-
-
-def _rebuild(like: Any, items: dict[Any, Any]) -> Any:
-    if type(like) is dict:
-        return items
-    if isinstance(like, dict):
-        rebuilt = like.copy()
-        rebuilt.update(items)
-        return rebuilt
-    return type(like)(items)
 
 
 def slice_batch(batch: Any, part: slice, size: int | None = None) -> Any:
@@ -74,14 +83,11 @@ def slice_batch(batch: Any, part: slice, size: int | None = None) -> Any:
         return batch[part] if len(batch.shape) and batch.shape[0] == size else batch
     if _is_sample_list(batch):
         return batch[part] if len(batch) == size else batch
-    if isinstance(batch, Mapping):
-        return _rebuild(batch, {key: slice_batch(batch[key], part, size) for key in batch})
-    if isinstance(batch, (list, tuple)):
-        return honor_type(batch, [slice_batch(item, part, size) for item in batch])
-    if is_record(batch):
-        items = record_items(batch)
-        return rebuild_record(batch, {k: slice_batch(items[k], part, size) for k in items})
-    return batch
+    children = children_of(batch)
+    if children is None:
+        return batch
+    cut = {key: slice_batch(child, part, size) for key, child in children.items()}
+    return _with_children(batch, cut)
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:
@@ -101,18 +107,12 @@ def concat_batches(batches: Sequence[Any]) -> Any:
         return numpy.concatenate(list(batches)) if len(first.shape) else first
     if _is_sample_list(first):
         return type(first)(sample for batch in batches for sample in batch)
-    if isinstance(first, Mapping):
-        return _rebuild(first, {k: concat_batches([batch[k] for batch in batches]) for k in first})
-    if isinstance(first, (list, tuple)):
-        if any(len(batch) != len(first) for batch in batches):
+    children = [children_of(batch) or {} for batch in batches]
+    if children_of(first) is not None:
+        if isinstance(first, (list, tuple)) and len({len(each) for each in children}) > 1:
             raise ValueError("The batches have different numbers of fields.")
-        return honor_type(
-            first, [concat_batches([batch[i] for batch in batches]) for i in range(len(first))]
-        )
-    if is_record(first):
-        items = [record_items(batch) for batch in batches]
-        joined = {name: concat_batches([each[name] for each in items]) for name in items[0]}
-        return rebuild_record(first, joined)
+        joined = {key: concat_batches([each[key] for each in children]) for key in children[0]}
+        return _with_children(first, joined)
     if all(batch is first or batch == first for batch in batches):
         return first
     raise TypeError(f"Batches of type {type(first).__name__} cannot be joined.")
@@ -148,7 +148,7 @@ def gather_samples(objects: Any, real: int, whole: int | None, comm: Communicato
 
 def needs_move(batch: Any, device: torch.device) -> bool:
     """Say whether something in the batch is, or may be, not yet on a device."""
-    for _, leaf in iterate_leaves(batch):
+    for leaf in leaves_of(batch):
         where = getattr(leaf, "device", None)
         if isinstance(where, torch.device):
             if where != device:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -13,89 +14,71 @@ from torch.utils.data import DataLoader
 
 from accelerate_core.collectives import Communicator
 from accelerate_core.data.batch import needs_move
+from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
-from accelerate_core.data.samplers import SeedableRandomSampler
-from accelerate_core.data.sources import Item, Source
+from accelerate_core.data.sources import Item
 from accelerate_core.feeding import feed
 from accelerate_core.step.gradient_state import GradientState, Served
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "Feed", "PreparedLoader"]
 
 Feed = Callable[[Iterator[Any]], Iterator[Any]]
-_END: Any = object()
 
 
+@dataclass(eq=False, repr=False)
 class PreparedLoader(DataLoader[Any]):
     """A loader as `prepare` returns it; what it does not know itself it asks its `base`.
 
     Args:
         base: a copy of the user's loader, reading this rank's part (or all, for dispatching).
-        source: how batches come out of `base`.
-        original: the user's loader, with what was made of its order.
-        users: the user's loader itself; what a pickle or a copy of this one is.
+        _source: how batches come out of `base`.
+        _original: the user's loader, with what was made of its order.
+        _users: the user's loader itself; what a pickle or a copy of this one is.
         batch_sampler, sampler: what the attributes of these names answer.
-        batch_size: of the user's loader, None if it has none.
+        _batch_size: of the user's loader, None if it has none.
         device: where the batches go, None to leave them.
         put_on_device: whether they go there at all.
-        feed: iterator of batches -> iterator of batches on the device.
-        feed_always: call it where the batches are on the device already, too.
         rng_types: the generators rank 0 shares at the start of an iteration.
+        comm, order_comm: as for `prepare_data_loader`.
+        _feed: iterator of batches -> iterator of batches on the device.
+        _feed_always: call it where the batches are on the device already, too.
 
-    `base` is not rebuilt, so subclasses, workers, collate functions and custom attributes stay.
+    `base` is not rebuilt, so subclasses, workers, collate functions and custom attributes stay: a
+    name that is no field here is one of `base`.
     `end_of_dataloader` is True while the last batch is being worked on; `iteration` counts the
     epochs that were finished.
     """
 
-    def __init__(
-        self,
-        base: Any,
-        source: Source,
-        *,
-        original: Any,
-        batch_sampler: Any = None,
-        sampler: Any = None,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        batch_size: int | None = None,
-        device: torch.device | None = None,
-        put_on_device: bool = False,
-        non_blocking: bool = False,
-        rng_types: list[str] | None = None,
-        comm: Communicator | None = None,
-        order_comm: Communicator | None = None,
-        gradient_state: GradientState | None = None,
-        feed: Feed | None = None,
-        feed_always: bool = False,
-        users: Any = None,
-    ) -> None:
-        own = self.__dict__
-        own["batch_sampler"] = batch_sampler
-        own["sampler"] = sampler
-        own["collate_fn"] = getattr(original, "collate_fn", None)
-        own["device"] = device
-        own["put_on_device"] = put_on_device
-        own["non_blocking"] = non_blocking
-        own["num_processes"] = num_processes
-        own["process_index"] = process_index
-        own["split_batches"] = split_batches
-        own["_batch_size"] = batch_size
-        own["rng_types"] = rng_types or []
-        own["comm"] = comm
-        own["order_comm"] = order_comm or comm
-        own["gradient_state"] = gradient_state
-        own["synchronized_generator"] = find_generator(original)
-        own["_original_dataset"] = getattr(original, "dataset", None)
-        own["_users"] = original if users is None else users
-        own["_source"] = source
-        own["_feed"] = feed
-        own["_feed_always"] = feed_always
-        own["_skip"] = None
-        own["_position"] = Position()
-        own["_runs"] = []
-        own["_served"] = Served()
-        own["base"] = base
+    base: Any = None
+    _source: Any = None
+    _original: Any = None
+    _users: Any = None
+    batch_sampler: Any = None
+    sampler: Any = None
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    _batch_size: int | None = None
+    device: torch.device | None = None
+    put_on_device: bool = False
+    non_blocking: bool = False
+    rng_types: Sequence[str] = ()
+    comm: Communicator | None = None
+    order_comm: Communicator | None = None
+    gradient_state: GradientState | None = None
+    _feed: Feed | None = None
+    _feed_always: bool = False
+    _skip: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.__dict__.update(
+            collate_fn=getattr(self._original, "collate_fn", None),
+            synchronized_generator=find_generator(self._original),
+            _position=Position(),
+            _runs=[],
+            _served=Served(),
+        )
 
     def __getattr__(self, name: str) -> Any:
         base = self.__dict__.get("base")
@@ -150,8 +133,9 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def total_dataset_length(self) -> int:
         """Number of samples of the whole dataset; `TypeError` if it has no length."""
-        length = getattr(self._original_dataset, "total_length", None)
-        return int(length) if length is not None else len(self._original_dataset)
+        dataset = getattr(self._original, "dataset", None)
+        length = getattr(dataset, "total_length", None)
+        return int(length) if length is not None else len(dataset)  # type: ignore[arg-type]
 
     @property
     def dataset_size(self) -> int | None:
@@ -183,28 +167,25 @@ class PreparedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch for samplers and datasets that shuffle by it."""
-        position = self._position
-        if position.pending and position.epoch != epoch:
-            position.pending, position.batches, position.order = False, 0, None
+        position: Position = self._position
+        if position.owner is None and position.epoch != epoch:
+            position.start_of(epoch)
         position.epoch = epoch
         position.epoch_was_set = True
         self._tell_epoch(epoch)
 
     def _tell_epoch(self, epoch: int) -> None:
-        told: list[Any] = []
         batch_sampler = self.batch_sampler
         owners = [batch_sampler, getattr(batch_sampler, "sampler", None), self.sampler]
-        for owner in (*owners, getattr(self.base, "dataset", None)):
+        owners.append(getattr(self.base, "dataset", None))
+        for owner in {id(owner): owner for owner in owners}.values():
             tell = getattr(owner, "set_epoch", None)
-            if callable(tell) and not any(owner is other for other in told):
-                told.append(owner)
+            if callable(tell):
                 tell(epoch)
 
     def _seedable(self) -> SeedableRandomSampler | None:
-        for owner in (getattr(self.batch_sampler, "sampler", None), self.sampler):
-            if isinstance(owner, SeedableRandomSampler):
-                return owner
-        return None
+        sampler = order_sampler(self)
+        return sampler if isinstance(sampler, SeedableRandomSampler) else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the batches handed out so far do not come again after loading.
@@ -230,24 +211,24 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             ConfigurationError: the state is not one of a prepared loader, or does not fit.
         """
-        running = any(run is self._position.owner for run in self._runs)
-        self._position.load_state_dict(state_dict, self._batch_size, running)
+        position, size = self._position, self._batch_size
+        # An iteration that is running and stands exactly there goes on.
+        running = any(run is position.owner for run in self._runs)
+        if not (running and position.is_at(state_dict, size)):
+            position.load_state_dict(state_dict, size)
         generator = self.synchronized_generator
         if generator is not None and "generator" in state_dict and "torch_rng" not in state_dict:
             generator.set_state(state_dict["generator"])  # saved between epochs
         sampler = self._seedable()
         if sampler is not None and "seed" in state_dict:
             sampler.initial_seed = state_dict["seed"]
-        if self._position.epoch_was_set:
-            self._tell_epoch(self._position.epoch)
+        if position.epoch_was_set:
+            self._tell_epoch(position.epoch)
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """Return this loader without the first `num_batches` batches of every iteration."""
         clone = object.__new__(type(self))
-        clone.__dict__.update(self.__dict__)
-        clone.__dict__["_skip"] = num_batches
-        clone.__dict__["_runs"] = []
-        clone.__dict__["_served"] = Served()
+        clone.__dict__.update(self.__dict__, _skip=num_batches, _runs=[], _served=Served())
         return clone
 
     # -- iterating ---------------------------------------------------------------------------
@@ -266,21 +247,21 @@ class PreparedLoader(DataLoader[Any]):
     def _start(self, owner: object) -> Iterator[Item]:
         """Open the source where this iteration begins, and note the position."""
         position: Position = self._position
-        source: Source = self._source
-        generator: torch.Generator | None = self.synchronized_generator
-        if position.pending and position.ended and self._skip == 0:
-            position.next_epoch()  # that epoch is over, and of the next none is to be skipped
-        resumed = position.pending
-        start = position.batches if resumed else 0
+        source, generator = self._source, self.synchronized_generator
+        start, state, order, kept_workers = 0, None, None, False
+        if position.owner is None:
+            if position.ended and self._skip == 0:
+                # That epoch is over, and of the next none is to be skipped.
+                position.start_of(position.epoch + 1)
+            start, state, order = position.batches, position.loader_state, position.order
+            kept_workers = position.kept_workers
         if self._skip is not None:
-            start = self._skip * source.per_step
-        state = position.loader_state if resumed and self._skip is None else None
-        order = position.order if resumed else None
-        had_workers = position.had_workers
-        fresh = not (self._workers_live_on() or had_workers)
-        position.begin(owner, start, order or OrderState.capture(generator, fresh))
-        with self._without_seed(had_workers):
-            return self._open(start, state, order)
+            start, state = self._skip * source.per_step, None
+        began = order or OrderState.capture(generator)
+        position.begin(owner, start, began, state, kept_workers or self._workers_live_on())
+        draw = order is not None and state is None
+        with self._without_seed(kept_workers), began.replayed(generator) if draw else nullcontext():
+            return source.start(start, draw, state)  # type: ignore[no-any-return]
 
     def _workers_live_on(self) -> bool:
         """Whether there are worker processes of an earlier epoch, so that none are begun."""
@@ -288,11 +269,11 @@ class PreparedLoader(DataLoader[Any]):
         return persistent and getattr(self.base, "_iterator", None) is not None
 
     @contextmanager
-    def _without_seed(self, had_workers: bool) -> Iterator[None]:
+    def _without_seed(self, kept_workers: bool) -> Iterator[None]:
         """Let workers that are begun anew draw their seed elsewhere: in the run that is resumed
         they lived on, and drew none.
         """
-        if not had_workers or self._workers_live_on() or not hasattr(self.base, "generator"):
+        if not kept_workers or self._workers_live_on() or not hasattr(self.base, "generator"):
             yield
             return
         before = self.base.generator
@@ -301,16 +282,6 @@ class PreparedLoader(DataLoader[Any]):
             yield
         finally:
             self.base.generator = before
-
-    def _open(self, start: int, state: Any, order: OrderState | None) -> Iterator[Item]:
-        source: Source = self._source
-        generator = self.synchronized_generator
-        if state is not None:
-            return source.start(start, False, state)
-        if order is None:
-            return source.start(start, prime=False)
-        with order.replayed(generator):
-            return source.start(start, prime=True)
 
     def _serve(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
         state, position, per_step = self.gradient_state, self._position, self._source.per_step
@@ -347,8 +318,8 @@ class PreparedLoader(DataLoader[Any]):
             return items
         if self.device.type == "cpu" and not self._feed_always:
             # Nothing is to be done where batches are born: one look decides for the iteration.
-            first = next(items, _END)
-            if first is _END:
+            first = next(items, None)
+            if first is None:
                 return iter(())
             items = chain([first], items)
             if not needs_move(first[0], self.device):
@@ -357,7 +328,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _fed(self, items: Iterator[Item]) -> Iterator[Item]:
         marks: deque[tuple[bool, int | None, Any]] = deque()
-        source: Source = self._source
+        source = self._source
 
         def batches() -> Iterator[Any]:
             for batch, last, real in items:
@@ -371,7 +342,7 @@ class PreparedLoader(DataLoader[Any]):
             yield batch, last, real
 
     def _send(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return feed(batches, self.device, self.non_blocking)
+        return feed(batches, self.device, self.non_blocking)  # type: ignore[arg-type]
 
 
 def _plain(original: Any) -> Any:

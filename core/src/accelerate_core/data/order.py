@@ -1,4 +1,4 @@
-"""A sampler's order, read in runs: what is passed over costs nothing where the order is known.
+"""Samplers, and their order read in runs: what is passed over costs nothing where it is known.
 
 PyTorch's own samplers give their indices one by one, but know them as a range or a permutation
 before. A cursor over those moves by arithmetic, so the cost of a rank's batch depends neither on
@@ -7,25 +7,132 @@ the number of ranks nor on how much was skipped. The draws and their order are P
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from itertools import chain, islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from accelerate_core.data.samplers import SeedableRandomSampler, SharedOrderSampler
-
-__all__ = ["Cursor", "cursor_over", "is_plain", "iterate_from", "parts_of"]
+__all__ = ["Cursor", "SeedableRandomSampler", "SharedOrderSampler", "Wrapper", "iterate_from"]
 
 Run = Any  # of indices: has a length and can be sliced
+
+
+class Wrapper:
+    """Stands in the place of another object, and asks it for what it does not know itself.
+
+    `own_names`: the attribute that holds the other object, then those it is not asked for.
+    """
+
+    own_names: ClassVar[tuple[str, ...]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self.own_names:
+            raise AttributeError(name)
+        return getattr(getattr(self, self.own_names[0]), name)
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random sampler whose order is a function of seed and epoch only.
+
+    Args:
+        data_source, replacement, num_samples: as for `torch.utils.data.RandomSampler`.
+        generator: the generator to use; it is seeded anew at the start of every iteration.
+        data_seed: the seed, `torch.initial_seed()` by default. Epoch `e` uses `data_seed + e`.
+
+        sampler.set_epoch(3)  # the order of epoch 3, whatever was iterated before
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        data_seed: int | None = None,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator or torch.Generator())
+        self.initial_seed = torch.initial_seed() if data_seed is None else int(data_seed)
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.seed_epoch()
+        yield from super().__iter__()
+
+    def seed_epoch(self) -> None:
+        """Seed the generator for the epoch that was chosen."""
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration gives."""
+        self.epoch = epoch
+
+
+def order_sampler(loader: Any) -> Any:
+    """Return a loader's sampler of single indices, wherever it keeps it."""
+    holder = getattr(loader, "batch_sampler", None)
+    if holder is None:
+        holder = getattr(loader, "sampler", None)
+    return getattr(holder, "sampler", holder)
+
+
+def draws_from_torch(sampler: Any) -> bool:
+    """Say whether a sampler of torch's own takes its order from the global generator."""
+    kinds = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return (
+        isinstance(sampler, kinds)
+        and getattr(sampler, "generator", None) is None
+        and any(type(sampler).__iter__ is kind.__iter__ for kind in kinds)
+    )
+
+
+class SharedOrderSampler(Wrapper, Sampler[int]):
+    """A sampler of torch's own that gives rank 0's order on every rank.
+
+    Rank 0 draws exactly as the sampler alone would; the other ranks draw as much from their own
+    global generator, so that streams that were aligned stay so, and then use rank 0's draw.
+
+    Args:
+        base: a sampler without a generator, for which `draws_from_torch` is true.
+        share: takes a 1-d tensor, returns rank 0's.
+    """
+
+    own_names = ("base",)
+
+    def __init__(self, base: Any, share: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.base = base
+        self.share = share
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.drawn()
+
+    def drawn(self) -> Any:
+        """Return a copy of the sampler with a generator that is in the same state on all ranks."""
+        generator = torch.Generator()
+        if type(self.base).__iter__ is RandomSampler.__iter__:
+            seed = torch.empty((), dtype=torch.int64).random_()
+            generator.manual_seed(int(self.share(seed.reshape(1)).item()))
+        else:
+            # These use the global generator itself: share its state, then let it move on.
+            state = torch.get_rng_state()
+            next(iter(self.base), None)
+            generator.set_state(self.share(state))
+        sampler = copy.copy(self.base)
+        sampler.generator = generator
+        return sampler
 
 
 class _Picked:
@@ -49,49 +156,39 @@ def _runs_of(sampler: Any) -> Iterator[Run] | None:
     """
     if isinstance(sampler, (range, list, tuple)):
         return iter([sampler])
-    if isinstance(sampler, SharedOrderSampler):
-        return _shared(sampler) if _is_known(sampler.base) else None
-    return _drawn(sampler) if _is_known(sampler) else None
+    shared = isinstance(sampler, SharedOrderSampler)
+    own: Any = getattr(type(sampler.base if shared else sampler), "__iter__", None)
+    draw = _DRAWS.get(own)
+    return None if draw is None else _drawn(draw, sampler, shared)
 
 
-def _is_known(sampler: Any) -> bool:
-    own: Any = getattr(type(sampler), "__iter__", None)
-    return own in (
-        SequentialSampler.__iter__,
-        RandomSampler.__iter__,
-        SeedableRandomSampler.__iter__,
-        SubsetRandomSampler.__iter__,
-        WeightedRandomSampler.__iter__,
-    )
-
-
-def _shared(sampler: SharedOrderSampler) -> Iterator[Run]:
-    yield from _drawn(sampler.drawn())
-
-
-def _drawn(sampler: Any) -> Iterator[Run]:
+def _drawn(draw: Callable[[Any], Iterator[Run]], sampler: Any, shared: bool) -> Iterator[Run]:
     """Draw as the samplers of PyTorch do: as late, as often and in the same pieces."""
-    own = type(sampler).__iter__
-    if own is SequentialSampler.__iter__:
-        yield range(len(sampler.data_source))
-    elif own is SubsetRandomSampler.__iter__:
-        yield _Picked(
-            sampler.indices, torch.randperm(len(sampler.indices), generator=sampler.generator)
-        )
-    elif own is WeightedRandomSampler.__iter__:
-        yield torch.multinomial(
-            sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
-        )
-    else:
-        if own is SeedableRandomSampler.__iter__:
-            sampler.seed_epoch()
-        yield from _shuffled(sampler)
+    yield from draw(sampler.drawn() if shared else sampler)
+
+
+def _in_sequence(sampler: Any) -> Iterator[Run]:
+    yield range(len(sampler.data_source))
+
+
+def _subset(sampler: Any) -> Iterator[Run]:
+    drawn = torch.randperm(len(sampler.indices), generator=sampler.generator)
+    yield _Picked(sampler.indices, drawn)
+
+
+def _weighted(sampler: Any) -> Iterator[Run]:
+    yield torch.multinomial(
+        sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
+    )
 
 
 def _shuffled(sampler: Any) -> Iterator[Run]:
     size, wanted, generator = len(sampler.data_source), sampler.num_samples, sampler.generator
+    seedable = isinstance(sampler, SeedableRandomSampler)
+    if seedable:
+        sampler.seed_epoch()
     # A generator that outlives the epoch has to see every draw, also those nobody uses.
-    outlives = generator is not None and not isinstance(sampler, SeedableRandomSampler)
+    outlives = generator is not None and not seedable
     if generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -104,6 +201,15 @@ def _shuffled(sampler: Any) -> Iterator[Run]:
         yield torch.randperm(size, generator=generator)
     if wanted % size or outlives:
         yield torch.randperm(size, generator=generator)[: wanted % size]
+
+
+_DRAWS: dict[Any, Callable[[Any], Iterator[Run]]] = {
+    SequentialSampler.__iter__: _in_sequence,
+    RandomSampler.__iter__: _shuffled,
+    SeedableRandomSampler.__iter__: _shuffled,
+    SubsetRandomSampler.__iter__: _subset,
+    WeightedRandomSampler.__iter__: _weighted,
+}
 
 
 class Cursor:
@@ -275,41 +381,18 @@ def iterate_from(plan: Any, start: int, keep: int = 0) -> Iterator[Any]:
 
     An entry that is both comes twice.
     """
-    if not start:
-        return iter(plan)
-    if is_plain(plan):
-        return _batches_from(plan, start, keep)
-    runs = _runs_of(plan)
-    if runs is not None:
-        return _items_from(Cursor(runs, keep), start, keep)
-    return _entries_from(iter(plan), start, keep)
+    return _entries(plan, start, keep) if start else iter(plan)
 
 
-def _batches_from(plan: Any, start: int, keep: int) -> Iterator[list[Any]]:
-    size: int = plan.batch_size
-    cursor = cursor_over(plan.sampler, keep=keep * size)
+def _entries(plan: Any, start: int, keep: int) -> Iterator[Any]:
+    plain = is_plain(plan)
+    size = plan.batch_size if plain else 1
+    cursor = cursor_over(plan.sampler if plain else plan, keep * size)
     cursor.skip(start * size)
     head = cursor.head()
-    for begin in range(0, len(head), size):
-        batch = head[begin : begin + size]
-        if len(batch) == size or not plan.drop_last:
+    kept = (head[begin : begin + size] for begin in range(0, len(head), size))
+    for batch in chain(kept, iter(lambda: cursor.take(size), [])):
+        if not plain:
+            yield batch[0]
+        elif len(batch) == size or not plan.drop_last:
             yield batch
-    while True:
-        batch = cursor.take(size)
-        if not batch or (len(batch) < size and plan.drop_last):
-            return
-        yield batch
-
-
-def _items_from(cursor: Cursor, start: int, keep: int) -> Iterator[Any]:
-    cursor.skip(start)
-    yield from cursor.head()
-    while items := cursor.take(1):
-        yield items[0]
-
-
-def _entries_from(entries: Iterator[Any], start: int, keep: int) -> Iterator[Any]:
-    kept = list(islice(entries, keep))
-    yield from kept
-    yield from kept[start:]
-    yield from islice(entries, max(start - len(kept), 0), None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,14 +18,14 @@ from torch.utils.data import (
 )
 
 from accelerate_core.collectives import Communicator, TorchCollectives, host_group
-from accelerate_core.data.index import IndexStream
 from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, Feed, PreparedLoader
-from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
-from accelerate_core.data.samplers import (
+from accelerate_core.data.order import (
     SeedableRandomSampler,
     SharedOrderSampler,
     draws_from_torch,
+    order_sampler,
 )
+from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
 from accelerate_core.data.shard import (
     BatchSamplerShard,
     ItemShard,
@@ -36,12 +37,13 @@ from accelerate_core.data.sources import (
     DealtSource,
     DispatchedSource,
     IndexedSource,
+    IndexStream,
     Source,
     StreamSource,
 )
-from accelerate_core.data.stateful import as_stateful
 from accelerate_core.data.steps import StepReader
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, MissingPluginError
+from accelerate_core.runtime import current_runtime
 from accelerate_core.step.gradient_state import GradientState
 
 __all__ = ["prepare_data_loader"]
@@ -111,10 +113,10 @@ def prepare_data_loader(
         raise ConfigurationError(
             f"A {type(dataloader).__name__} is no data loader: it cannot be iterated."
         )
-    count, index = _place(num_processes, process_index)
+    count = current_runtime().num_processes if num_processes is None else num_processes
+    index = current_runtime().process_index if process_index is None else process_index
+    check_rank(count, index)
     if put_on_device and device is None:
-        from accelerate_core.runtime import current_runtime
-
         device = current_runtime().device
     if _is_sharded_already(dataloader, count):
         count, index = 1, 0
@@ -124,7 +126,7 @@ def prepare_data_loader(
     names = check_rng_types(rng_types)
     base = _copy(dataloader)
     if use_stateful_dataloader:
-        base = as_stateful(base)
+        base = _as_stateful(base)
     if use_seedable_sampler:
         _make_seedable(base, data_seed, order_comm)
     dispatches = _dispatches(dispatch_batches, base, count, comm)
@@ -134,29 +136,36 @@ def prepare_data_loader(
     if split_batches and count > 1 and (batch_size is not None or _has_batch_sampler(base)):
         check_split(batch_size, count)
     original = _copy(base)  # the attributes as they are before this rank's part replaces them
+    kind: type[PreparedLoader] = DataLoaderDispatcher if dispatches else DataLoaderShard
+    slice_fn, wanted = (slice_fn_for_dispatch, None) if dispatches else (None, [index])
+    drop_last = _drops_last(base)
+    steps = StepReader(count, split_batches, even_batches, drop_last, slice_fn, wanted, batch_size)
     if dispatches:
         assert comm is not None
-        reader = _reader(base, count, split_batches, even_batches, slice_fn_for_dispatch)
-        source: Source = _dispatched_source(base, reader, index, comm, read_ahead)
-        kind: type[PreparedLoader] = DataLoaderDispatcher
+        source: Source = _dispatched_source(base, steps, index, comm, read_ahead)
     else:
-        source = _own_source(base, count, index, split_batches, even_batches)
-        kind = DataLoaderShard
-        _seed_workers_by_rank(base, count, index)
-    plan = source.stream.plan if isinstance(source, IndexedSource) else None
-    has_batches = getattr(original, "batch_sampler", None) is not None
+        source = _own_source(base, steps, index)
+        workers = getattr(base, "num_workers", 0)
+        if index > 0 and workers and isinstance(base, DataLoader):
+            init = RankedWorkerInit(index * workers, base.worker_init_fn)
+            _replace(base, worker_init_fn=init)
+    batch_sampler, sampler = _attr(original, "batch_sampler"), _attr(original, "sampler")
+    if isinstance(source, IndexedSource):
+        if batch_sampler is None:
+            sampler = source.stream.plan
+        else:
+            batch_sampler = source.stream.plan
     return kind(
         base,
         source,
-        original=original,
-        batch_sampler=plan
-        if plan is not None and has_batches
-        else _attr(original, "batch_sampler"),
-        sampler=plan if plan is not None and not has_batches else _attr(original, "sampler"),
+        original,
+        dataloader,
+        batch_sampler,
+        sampler,
         num_processes=count,
         process_index=index,
         split_batches=split_batches,
-        batch_size=batch_size,
+        _batch_size=batch_size,
         device=torch.device(device) if device is not None else None,
         put_on_device=put_on_device,
         non_blocking=non_blocking,
@@ -164,9 +173,8 @@ def prepare_data_loader(
         comm=comm,
         order_comm=order_comm,
         gradient_state=gradient_state,
-        feed=feed,
-        feed_always=feed_always,
-        users=dataloader,
+        _feed=feed,
+        _feed_always=feed_always,
     )
 
 
@@ -174,25 +182,10 @@ def _attr(loader: Any, name: str) -> Any:
     return getattr(loader, name, None)
 
 
-def _place(num_processes: int | None, process_index: int | None) -> tuple[int, int]:
-    if num_processes is None or process_index is None:
-        from accelerate_core.runtime import current_runtime
-
-        runtime = current_runtime()
-        num_processes = runtime.num_processes if num_processes is None else num_processes
-        process_index = runtime.process_index if process_index is None else process_index
-    check_rank(num_processes, process_index)
-    return num_processes, process_index
-
-
 def _default_communicator(count: int) -> Communicator | None:
     """Return one over the default process group if it has as many ranks."""
-    import torch.distributed as dist
-
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == count):
         return None
-    from accelerate_core.runtime import current_runtime
-
     runtime = current_runtime()
     return Communicator(
         rank=dist.get_rank(),
@@ -210,6 +203,32 @@ def _copy(loader: Any) -> Any:
     clone = copy.copy(loader)
     if clone.__dict__.get("_iterator") is not None:
         clone.__dict__["_iterator"] = None
+    return clone
+
+
+def _as_stateful(loader: Any) -> Any:
+    """Return a copy of the user's loader as torchdata's `StatefulDataLoader`."""
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError as error:
+        raise MissingPluginError(
+            "use_stateful_dataloader=True needs torchdata, which is not installed. "
+            'Run: pip install "accelerate-core[stateful]"'
+        ) from error
+    if isinstance(loader, StatefulDataLoader):
+        return loader
+    kind: Any = type(loader)
+    if not isinstance(loader, DataLoader):
+        raise ConfigurationError(
+            f"use_stateful_dataloader=True needs a torch DataLoader, not a {kind.__name__}."
+        )
+    stateful: Any = StatefulDataLoader
+    if kind is not DataLoader:
+        stateful = type(f"Stateful{kind.__name__}", (kind, StatefulDataLoader), {})
+    clone = stateful.__new__(stateful)
+    missing = {"snapshot_every_n_steps": 1, "next_iter_state": None}
+    missing["_initial_iter_for_state_dict"] = False
+    clone.__dict__.update(missing | loader.__dict__, _iterator=None)
     return clone
 
 
@@ -257,7 +276,7 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _is_sharded_already(loader: Any, count: int) -> bool:
-    sampler = _order_sampler(loader)
+    sampler = order_sampler(loader)
     if count == 1 or not isinstance(sampler, DistributedSampler) or sampler.num_replicas != count:
         return False
     logger.warning(
@@ -281,9 +300,8 @@ def _dispatches(asked: bool | None, loader: Any, count: int, comm: Communicator 
 
 
 def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None) -> None:
-    sampler = _order_sampler(loader)
-    kinds: tuple[type, ...] = (RandomSampler,)
-    is_random = isinstance(sampler, kinds) or type(sampler).__name__ == "RandomSampler"
+    sampler = order_sampler(loader)
+    is_random = isinstance(sampler, RandomSampler) or type(sampler).__name__ == "RandomSampler"
     if not is_random or isinstance(sampler, SeedableRandomSampler):
         return
     if data_seed is None:
@@ -299,17 +317,9 @@ def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None
 
 
 def _share_order(loader: Any, comm: Communicator) -> None:
-    sampler = _order_sampler(loader)
+    sampler = order_sampler(loader)
     if draws_from_torch(sampler):
         _set_order_sampler(loader, SharedOrderSampler(sampler, share_from_main(comm)))
-
-
-def _order_sampler(loader: Any) -> Any:
-    """Return the sampler of single indices, wherever the loader keeps it."""
-    holder = _attr(loader, "batch_sampler")
-    if holder is None:
-        holder = _attr(loader, "sampler")
-    return getattr(holder, "sampler", holder)
 
 
 def _set_order_sampler(loader: Any, sampler: Any) -> None:
@@ -323,18 +333,9 @@ def _set_order_sampler(loader: Any, sampler: Any) -> None:
             _replace(loader, sampler=sampler)
 
 
-def _reader(
-    loader: Any,
-    count: int,
-    split_batches: bool,
-    even_batches: bool,
-    slice_fn: Callable[..., Any] | None = None,
-    wanted: Sequence[int] | None = None,
-) -> StepReader:
-    batch_sampler = _attr(loader, "batch_sampler")
-    drop_last = bool(getattr(batch_sampler, "drop_last", getattr(loader, "drop_last", False)))
-    size = _batch_size(loader)
-    return StepReader(count, split_batches, even_batches, drop_last, slice_fn, wanted, size)
+def _drops_last(loader: Any) -> bool:
+    default = getattr(loader, "drop_last", False)
+    return bool(getattr(_attr(loader, "batch_sampler"), "drop_last", default))
 
 
 def _indexed(loader: Any, plan: Any) -> IndexStream | None:
@@ -344,76 +345,55 @@ def _indexed(loader: Any, plan: Any) -> IndexStream | None:
     return stream if _replace(loader, **{name: stream}) else None
 
 
-def _dispatched_source(
-    base: Any, reader: StepReader, index: int, comm: Communicator, read_ahead: bool
-) -> DispatchedSource:
-    stream = None
-    if isinstance(base, DataLoader) and not _is_iterable(base) and _iterates_plainly(base):
-        stream = _indexed(base, base.batch_sampler if _has_batch_sampler(base) else base.sampler)
-    shards = list(range(comm.size))
-    if comm.size != reader.num_processes or index != comm.rank:
-        shards = comm.gather_object(index)
-    return DispatchedSource(base, stream, reader, index, comm, shards, read_ahead)
-
-
-def _own_source(
-    base: Any, count: int, index: int, split_batches: bool, even_batches: bool
-) -> Source:
-    """Make `base` read this rank's part, in the way that loads least."""
-    if isinstance(base, DataLoader) and _iterates_plainly(base):
-        if not _is_iterable(base):
-            source = _map_source(base, count, index, split_batches, even_batches)
-            if source is not None:
-                return source
-        elif count > 1 and _shard_stream(base, count, index, split_batches, even_batches):
-            per_step = 1 if split_batches else count
-            return StreamSource(base, per_step)
-    if count == 1:
-        return StreamSource(base, 1)
-    return DealtSource(
-        base, _reader(base, count, split_batches, even_batches, None, [index]), index
-    )
-
-
-def _map_source(
-    base: DataLoader[Any], count: int, index: int, split_batches: bool, even_batches: bool
-) -> Source | None:
-    has_batches = _has_batch_sampler(base)
-    plan: Any = base.batch_sampler if has_batches else base.sampler
-    if count > 1:
-        if has_batches or isinstance(plan, BatchSampler):
-            plan = BatchSamplerShard(plan, count, index, split_batches, even_batches)
-        elif split_batches:
-            return None
-        else:
-            plan = ItemShard(plan, count, index, even_batches)
-    stream = _indexed(base, plan)
-    if stream is None:
+def _plan_of(loader: Any) -> Any:
+    """Return what names the indices of a map-style loader that follows them, else None."""
+    if not isinstance(loader, DataLoader) or _is_iterable(loader) or not _iterates_plainly(loader):
         return None
-    return IndexedSource(base, stream, 1 if split_batches else count)
+    return loader.batch_sampler if _has_batch_sampler(loader) else loader.sampler
 
 
-def _shard_stream(
-    base: Any, count: int, index: int, split_batches: bool, even_batches: bool
-) -> bool:
-    """Put the rank's share of the stream in the place of the dataset."""
-    size = base.batch_size
-    if size is None and split_batches:
+def _dispatched_source(
+    base: Any, steps: StepReader, index: int, comm: Communicator, read_ahead: bool
+) -> DispatchedSource:
+    plan = _plan_of(base)
+    stream = None if plan is None else _indexed(base, plan)
+    shards = list(range(comm.size))
+    if comm.size != steps.num_processes or index != comm.rank:
+        shards = comm.gather_object(index)
+    return DispatchedSource(base, stream, steps, index, comm, shards, read_ahead)
+
+
+def _own_source(base: Any, steps: StepReader, index: int) -> Source:
+    """Make `base` read this rank's part, in the way that loads least."""
+    count, split_batches = steps.num_processes, steps.split_batches
+    plan = _plan_of(base)
+    if plan is not None:
+        in_batches = _has_batch_sampler(base) or isinstance(plan, BatchSampler)
+        if count > 1 and in_batches:
+            plan = BatchSamplerShard(plan, count, index, split_batches, steps.even_batches)
+        elif count > 1:
+            plan = None if split_batches else ItemShard(plan, count, index, steps.even_batches)
+        stream = None if plan is None else _indexed(base, plan)
+        if stream is not None:
+            return IndexedSource(base, stream, steps.per_step)
+    if count == 1 or _shard_stream(base, steps, index):
+        return StreamSource(base, steps.per_step)
+    return DealtSource(base, steps, index)
+
+
+def _shard_stream(base: Any, steps: StepReader, index: int) -> bool:
+    """Put the rank's share of a stream in the place of the dataset, if the loader has one."""
+    if not (isinstance(base, DataLoader) and _is_iterable(base) and _iterates_plainly(base)):
+        return False
+    size, count, split = base.batch_size, steps.num_processes, steps.split_batches
+    if size is None and split:
         return False
     shard = IterableDatasetShard(
-        base.dataset, size or 1, bool(base.drop_last), count, index, split_batches, even_batches
+        base.dataset, size or 1, bool(base.drop_last), count, index, split, steps.even_batches
     )
     replaced = _replace(base, dataset=shard)
-    if replaced and split_batches:
-        width = size // count
-        sampler = copy.copy(base.batch_sampler)
-        sampler.batch_size = width
-        replaced = _replace(base, batch_size=width, batch_sampler=sampler)
+    if replaced and split:
+        sampler: Any = copy.copy(base.batch_sampler)
+        sampler.batch_size = size // count  # type: ignore[operator]
+        replaced = _replace(base, batch_size=sampler.batch_size, batch_sampler=sampler)
     return replaced
-
-
-def _seed_workers_by_rank(base: Any, count: int, index: int) -> None:
-    workers = getattr(base, "num_workers", 0)
-    if count > 1 and index > 0 and workers and isinstance(base, DataLoader):
-        init = RankedWorkerInit(index, workers, base.worker_init_fn)
-        _replace(base, worker_init_fn=init)

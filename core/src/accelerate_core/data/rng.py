@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
 from accelerate_core.collectives import Communicator
-from accelerate_core.data.samplers import SeedableRandomSampler
+from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.errors import ConfigurationError, did_you_mean
 
-__all__ = [
-    "DEFAULT_RNG_TYPES",
-    "RankedWorkerInit",
-    "check_rng_types",
-    "find_generator",
-    "share_from_main",
-    "synchronize_rng_states",
-]
-
-DEFAULT_RNG_TYPES = ("generator",)
+__all__ = ["RankedWorkerInit", "check_rng_types", "find_generator", "synchronize_rng_states"]
 
 
 def share_from_main(comm: Communicator) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -40,15 +32,12 @@ def check_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
     Raises:
         ConfigurationError: a name is neither "torch", "generator" nor a device type.
     """
-    if isinstance(rng_types, str):
-        rng_types = [rng_types]
-    names = [str(getattr(kind, "value", kind)) for kind in (rng_types or ())]
-    if rng_types is None:
-        names = list(DEFAULT_RNG_TYPES)
+    if rng_types is None or isinstance(rng_types, str):
+        rng_types = ["generator" if rng_types is None else rng_types]
+    names = [str(getattr(kind, "value", kind)) for kind in rng_types]
     for name in names:
-        if name not in ("torch", "generator") and not hasattr(
-            _device_module(name), "set_rng_state"
-        ):
+        module = getattr(torch, name, None)
+        if name not in ("torch", "generator") and not hasattr(module, "set_rng_state"):
             known = ["torch", "generator", "cuda", "xpu", "mps"]
             raise ConfigurationError(
                 f"rng_types: {name!r} is no random number generator. Allowed are 'torch', "
@@ -57,27 +46,16 @@ def check_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
     return names
 
 
-def _device_module(name: str) -> Any:
-    return getattr(torch, name, None)
-
-
 def find_generator(loader: Any) -> torch.Generator | None:
     """Return the generator that decides a loader's order, if the user gave one."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    dataset = getattr(loader, "dataset", None)
-    sampler = getattr(batch_sampler, "sampler", None)
-    if sampler is None:
-        sampler = getattr(loader, "sampler", None)
+    dataset, sampler = getattr(loader, "dataset", None), order_sampler(loader)
     if isinstance(sampler, SeedableRandomSampler):
         return None
-    owners = [sampler, batch_sampler]
+    owners = [sampler, getattr(loader, "batch_sampler", None)]
     if isinstance(dataset, IterableDataset):
         owners = [dataset]
-    for owner in owners:
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            return generator
-    return None
+    found = (getattr(owner, "generator", None) for owner in owners)
+    return next((each for each in found if isinstance(each, torch.Generator)), None)
 
 
 def synchronize_rng_states(
@@ -94,21 +72,21 @@ def synchronize_rng_states(
             if generator is not None:
                 generator.set_state(share(generator.get_state().cpu()))
         else:
-            module = _device_module(name)
+            module = getattr(torch, name)
             if module.is_available():
                 module.set_rng_state(share(module.get_rng_state().cpu()))
 
 
+@dataclass
 class RankedWorkerInit:
     """Seed a loader's workers differently on every rank, then do what the user asked.
 
-    Ranks that share a generator would otherwise seed their workers alike and augment alike.
-    Rank 0 keeps the seeds PyTorch gives.
+    `offset` is what is added to the seeds PyTorch gives. Ranks that share a generator would
+    otherwise seed their workers alike and augment alike. Rank 0 keeps its seeds.
     """
 
-    def __init__(self, process_index: int, num_workers: int, init: Callable[[int], Any] | None):
-        self.offset = process_index * num_workers
-        self.init = init
+    offset: int
+    init: Callable[[int], Any] | None
 
     def __call__(self, worker_id: int) -> None:
         info = torch.utils.data.get_worker_info()

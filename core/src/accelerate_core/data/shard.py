@@ -8,12 +8,13 @@ the epoch, so that every rank gets the same number of full batches.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
-from accelerate_core.data.order import is_plain, parts_of
+from accelerate_core.data.order import Wrapper, is_plain, parts_of
 from accelerate_core.errors import ConfigurationError
 
 __all__ = ["BatchSamplerShard", "IterableDatasetShard", "ItemShard"]
@@ -42,7 +43,18 @@ def check_rank(num_processes: int, process_index: int) -> None:
         )
 
 
-class BatchSamplerShard(BatchSampler):
+def steps_of(
+    total: int, num_processes: int, process_index: int, drop_last: bool, even: bool
+) -> int:
+    """Return how many of the global steps made of `total` batches have one for this rank."""
+    whole, rest = divmod(total, num_processes)
+    if not rest or drop_last:
+        return whole
+    return whole + (1 if even else int(process_index < rest))
+
+
+@dataclass(eq=False, repr=False)
+class BatchSamplerShard(Wrapper, BatchSampler):
     """The batches of one rank, out of the batch sampler of the single-process loader.
 
     Args:
@@ -59,30 +71,23 @@ class BatchSamplerShard(BatchSampler):
         ConfigurationError: `split_batches` with a batch size that cannot be split equally.
     """
 
-    def __init__(
-        self,
-        batch_sampler: Any,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        check_rank(num_processes, process_index)
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-        self.tail: int | None = None
-        if split_batches:
-            check_split(self.batch_size, num_processes)
+    own_names = ("batch_sampler",)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "batch_sampler":
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
+    batch_sampler: Any
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+    batch_size: Any = field(init=False)
+    drop_last: bool = field(init=False)
+    tail: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        check_rank(self.num_processes, self.process_index)
+        self.batch_size = getattr(self.batch_sampler, "batch_size", None)
+        self.drop_last = bool(getattr(self.batch_sampler, "drop_last", False))
+        if self.split_batches:
+            check_split(self.batch_size, self.num_processes)
 
     @property
     def total_length(self) -> int:
@@ -93,10 +98,9 @@ class BatchSamplerShard(BatchSampler):
         total = len(self.batch_sampler)
         if self.split_batches:
             return total - 1 if self._misses_last_part() else total
-        whole, rest = divmod(total, self.num_processes)
-        if self.drop_last or not rest:
-            return whole
-        return whole + (1 if self.even_batches else int(self.process_index < rest))
+        return steps_of(
+            total, self.num_processes, self.process_index, self.drop_last, self.even_batches
+        )
 
     def _misses_last_part(self) -> bool:
         if self.even_batches or self.drop_last:
@@ -105,7 +109,7 @@ class BatchSamplerShard(BatchSampler):
             rest = len(self.batch_sampler.sampler) % self.batch_size
         except (AttributeError, TypeError):
             return False
-        return 0 < rest <= self.process_index * (self.batch_size // self.num_processes)
+        return bool(0 < rest <= self.process_index * (self.batch_size // self.num_processes))
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.iterate()
@@ -171,56 +175,39 @@ class BatchSamplerShard(BatchSampler):
     def _last_step(self, group: list[list[int]], first: list[list[int]]) -> Iterator[list[int]]:
         count, rank, size = self.num_processes, self.process_index, self.batch_size
         whole = len(group) == count and (size is None or len(group[-1]) >= size)
-        if whole:
-            yield group[rank]
-        elif self.drop_last:
-            return
-        elif not self.even_batches:
-            if rank < len(group):
-                yield group[rank]
-        else:
+        if whole or not (self.drop_last or self.even_batches):
+            yield from group[rank : rank + 1]
+        elif not self.drop_last:
             self.tail = sum(len(batch) for batch in group)
-            if size is None:
-                yield group[rank] if rank < len(group) else first[(rank - len(group)) % len(first)]
-            elif rank < len(group) - 1:
+            missing = rank - len(group)
+            if size is None and missing >= 0:
+                yield first[missing % len(first)]
+            elif size is None or missing < -1:
                 yield group[rank]
             else:
-                own = list(group[rank]) if rank < len(group) else []
-                places = (len(group) - 1) * size + len(group[-1])
-                begin = max(rank * size - places, 0)
-                filler = cycle(chain.from_iterable(first))
-                yield own + list(islice(filler, begin, begin + size - len(own)))
+                filled = chain(group[-1], cycle(chain.from_iterable(first)))
+                yield list(islice(filled, (missing + 1) * size, (missing + 2) * size))
 
 
-class ItemShard:
+@dataclass(eq=False, repr=False)
+class ItemShard(Wrapper):
     """The items of one rank, dealt in turn, for a loader whose dataset gives whole batches.
 
     After an iteration `tail` is the number of real batches in the last global step if it was
     filled up with the first items of the epoch, else None.
     """
 
-    def __init__(
-        self,
-        sampler: Any,
-        num_processes: int = 1,
-        process_index: int = 0,
-        even_batches: bool = True,
-    ) -> None:
-        check_rank(num_processes, process_index)
-        self.sampler = sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.even_batches = even_batches
-        self.tail: int | None = None
+    own_names = ("sampler",)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "sampler":
-            raise AttributeError(name)
-        return getattr(self.sampler, name)
+    sampler: Any
+    num_processes: int = 1
+    process_index: int = 0
+    even_batches: bool = True
+    tail: int | None = field(default=None, init=False)
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.sampler), self.num_processes)
-        return whole + (bool(rest) if self.even_batches else int(self.process_index < rest))
+        total = len(self.sampler)
+        return steps_of(total, self.num_processes, self.process_index, False, self.even_batches)
 
     def __iter__(self) -> Iterator[Any]:
         return self.iterate()
@@ -241,7 +228,8 @@ class ItemShard:
             yield part[0]
 
 
-class IterableDatasetShard(IterableDataset[Any]):
+@dataclass(eq=False, repr=False)
+class IterableDatasetShard(Wrapper, IterableDataset[Any]):
     """The samples of one rank out of a stream that every rank reads.
 
     Args:
@@ -261,33 +249,22 @@ class IterableDatasetShard(IterableDataset[Any]):
         ConfigurationError: `split_batches` with a batch size that cannot be split equally.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        check_rank(num_processes, process_index)
-        if split_batches:
-            check_split(batch_size, num_processes)
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.real: int | None = None
-        self.skip = 0
+    own_names = ("dataset",)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+    dataset: Any
+    batch_size: int = 1
+    drop_last: bool = False
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+    real: int | None = field(default=None, init=False)
+    skip: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        check_rank(self.num_processes, self.process_index)
+        if self.split_batches:
+            check_split(self.batch_size, self.num_processes)
 
     @property
     def _width(self) -> int:
@@ -310,31 +287,16 @@ class IterableDatasetShard(IterableDataset[Any]):
         return whole * self._width + own
 
     def __iter__(self) -> Iterator[Any]:
-        width, step = self._width, self._width * self.num_processes
-        low, high = self.process_index * width, (self.process_index + 1) * width
-        fills = self.even_batches and not self.drop_last
-        first: list[Any] = []
-        own: list[Any] = []
-        place = 0
         self.real = None
         skip, self.skip = self.skip, 0
-        for sample in self.dataset:
-            if fills and len(first) < step:
-                first.append(sample)
-            if skip:
-                skip -= 1
-                continue
-            if low <= place < high:
-                own.append(sample)
-            place += 1
-            if place == step:
-                yield from own
-                own, place = [], 0
-        if not place or self.drop_last:
-            return
-        if fills:
-            self.real = place
-            missing = width - len(own)
-            begin = max(low - place, 0)
-            own += islice(cycle(first), begin, begin + missing)
-        yield from own
+        parts = parts_of(
+            self.dataset,
+            width=self._width,
+            count=self.num_processes,
+            index=self.process_index,
+            start=skip,
+            drop_last=self.drop_last,
+            even=self.even_batches,
+        )
+        for part, self.real in parts:
+            yield from part

@@ -6,29 +6,27 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate_core.data.loader import PreparedLoader
-from accelerate_core.data.order import iterate_from
+from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.prepare import prepare_data_loader
 from accelerate_core.errors import ConfigurationError
 
 __all__ = ["SkipBatchSampler", "override_even_batches", "skip_first_batches"]
 
 
-class SkipBatchSampler(BatchSampler):
+@dataclass(eq=False, repr=False)
+class SkipBatchSampler(Wrapper, BatchSampler):
     """A batch sampler without the first `skip_batches` batches of another one."""
 
-    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
-        self.skip_batches = skip_batches
+    own_names = ("batch_sampler",)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "batch_sampler":
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
+    batch_sampler: Any
+    skip_batches: int = 0
 
     def __iter__(self) -> Iterator[Any]:
         return iterate_from(self.batch_sampler, self.skip_batches)
@@ -55,14 +53,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         raise ConfigurationError(f"num_batches={num_batches}: it must be 0 or more.")
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
-    plain = isinstance(dataloader, DataLoader) and not isinstance(
-        dataloader.dataset, IterableDataset
-    )
-    if plain and dataloader.batch_sampler is not None:
-        clone = copy.copy(dataloader)
-        clone.__dict__["_iterator"] = None
+    indexed = isinstance(dataloader, DataLoader) and dataloader.batch_sampler is not None
+    if indexed and not isinstance(dataloader.dataset, IterableDataset):
         skipping = SkipBatchSampler(dataloader.batch_sampler, num_batches)
-        clone.__dict__["batch_sampler"] = skipping
+        clone = copy.copy(dataloader)
+        clone.__dict__.update(_iterator=None, batch_sampler=skipping)
         return clone
     return prepare_data_loader(dataloader, num_processes=1, process_index=0).skipping(num_batches)
 
@@ -75,12 +70,11 @@ def override_even_batches(loaders: Iterable[Any], value: bool | None) -> Iterato
     """
     changed: list[tuple[PreparedLoader, bool]] = []
     try:
-        for loader in loaders if value is not None else ():
-            if not isinstance(loader, PreparedLoader):
+        for loader in loaders:
+            if value is None or not isinstance(loader, PreparedLoader):
                 continue
-            if getattr(loader, "persistent_workers", False) and isinstance(
-                getattr(loader, "dataset", None), IterableDataset
-            ):
+            streams = isinstance(getattr(loader, "dataset", None), IterableDataset)
+            if streams and getattr(loader, "persistent_workers", False):
                 warnings.warn(
                     "even_batches cannot be overridden for an iterable dataset with persistent "
                     "workers once they run.",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
 
 from accelerate_core.data.batch import batch_size_of, concat_batches, slice_batch
-from accelerate_core.data.shard import check_split
+from accelerate_core.data.shard import check_split, steps_of
 
 __all__ = ["NOTHING", "SliceFn", "Step", "StepReader"]
 
@@ -33,6 +34,7 @@ class Step:
     state: Any = None
 
 
+@dataclass(eq=False)
 class StepReader:
     """Read batches and arrange them in global steps, one step ahead.
 
@@ -48,25 +50,20 @@ class StepReader:
     An exception while reading ahead is raised when its step is asked for, not before.
     """
 
-    def __init__(
-        self,
-        num_processes: int,
-        split_batches: bool,
-        even_batches: bool,
-        drop_last: bool,
-        slice_fn: SliceFn | None = None,
-        wanted: Sequence[int] | None = None,
-        batch_size: int | None = None,
-    ) -> None:
-        self.num_processes = num_processes
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.drop_last = drop_last
-        self.slice_fn = slice_fn
-        self.wanted = list(range(num_processes)) if wanted is None else list(wanted)
-        self.batch_size = batch_size
-        self._first: list[Any] = []
-        self._size: int | None = None
+    num_processes: int
+    split_batches: bool
+    even_batches: bool
+    drop_last: bool
+    slice_fn: SliceFn | None = None
+    wanted: Sequence[int] | None = None
+    batch_size: int | None = None
+    _first: list[Any] = field(default_factory=list, init=False)
+    _size: int | None = field(default=None, init=False)
+
+    @property
+    def per_step(self) -> int:
+        """Batches per step."""
+        return 1 if self.split_batches else self.num_processes
 
     @property
     def fills(self) -> bool:
@@ -82,7 +79,9 @@ class StepReader:
         """
         self._first, self._size = [], self.batch_size
         if skip:
-            self._pass_over(batches, skip)
+            passed_over = islice(batches, skip)
+            self._read(passed_over)  # which remembers the start of the epoch
+            deque(passed_over, maxlen=0)
         group = self._read(batches)
         while group:
             reached = state()
@@ -93,28 +92,22 @@ class StepReader:
             except Exception as error:
                 failure = error
             more = failure is not None or bool(following)
-            step = self._arrange(group, is_last=not more)
-            step.more = more
-            step.state = reached
-            step.last = [
+            last = [
                 not more or (failure is None and not self._has_part(following, rank))
                 for rank in range(self.num_processes)
             ]
-            yield step
+            arrange = self._arrange_split if self.split_batches else self._arrange_dealt
+            parts, real = arrange(group, not more)
+            yield Step(parts, last, more, real, reached)
             if failure is not None:
                 raise failure
             group = following
 
-    @property
-    def _wanted(self) -> int:
-        """Batches per step."""
-        return 1 if self.split_batches else self.num_processes
-
-    def _pass_over(self, batches: Iterator[Any], count: int) -> None:
-        first = list(islice(batches, min(count, self._wanted)))
-        self._remember(first)
-        for _ in islice(batches, count - len(first)):
-            pass
+    def length(self, batches: int, rank: int) -> int:
+        """Return how many of the steps made of so many batches have a part for a rank."""
+        if self.split_batches:
+            return batches
+        return steps_of(batches, self.num_processes, rank, self.drop_last, self.even_batches)
 
     def _remember(self, group: list[Any]) -> None:
         """Note the size of a batch, and the start of the epoch if it may be needed."""
@@ -126,12 +119,9 @@ class StepReader:
             self._first = group
 
     def _read(self, batches: Iterator[Any]) -> list[Any]:
-        wanted = self._wanted
-        group = list(islice(batches, wanted))
+        group = list(islice(batches, self.per_step))
         self._remember(group)
-        if self.drop_last and len(group) < wanted:
-            return []
-        return group
+        return [] if self.drop_last and len(group) < self.per_step else group
 
     def _has_part(self, group: list[Any], rank: int) -> bool:
         if self.even_batches or not self.split_batches:
@@ -144,14 +134,8 @@ class StepReader:
         full = self._size or size
         return max(full, -(-size // self.num_processes) * self.num_processes) // self.num_processes
 
-    def _arrange(self, group: list[Any], is_last: bool) -> Step:
-        if self.split_batches:
-            parts, real = self._arrange_split(group[0])
-        else:
-            parts, real = self._arrange_dealt(group, is_last)
-        return Step(parts, [], True, real)
-
-    def _arrange_split(self, batch: Any) -> tuple[list[Any], int | None]:
+    def _arrange_split(self, group: list[Any], is_last: bool) -> tuple[list[Any], int | None]:
+        batch = group[0]
         size = batch_size_of(batch) or 0
         width = self._width(size)
         target = width * self.num_processes
@@ -205,7 +189,7 @@ class StepReader:
 
     def _cut(self, batch: Any, width: int, total: int) -> list[Any]:
         parts: list[Any] = [NOTHING] * self.num_processes
-        for rank in self.wanted:
+        for rank in range(self.num_processes) if self.wanted is None else self.wanted:
             part = slice(rank * width, min((rank + 1) * width, total))
             if part.start >= total:
                 continue

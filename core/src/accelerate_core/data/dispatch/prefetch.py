@@ -1,0 +1,266 @@
+"""The next step is read and sent on a thread while the caller works on this one."""
+
+from __future__ import annotations
+
+import queue
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from accelerate_core.collectives import Communicator
+from accelerate_core.data.dispatch.protocol import Channel, Message, sendable
+from accelerate_core.data.dispatch.transport import SOURCE, CollectiveTransport, GroupTransport
+from accelerate_core.data.steps import NOTHING, Step, StepReader
+from accelerate_core.runtime import close_before_end
+
+__all__ = ["Dispatch", "Prefetcher", "Reading"]
+
+T = TypeVar("T")
+_END: Any = object()
+# Seconds of work on a batch below which handing over to the thread and back costs more.
+_WORTH_A_THREAD = 1e-4
+
+
+class Prefetcher(Generic[T]):
+    """Calls `make` on a thread of its own, one call at a time, one result ahead.
+
+    After each result the thread calls `then`, which must not raise: to get ready for the next.
+
+    `start` asks for the next result, `take` waits for it. `close` waits for what was started, so
+    that nothing is under way afterwards, and ends the thread. The thread is a daemon: a run that
+    dies does not wait for it.
+    """
+
+    def __init__(self, make: Callable[[], T], name: str, then: Callable[[], None]) -> None:
+        self._make = make
+        self._then = then
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Future[T], threading.Event] | None]
+        self._jobs = queue.SimpleQueue()
+        self._pending: Future[T] | None = None
+        self._idle: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to make the next result."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._pending, self._idle = Future(), threading.Event()
+        self._jobs.put((self._pending, self._idle))
+
+    def take(self) -> T:
+        """Return the result that was started, or make it now; raise what making it raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            return pending.result()
+        self.rest()
+        return self._make()
+
+    def rest(self) -> None:
+        """Wait until the thread does nothing: what it uses may be used by the caller then."""
+        if self._idle is not None:
+            self._idle.wait()
+
+    def close(self) -> None:
+        """Wait for what was started, drop it, and end the thread."""
+        pending, self._pending = self._pending, None
+        if self._thread is None or sys.is_finalizing():  # the thread runs no more by then
+            return
+        self._jobs.put(None)
+        if pending is not None:
+            pending.exception()
+        self._thread.join()
+        self._thread = None
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            result, idle = job
+            try:
+                result.set_result(self._make())
+            except BaseException as error:
+                result.set_exception(error)
+            del job, result  # do not keep a batch alive while waiting
+            try:
+                self._then()
+            finally:
+                idle.set()
+
+
+class Reading(Iterator[Any]):
+    """Batches out of `(batch, real, state)`; knows the loader's state after the latest.
+
+    `draws` says whether the last batch that was `watched` was read with the help of a global
+    random number generator.
+    """
+
+    def __init__(self, items: Iterator[tuple[Any, int | None, Any]]) -> None:
+        self._items = items
+        self._state: Any = None
+        self.watched = 0
+        self.draws = False
+
+    def __next__(self) -> Any:
+        before = _generators() if self.watched else None
+        batch, _, self._state = next(self._items)
+        if before is not None:
+            self.watched -= 1
+            after = _generators()
+            self.draws = before[1:] != after[1:] or not torch.equal(before[0], after[0])
+        return batch
+
+    def state_now(self) -> Any:
+        """Return the loader's state after the batch read last, if it has one."""
+        return self._state
+
+
+@dataclass(eq=False)
+class Dispatch:
+    """One iteration of a loader that rank 0 reads for all.
+
+    Args:
+        reader: arranges batches in global steps.
+        reading: the open loader, or why it could not be opened; on the reading rank only.
+        skip: batches of the loader to pass over.
+        comm: the ranks.
+        shard_of_rank: which part each rank gets; ranks that work on the same samples share one.
+        group: a process group of these ranks that nobody else uses. With it the message of the
+            next step is under way while this one is worked on.
+        read_ahead: read and send on a thread then. Reading that draws from the global random
+            number generators is left to the caller's thread all the same: two threads that draw
+            from one generator would make every run differ.
+
+    With a group every rank is exactly one message ahead of its caller, so ranks that leave the loop
+    at the same step leave nothing half sent behind.
+    """
+
+    reader: StepReader
+    reading: Reading | Exception | None
+    skip: int
+    comm: Communicator
+    shard_of_rank: Sequence[int]
+    group: Any = None
+    read_ahead: bool = True
+
+    def __post_init__(self) -> None:
+        ahead = self.group is not None
+        transport = GroupTransport(self.group) if ahead else CollectiveTransport(self.comm)
+        self._channel = Channel(transport, self.comm.size)
+        self._steps = self._guarded()
+        self._ready: list[Message] | None = None
+        self._prefetcher = Prefetcher(self._send, "dispatch", then=self._get_ready)
+        self._awaited = False  # whether the other ranks are a message ahead of this one
+        self._closed = False
+
+    def messages(self) -> Iterator[Message]:
+        """Yield this rank's message of every step of which it has a part."""
+        if self.group is not None:
+            close_before_end(self)
+        return self._sent() if self.comm.rank == SOURCE else self._received()
+
+    def close(self) -> None:
+        """End the iteration: wait for what is under way, and leave no rank waiting."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._awaited:
+            self._prefetcher.rest()
+            self._channel.send([Message() for _ in self.shard_of_rank])
+        self._prefetcher.close()
+        self._channel.close()
+        # At once, not when a collector comes by: a loader's workers end with its iterator.
+        self._steps.close()
+        self._ready = self.reading = None
+        del self._prefetcher
+
+    def _received(self) -> Iterator[Message]:
+        more = True
+        try:
+            while more and not self._closed:
+                message = self._channel.receive()
+                if message.failure is not None:
+                    raise message.failure
+                more = message.more
+                if more and self.group is not None:
+                    self._channel.expect()
+                if message.part is not NOTHING:
+                    yield message
+        finally:
+            self.close()
+
+    def _sent(self) -> Iterator[Message]:
+        more = busy = True
+        try:
+            while more and not self._closed:
+                self._awaited = False
+                message = self._prefetcher.take()
+                if message.failure is not None:
+                    raise message.failure
+                more = message.more
+                if more and self.group is not None:
+                    self._awaited = not (busy and self._may_go_ahead())
+                    if not self._awaited:
+                        self._prefetcher.start()
+                if message.part is not NOTHING:
+                    began = time.perf_counter()
+                    yield message
+                    busy = time.perf_counter() - began > _WORTH_A_THREAD
+        finally:
+            self.close()
+
+    def _may_go_ahead(self) -> bool:
+        return self.read_ahead and isinstance(self.reading, Reading) and not self.reading.draws
+
+    def _send(self) -> Message:
+        messages, self._ready = self._ready, None
+        if messages is None:
+            messages = self._messages(next(self._steps))
+        return self._channel.send(messages)
+
+    def _get_ready(self) -> None:
+        """Read the step after the one just sent; what is read shows to no other rank yet."""
+        step = next(self._steps, _END)
+        if step is not _END:
+            self._ready = self._messages(step)
+
+    def _guarded(self) -> Generator[Step | Exception | None, None, None]:
+        """Yield steps, an exception in the place of the step it prevented, None for no data."""
+        more, reading = True, self.reading
+        try:
+            if not isinstance(reading, Reading):
+                raise reading or AssertionError("only the reading rank has steps")
+            # The first may draw the order of an epoch; by the second it shows what samples draw.
+            reading.watched = 2
+            for step in self.reader.steps(reading, self.skip, reading.state_now):
+                more = step.more
+                yield step
+        except Exception as error:
+            yield error
+            return
+        if more:
+            yield None
+
+    def _messages(self, step: Step | Exception | None) -> list[Message]:
+        if step is None:
+            return [Message() for _ in self.shard_of_rank]
+        if isinstance(step, Exception):
+            sent = Message(failure=sendable(step))
+            return [Message(failure=step)] + [sent] * (len(self.shard_of_rank) - 1)
+        parts, last = step.parts, step.last
+        return [
+            Message(parts[shard], last[shard], step.more, step.real, step.state)
+            for shard in self.shard_of_rank
+        ]
+
+
+def _generators() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    state = numpy.random.get_state()[1:3] if numpy is not None else ((), 0)
+    return torch.get_rng_state(), random.getstate(), bytes(state[0]), state[1]
