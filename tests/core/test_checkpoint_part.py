@@ -36,7 +36,7 @@ def test_the_package_sees_no_accelerator() -> None:
         "accelerate_core.contract.parts",
         "accelerate_core.errors",
         "accelerate_core.hookspecs",
-        "accelerate_core.torch_talk",
+        "accelerate_core.distributed.torch_collectives",
     }
 
 

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_core import crash, data
-from accelerate_core import runtime as runtimes
+from accelerate_core import data
 from accelerate_core.assemble import CORE_ARGUMENTS, assemble, check_device
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.affinity import follow_cpu_affinity
 from accelerate_core.builtin.memory import release_memory
 from accelerate_core.builtin.no_tracking import NoTracking, asks
-from accelerate_core.collectives import Communicator
 from accelerate_core.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -34,6 +32,10 @@ from accelerate_core.configuration import (
     TorchDynamoPlugin,
 )
 from accelerate_core.contract.parts import Tracking
+from accelerate_core.distributed import failures
+from accelerate_core.distributed import process as runtimes
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.rank_agreement import agree
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.facade.keeping import Keeping
 from accelerate_core.facade.preparing import Preparing
@@ -42,7 +44,6 @@ from accelerate_core.facade.stepping import Stepping
 from accelerate_core.facade.talking import Talking
 from accelerate_core.facade.training_state import RunState
 from accelerate_core.plugins import ActivePlugins
-from accelerate_core.plugins.digest import agree
 from accelerate_core.plugins.manager import blaming
 from accelerate_core.plugins.selection import plugin_arguments
 from accelerate_core.state import absent_attribute
@@ -289,7 +290,7 @@ class Accelerator(
         if error is None:
             self.end_training()
             return
-        failed = crash.is_failure(error)
+        failed = failures.is_failure(error)
         if self.closed:
             self._tracking.finish(failed)
             return

@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 
-from accelerate_core import runtime as runtimes
-from accelerate_core.collectives import Communicator
 from accelerate_core.configuration import DistributedType
+from accelerate_core.distributed import process as runtimes
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.torch_collectives import TorchCollectives
 from accelerate_core.errors import RuntimeConflictError
 from accelerate_core.plugins import catalog
 from accelerate_core.step.gradient_state import GradientState as _GradientState
-from accelerate_core.torch_talk import TorchCollectives
 
 __all__ = [
     "AcceleratorState",

@@ -22,7 +22,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     if device_specific:
         # Only this case needs a rank; plain seeding must not start a process group.
-        from accelerate_core.runtime import current_runtime
+        from accelerate_core.distributed.process import current_runtime
 
         seed += current_runtime().process_index
     random.seed(seed)

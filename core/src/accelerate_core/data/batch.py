@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
-from accelerate_core.collectives import (
-    Communicator,
-    gather_object,
+from accelerate_core.distributed.collectives import gather_object
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.tree import (
     honor_type,
     is_namedtuple,
+    is_record,
     iterate_leaves,
+    rebuild_record,
+    record_items,
 )
-from accelerate_core.nested import is_record, rebuild_record, record_items
 
 __all__ = ["batch_size_of", "concat_batches", "gather_samples", "needs_move", "slice_batch"]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from accelerate_core.collectives import Communicator
 from accelerate_core.data.ahead import OneAhead
 from accelerate_core.data.steps import NOTHING, Step, StepReader
 from accelerate_core.data.wire import (
@@ -22,7 +21,8 @@ from accelerate_core.data.wire import (
     Wire,
     sendable,
 )
-from accelerate_core.runtime import close_before_end
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.process import close_before_end
 
 __all__ = ["SOURCE", "Dispatch", "DispatchError", "Reading"]
 

@@ -16,7 +16,6 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from accelerate_core.collectives import Communicator, TorchCollectives, host_group
 from accelerate_core.data.index import IndexStream
 from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, Feed, PreparedLoader
 from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
@@ -41,6 +40,8 @@ from accelerate_core.data.sources import (
 )
 from accelerate_core.data.stateful import as_stateful
 from accelerate_core.data.steps import StepReader
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.step.gradient_state import GradientState
 
@@ -113,7 +114,7 @@ def prepare_data_loader(
         )
     count, index = _place(num_processes, process_index)
     if put_on_device and device is None:
-        from accelerate_core.runtime import current_runtime
+        from accelerate_core.distributed.process import current_runtime
 
         device = current_runtime().device
     if _is_sharded_already(dataloader, count):
@@ -176,7 +177,7 @@ def _attr(loader: Any, name: str) -> Any:
 
 def _place(num_processes: int | None, process_index: int | None) -> tuple[int, int]:
     if num_processes is None or process_index is None:
-        from accelerate_core.runtime import current_runtime
+        from accelerate_core.distributed.process import current_runtime
 
         runtime = current_runtime()
         num_processes = runtime.num_processes if num_processes is None else num_processes
@@ -191,7 +192,7 @@ def _default_communicator(count: int) -> Communicator | None:
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == count):
         return None
-    from accelerate_core.runtime import current_runtime
+    from accelerate_core.distributed.process import current_runtime
 
     runtime = current_runtime()
     return Communicator(

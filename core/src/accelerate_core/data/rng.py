@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from accelerate_core.collectives import Communicator
 from accelerate_core.data.samplers import SeedableRandomSampler
+from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, did_you_mean
 
 __all__ = [

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from accelerate_core.collectives import Communicator
 from accelerate_core.data.batch import batch_size_of
 from accelerate_core.data.dispatch import SOURCE, Dispatch, Reading
 from accelerate_core.data.index import IndexStream
 from accelerate_core.data.shard import ItemShard, IterableDatasetShard
 from accelerate_core.data.steps import NOTHING, Step, StepReader
 from accelerate_core.data.tap import Tap
+from accelerate_core.distributed.communicator import Communicator
 
 __all__ = ["DealtSource", "DispatchedSource", "IndexedSource", "Item", "Source", "StreamSource"]
 

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from accelerate_core.collectives import Communicator
-from accelerate_core.collectives.packing import Layout, layout_of, unpack
-from accelerate_core.errors import AccelerateError
-from accelerate_core.nested import (
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.packing import Layout, layout_of, unpack
+from accelerate_core.distributed.torch_collectives import as_memory
+from accelerate_core.distributed.tree import (
     TensorInformation,
     get_data_structure,
     is_record,
@@ -31,7 +31,7 @@ from accelerate_core.nested import (
     map_leaves,
     record_items,
 )
-from accelerate_core.torch_talk import as_memory
+from accelerate_core.errors import AccelerateError
 
 __all__ = ["SOURCE", "CommPost", "DispatchError", "GroupPost", "Letter", "Wire", "sendable"]
 

@@ -6,7 +6,7 @@ import importlib
 import os
 from typing import Any
 
-from accelerate_core import runtime
+from accelerate_core.distributed import process as runtime
 from accelerate_core.errors import MissingPluginError
 
 __all__ = ["tqdm"]

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 
-from accelerate_core import collectives
 from accelerate_core.data import rng
+from accelerate_core.distributed import collectives
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.tree import get_data_structure
+from accelerate_core.errors import DistributedOperationException
 from accelerate_core.state import current_communicator
+from accelerate_drop_in.trees import initialize_tensors
 
 __all__ = [
     "broadcast",
@@ -62,10 +66,26 @@ def pad_across_processes(
     )
 
 
-def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Give every process the tensor that one of them passes."""
-    copied: torch.Tensor = collectives.copy_tensor_to_devices(tensor, comm=current_communicator())
-    return copied
+def copy_tensor_to_devices(
+    tensor: torch.Tensor | None = None, *, comm: Communicator | None = None
+) -> torch.Tensor:
+    """Give every process of `comm`, or of the world, the tensor that one has; others pass None.
+
+    Unlike `broadcast`, the others need to know neither its shape nor who has it. Raises
+    `DistributedOperationException` on every process unless exactly one passes a tensor.
+    """
+    comm = comm or current_communicator()
+    infos = comm.gather_object(get_data_structure(tensor))
+    holders = [rank for rank, info in enumerate(infos) if info is not None]
+    if len(holders) != 1:
+        given = f"processes {', '.join(map(str, holders))} did" if holders else "none did"
+        raise DistributedOperationException(
+            f"copy_tensor_to_devices: exactly one process has to pass a tensor, but {given}."
+        )
+    if tensor is None:
+        tensor = initialize_tensors(infos[holders[0]], comm.device)
+    result: torch.Tensor = collectives.broadcast(tensor, holders[0], comm=comm)
+    return result
 
 
 def wait_for_everyone() -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from packaging.requirements import Requirement
 
 from accelerate_core.builtin.no_tracking import Nothing
+from accelerate_core.distributed.process import read_topology, running
 from accelerate_core.errors import TrackerError
-from accelerate_core.runtime import read_topology, running
 
 __all__ = [
     "VERBS",

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from accelerate_core.collectives.communicator import Communicator
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.tree import is_record, is_sequence, iterate_leaves, record_items
 from accelerate_core.errors import DistributedOperationException
-from accelerate_core.nested import is_record, is_sequence, iterate_leaves, record_items
 
 __all__ = ["describe", "verify"]
 

@@ -282,7 +282,7 @@ def _start(
 def _open_group(
     runtime: Runtime, init_method: str | None, init_group: Callable[[GroupStart], None] | None
 ) -> None:
-    from accelerate_core.crash import install
+    from accelerate_core.distributed.failures import install
 
     install()
     topology, timeout = runtime.topology, runtime.timeout
@@ -474,7 +474,7 @@ def _end_group(runtime: Runtime) -> None:
 
 
 def _end_at_exit(reference: weakref.ref[Runtime]) -> None:
-    from accelerate_core.crash import happened
+    from accelerate_core.distributed.failures import happened
 
     runtime = reference()
     # After a crash the other ranks may never answer: leave the group to the kernel.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from accelerate_core.distributed.process import Runtime
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError
-from accelerate_core.runtime import Runtime
 
 __all__ = ["agree"]
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate_core.hookspecs import Scope
-from accelerate_core.torch_talk import ReduceOp, TorchCollectives
+from accelerate_core.distributed.torch_collectives import ReduceOp, Scope, TorchCollectives
 
-__all__ = ["Communicator", "ReduceOp", "Scope"]
+__all__ = ["Communicator"]
 
 
 class Communicator:
