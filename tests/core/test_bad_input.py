@@ -22,7 +22,7 @@ from accelerate_core import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accelerate_core.distributed.process import Topology, read_topology
+from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.errors import (
     AccelerateError,
     CheckpointError,

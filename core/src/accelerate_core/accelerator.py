@@ -32,6 +32,7 @@ from accelerate_core.configuration import (
     TorchDynamoPlugin,
 )
 from accelerate_core.contract.parts import Tracking
+from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.distributed import failures
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
@@ -142,7 +143,7 @@ class Accelerator(
         given = {name: value for name, value in locals().items() if name in CORE_ARGUMENTS}
         arguments = {**given, **plugin_arguments}
         running = runtimes.running()
-        topology = running.topology if running else runtimes.read_topology(os.environ)
+        topology = running.topology if running else read_topology(os.environ)
         built = assemble(arguments, topology)
         self._built = built
         self.because = built.because
@@ -191,7 +192,7 @@ class Accelerator(
         if (running := runtimes.running()) is not None:
             check_device(built, running.device.type, "where this process runs already")
 
-        def choose(topology: runtimes.Topology, cpu: bool) -> Any:
+        def choose(topology: Topology, cpu: bool) -> Any:
             chosen = self.hooks.device(self, topology, cpu)
             check_device(built, chosen.type, "what torch finds on this machine")
             return chosen

@@ -34,7 +34,7 @@ from accelerate_core.configuration.core import CORE_SETTINGS
 from accelerate_core.configuration.resolve import warn_near_misses
 from accelerate_core.configuration.schema import settings_fields
 from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, NEEDS, check_words, lacking
-from accelerate_core.distributed.process import Topology
+from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (

@@ -94,7 +94,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def _rank() -> int:
-    from accelerate_core.distributed.process import read_topology, running
+    from accelerate_core.contract.topology import read_topology
+    from accelerate_core.distributed.process import running
 
     runtime = running()
     return runtime.process_index if runtime else read_topology(os.environ).process_index

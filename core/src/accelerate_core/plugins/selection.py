@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate_core.configuration.files import ConfigFile
 from accelerate_core.configuration.truth import truth
-from accelerate_core.distributed.process import Topology
+from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import (
     AccelerateError,
     ConfigurationError,

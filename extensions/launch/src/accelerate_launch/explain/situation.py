@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accelerate_core.configuration.files import ConfigFile
-from accelerate_core.distributed.process import Topology, read_topology
+from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.plugins.selection import Considered, Request
 
 __all__ = ["Situation"]

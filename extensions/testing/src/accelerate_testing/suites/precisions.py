@@ -14,7 +14,7 @@ from accelerate_testing.lab import Lab, Net, plain_training
 
 def some_backend() -> None:
     """Skip where nothing that is installed takes several processes."""
-    from accelerate_core.distributed.process import Topology
+    from accelerate_core.contract.topology import Topology
     from accelerate_core.plugins.selection import Request, select_backend
 
     try:
