@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from accelerate_core.distributed.collectives import (
     broadcast,
-    broadcast_object_list,
     gather,
     gather_object,
     gather_uneven,
@@ -36,7 +35,7 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives
 from accelerate_core.distributed.tree import TensorInformation
 from accelerate_core.errors import DistributedOperationException
-from accelerate_drop_in.verbs import copy_tensor_to_devices
+from accelerate_drop_in.verbs import broadcast_object_list, copy_tensor_to_devices
 
 Case = Callable[[Communicator], None]
 CASES: dict[str, Case] = {}

@@ -35,7 +35,7 @@ from accelerate_core.distributed.tree import (
 )
 from accelerate_core.distributed.verify import describe
 from accelerate_drop_in import trees
-from accelerate_drop_in.verbs import copy_tensor_to_devices
+from accelerate_drop_in.verbs import broadcast_object_list, copy_tensor_to_devices
 
 sys.path.insert(0, str(Path(__file__).parent))
 import collectives_worker as worker
@@ -278,7 +278,7 @@ def test_alone_every_verb_is_the_identity() -> None:
     assert collectives.pad_across_processes(tree, comm=comm) is tree
     assert collectives.scatter(tree, comm=comm) is tree
     assert collectives.gather_object({"a": 1}, comm) == {"a": 1}
-    assert collectives.broadcast_object_list(["a"], comm=comm) == ["a"]
+    assert broadcast_object_list(["a"], comm=comm) == ["a"]
     assert copy_tensor_to_devices(tree["y"][0], comm=comm) is tree["y"][0]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 
@@ -35,7 +35,6 @@ from accelerate_core.errors import (
 __all__ = [
     "CannotPadNestedTensorWarning",
     "broadcast",
-    "broadcast_object_list",
     "gather",
     "gather_object",
     "gather_uneven",
@@ -43,8 +42,6 @@ __all__ = [
     "reduce",
     "scatter",
 ]
-
-T = TypeVar("T")
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -94,7 +91,10 @@ def gather_uneven(tree: Any, comm: Communicator) -> Any:
         return unflatten(tree, _gather_packed(tensors, mine, comm))
 
     layouts = [
-        layout_of(_with_length(leaf, count) for leaf, count in zip(tensors, row, strict=True))
+        layout_of(
+            TensorInformation(torch.Size([count, *leaf.shape[1:]]), leaf.dtype)
+            for leaf, count in zip(tensors, row, strict=True)
+        )
         for row in lengths
     ]
     longest = max(layout.total for layout in layouts)
@@ -103,10 +103,6 @@ def gather_uneven(tree: Any, comm: Communicator) -> Any:
     rows = comm.gather(buffer).view(comm.size, longest)
     parts = [unpack(rows[rank], layout) for rank, layout in enumerate(layouts)]
     return unflatten(tree, [torch.cat(pieces) for pieces in zip(*parts, strict=True)])
-
-
-def _with_length(leaf: torch.Tensor, length: int) -> TensorInformation:
-    return TensorInformation(torch.Size([length, *leaf.shape[1:]]), leaf.dtype)
 
 
 def _gather_integers(values: list[int], comm: Communicator) -> list[list[int]]:
@@ -378,28 +374,6 @@ def _is_series(obj: Any) -> bool:
     # A 0-d array is iterable by its class and refuses when asked.
     is_scalar = isinstance(obj, (str, bytes, Mapping)) or getattr(obj, "ndim", 1) == 0
     return isinstance(obj, Iterable) and not is_scalar
-
-
-def broadcast_object_list(
-    object_list: list[T], from_process: int = 0, *, comm: Communicator
-) -> list[T]:
-    """Replace the picklable objects of a list, in place, by those of process `from_process`.
-
-    Returns the same list. Lengths have to be equal, or `DistributedOperationException` is raised
-    where they are not.
-    """
-    if comm.size == 1:
-        return object_list
-    _check_rank("broadcast_object_list", from_process, comm)
-    received = comm.broadcast_object(object_list, from_process)
-    if len(received) != len(object_list):
-        raise DistributedOperationException(
-            f"broadcast_object_list: process {from_process} sent {len(received)} objects, "
-            f"process {comm.rank} has a list of {len(object_list)}."
-        )
-    if comm.rank != from_process:
-        object_list[:] = received
-    return object_list
 
 
 def _tensors(verb: str, tree: Any, *, dense: bool = True) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from accelerate_core.data import rng
 from accelerate_core.distributed import collectives
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.tree import get_data_structure
-from accelerate_core.errors import DistributedOperationException
+from accelerate_core.errors import ConfigurationError, DistributedOperationException
 from accelerate_core.state import current_communicator
 from accelerate_drop_in.trees import initialize_tensors
 
@@ -52,9 +52,28 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     return collectives.broadcast(tensor, from_process, comm=current_communicator())
 
 
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Give every process the picklable objects of one; the list is filled and returned."""
-    return collectives.broadcast_object_list(object_list, from_process, comm=current_communicator())
+def broadcast_object_list(
+    object_list: list[Any], from_process: int = 0, *, comm: Communicator | None = None
+) -> list[Any]:
+    """Replace the picklable objects of a list, in place, by those of one process; return it.
+
+    Lengths have to be equal, or `DistributedOperationException` is raised where they are not.
+    """
+    comm = comm or current_communicator()
+    if not 0 <= from_process < comm.size:
+        raise ConfigurationError(
+            f"broadcast_object_list: from_process={from_process} is not a process; there are "
+            f"{comm.size}, counted from 0."
+        )
+    received = comm.broadcast_object(object_list, from_process)
+    if len(received) != len(object_list):
+        raise DistributedOperationException(
+            f"broadcast_object_list: process {from_process} sent {len(received)} objects, "
+            f"process {comm.rank} has a list of {len(object_list)}."
+        )
+    if comm.rank != from_process:
+        object_list[:] = received
+    return object_list
 
 
 def pad_across_processes(
