@@ -70,7 +70,7 @@ def comm(ahead=False):
         size=WORLD,
         device=torch.device("cpu"),
         hooks=TorchCollectives(),
-        open_group=(lambda ranks: host_group(ranks, TIMEOUT)) if ahead else None,
+        new_group=(lambda ranks: host_group(ranks, TIMEOUT)) if ahead else None,
     )
 
 

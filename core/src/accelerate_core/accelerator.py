@@ -279,7 +279,7 @@ class Accelerator(
             accelerator=self,
             scope=scope,
             debug=bool(self.because["debug"].value),
-            open_group=lambda ranks: self.hooks.new_group(self, ranks, "cpu"),
+            new_group=lambda ranks: self.hooks.new_group(self, ranks, "cpu"),
         )
 
     # --- life ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 
@@ -379,6 +379,3 @@ def absent_attribute(name: str, owner: str, known: list[str]) -> Any:
         command = catalog.pip_command(catalog.METHODS[name])
         raise AttributeError(f"{owner}.{name} comes with a plugin that is not active: {command}")
     raise AttributeError(f"{owner} has no attribute {name!r}.{did_you_mean(name, known)}")
-
-
-Scope = Literal["data", "loss", "world"]

@@ -200,7 +200,7 @@ def _default_communicator(count: int) -> Communicator | None:
         size=count,
         device=runtime.device,
         hooks=TorchCollectives(),
-        open_group=lambda ranks: host_group(ranks, runtime.timeout),
+        new_group=lambda ranks: host_group(ranks, runtime.timeout),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 import torch
 
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.distributed.packing import Layout, layout_of, pack, unpack, unpack_rows
+from accelerate_core.distributed.packing import layout_of, pack, unpack, unpack_rows
 from accelerate_core.distributed.torch_collectives import ReduceOp
 from accelerate_core.distributed.tree import (
     TensorInformation,
@@ -64,12 +64,11 @@ def gather(tree: Any, comm: Communicator) -> Any:
     tensors = _tensors("gather", tree)
     if not tensors:
         return tree
-    return unflatten(tree, _gather_packed(tensors, layout_of(tensors), comm))
+    return unflatten(tree, _gather_equal(tensors, comm))
 
 
-def _gather_packed(
-    tensors: list[torch.Tensor], layout: Layout, comm: Communicator
-) -> list[torch.Tensor]:
+def _gather_equal(tensors: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:
+    layout = layout_of(tensors)
     return unpack_rows(comm.gather(pack(tensors, layout, comm.device)), layout, comm.size)
 
 
@@ -86,9 +85,8 @@ def gather_uneven(tree: Any, comm: Communicator) -> Any:
     if not tensors:
         return tree
     lengths = _gather_integers([len(leaf) if leaf.ndim else 1 for leaf in tensors], comm)
-    mine = layout_of(tensors)
     if all(row == lengths[0] for row in lengths):
-        return unflatten(tree, _gather_packed(tensors, mine, comm))
+        return unflatten(tree, _gather_equal(tensors, comm))
 
     layouts = [
         layout_of(
@@ -99,6 +97,7 @@ def gather_uneven(tree: Any, comm: Communicator) -> Any:
     ]
     longest = max(layout.total for layout in layouts)
     buffer = torch.empty(longest, dtype=torch.uint8, device=comm.device)
+    mine = layouts[comm.rank]
     buffer[: mine.total] = pack(tensors, mine, comm.device)
     rows = comm.gather(buffer).view(comm.size, longest)
     parts = [unpack(rows[rank], layout) for rank, layout in enumerate(layouts)]
@@ -155,7 +154,9 @@ def _reduce_alone(tensors: list[torch.Tensor], op: ReduceOp) -> list[torch.Tenso
     # Copies, as every process of a larger run gets one: a tensor zeroed after it was reduced must
     # not take the result with it.
     return [
-        leaf.clone() if op != "mean" or _is_inexact(leaf) else leaf.to(torch.float32)
+        leaf.clone()
+        if op != "mean" or leaf.is_floating_point() or leaf.is_complex()
+        else leaf.float()
         for leaf in tensors
     ]
 
@@ -180,10 +181,6 @@ def _reduce_all(
             own = piece.clone() if len(members) > 1 else piece
             reduced[index] = _from_wire(own, tensors[index], op)
     return reduced
-
-
-def _is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _to_wire(leaf: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp]:

@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -24,16 +25,11 @@ __all__ = ["happened", "install", "is_failure", "wait_for_culprit"]
 _ECHO_WAIT = 3.0
 
 #: What transports say, and no more than that, when another rank has gone.
-_ECHOES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "application timeout caused pair closure",
-    "remote process exited",
-    "ncclremoteerror",
-    "failed to recv, got 0 bytes",
+_ECHO = re.compile(
+    "connection (closed|reset) by peer|connection refused|broken pipe|socket closed"
+    "|application timeout caused pair closure|remote process exited|ncclremoteerror"
+    "|failed to recv, got 0 bytes",
+    re.IGNORECASE,
 )
 
 _installed = _happened = False
@@ -80,8 +76,7 @@ def is_failure(error: BaseException | None) -> bool:
 
 def wait_for_culprit(error: BaseException) -> None:
     """Give the launcher time to see the rank that failed first, if this failure is its echo."""
-    text = str(error).lower()
-    if isinstance(error, RuntimeError | OSError) and any(part in text for part in _ECHOES):
+    if isinstance(error, RuntimeError | OSError) and _ECHO.search(str(error)):
         time.sleep(_ECHO_WAIT)
 
 

@@ -83,10 +83,6 @@ class Runtime:
         """Number of processes on this machine."""
         return self.topology.local_num_processes
 
-    def live_users(self) -> list[Any]:
-        """Return the Accelerators that use this runtime, oldest first."""
-        return [user for ref in self.users if (user := ref()) is not None]
-
 
 _current: Runtime | None = None
 _generation = 0
@@ -105,11 +101,9 @@ def current_runtime() -> Runtime:
 
 def current_user() -> Any | None:
     """Return the Accelerator made last that is still alive, else None."""
-    users = _current.live_users() if _current else []
-    return users[-1] if users else None
-
-
-DeviceChooser = Callable[[Topology, bool], "torch.device"]
+    refs = _current.users if _current else []
+    alive = [user for ref in refs if (user := ref()) is not None]
+    return alive[-1] if alive else None
 
 
 def acquire(
@@ -122,7 +116,7 @@ def acquire(
     comm_backend: str | None = None,
     init_method: str | None = None,
     needs_group: bool = False,
-    choose_device: DeviceChooser | None = None,
+    choose_device: Callable[[Topology, bool], torch.device] | None = None,
     init_group: Callable[[GroupStart], None] | None = None,
 ) -> Runtime:
     """Start the runtime, or join the one that runs if it fits.

@@ -20,7 +20,6 @@ __all__ = [
     "ReduceOp",
     "Scope",
     "TorchCollectives",
-    "as_bytes",
     "as_memory",
     "host_group",
 ]

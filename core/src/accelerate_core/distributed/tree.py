@@ -22,16 +22,9 @@ __all__ = [
     "find_device",
     "flatten",
     "get_data_structure",
-    "honor_type",
-    "is_namedtuple",
-    "is_record",
-    "is_sequence",
-    "is_torch_tensor",
     "iterate_leaves",
     "map_leaves",
     "rebuild",
-    "rebuild_record",
-    "record_items",
     "recursively_apply",
     "send_to_device",
     "unflatten",
@@ -99,19 +92,23 @@ def rebuild(node: Any, items: list[Any]) -> Any:
     A dict subclass is copied and refilled, not constructed: it may want other arguments (a
     `defaultdict`) and may carry attributes beside its items.
     """
+    kind = type(node)
+    if kind is list:
+        return items
+    if kind is tuple:
+        return tuple(items)
+    if kind is dict:
+        return dict(zip(node, items, strict=True))
+    if isinstance(node, dict):
+        rebuilt = copy.copy(node)
+        for key, value in zip(node, items, strict=True):
+            rebuilt[key] = value
+        return rebuilt
     if is_sequence(node):
         return honor_type(node, items)
-    if type(node) is dict:
-        return dict(zip(node, items, strict=True))
-    if not isinstance(node, Mapping):
-        return rebuild_record(node, dict(zip(record_items(node), items, strict=True)))
-    pairs = dict(zip(node, items, strict=True))
-    if not isinstance(node, dict):
-        return type(node)(pairs)  # type: ignore[call-arg]
-    rebuilt = copy.copy(node)
-    for key, value in pairs.items():
-        rebuilt[key] = value
-    return rebuilt
+    if isinstance(node, Mapping):
+        return kind(dict(zip(node, items, strict=True)))
+    return rebuild_record(node, dict(zip(record_items(node), items, strict=True)))
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
@@ -154,24 +151,19 @@ def _collect(node: Any, into: list[Any]) -> None:
 
 def unflatten(like: Any, leaves: Iterable[Any]) -> Any:
     """Return a tree of the structure of `like` with other leaves, given in order."""
-    return _refill(like, iter(leaves))
-
-
-def _refill(node: Any, leaves: Iterator[Any]) -> Any:
-    inner = children(node)
-    if inner is None:
-        return next(leaves)
-    items = []
-    for child in inner:
-        items.append(next(leaves) if type(child) is torch.Tensor else _refill(child, leaves))
-    return rebuild(node, items)
+    values = iter(leaves)
+    return map_leaves(lambda _: next(values), like)
 
 
 def map_leaves(func: Callable[[Any], Any], data: Any) -> Any:
     """Return the tree with `func` applied to every leaf, in leaf order."""
-    if type(data) is torch.Tensor:
+    inner = None if type(data) is torch.Tensor else children(data)
+    if inner is None:
         return func(data)
-    return unflatten(data, [func(leaf) for leaf in flatten(data)])
+    items = []
+    for child in inner:
+        items.append(func(child) if type(child) is torch.Tensor else map_leaves(func, child))
+    return rebuild(data, items)
 
 
 def iterate_leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
