@@ -12,7 +12,7 @@ import pytest
 def _each_file_begins_with_no_accelerator() -> Iterator[None]:
     """Drop what a file's tests have left running: which file is next differs from run to run."""
     yield
-    runtime = sys.modules.get("accelerate_core.runtime")
+    runtime = sys.modules.get("accelerate_core.distributed.process")
     if runtime is not None:
         while (left := runtime.current_user()) is not None:
             runtime.release(left)

@@ -22,14 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate_core.collectives import (
-    Communicator,
-    DistributedOperationException,
-    TensorInformation,
-    TorchCollectives,
+from accelerate_core.distributed.collectives import (
     broadcast,
-    broadcast_object_list,
-    copy_tensor_to_devices,
     gather,
     gather_object,
     gather_uneven,
@@ -37,6 +31,11 @@ from accelerate_core.collectives import (
     reduce,
     scatter,
 )
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.torch_collectives import TorchCollectives
+from accelerate_core.distributed.tree import TensorInformation
+from accelerate_core.errors import DistributedOperationException
+from accelerate_drop_in.verbs import broadcast_object_list, copy_tensor_to_devices
 
 Case = Callable[[Communicator], None]
 CASES: dict[str, Case] = {}
@@ -48,7 +47,7 @@ def case(function: Case) -> Case:
 
 
 class Counting:
-    """Talk hooks that count what is called."""
+    """Owner hooks that count what is called."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -66,7 +65,7 @@ class Counting:
 
 
 class WithoutAvg(TorchCollectives):
-    """Talk hooks over a group that cannot average."""
+    """Collectives over a group that cannot average."""
 
     def __init__(self) -> None:
         super().__init__()

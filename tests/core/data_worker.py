@@ -26,7 +26,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate_core.collectives import Communicator, TorchCollectives, host_group
 from accelerate_core.data import (
     DataLoaderDispatcher,
     DispatchError,
@@ -34,6 +33,8 @@ from accelerate_core.data import (
     skip_first_batches,
 )
 from accelerate_core.data.dispatch.transport import CollectiveTransport, GroupTransport
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.step.gradient_state import GradientState
 
 TIMEOUT = timedelta(seconds=30)
@@ -69,7 +70,7 @@ def comm(ahead=False):
         size=WORLD,
         device=torch.device("cpu"),
         hooks=TorchCollectives(),
-        open_group=(lambda ranks: host_group(ranks, TIMEOUT)) if ahead else None,
+        new_group=(lambda ranks: host_group(ranks, TIMEOUT)) if ahead else None,
     )
 
 

@@ -22,6 +22,7 @@ from accelerate_core import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.errors import (
     AccelerateError,
     CheckpointError,
@@ -31,7 +32,6 @@ from accelerate_core.errors import (
 )
 from accelerate_core.plugins import discovery
 from accelerate_core.plugins.selection import Request, select_backend
-from accelerate_core.runtime import Topology, read_topology
 
 
 class Foreign(KwargsHandler): ...

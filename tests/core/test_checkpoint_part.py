@@ -35,7 +35,7 @@ def test_the_package_sees_no_accelerator() -> None:
     assert {m for m in seen if not m.startswith("accelerate_checkpoint")} == {
         "accelerate_core.contract.parts",
         "accelerate_core.errors",
-        "accelerate_core.torch_talk",
+        "accelerate_core.distributed.torch_collectives",
     }
 
 

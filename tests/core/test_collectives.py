@@ -15,7 +15,27 @@ import pool
 import pytest
 import torch
 
-import accelerate_core.collectives as c
+from accelerate_core.distributed import collectives
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.torch_collectives import Scope
+from accelerate_core.distributed.tree import (
+    TensorInformation,
+    convert_to_fp32,
+    find_device,
+    flatten,
+    get_data_structure,
+    honor_type,
+    is_namedtuple,
+    is_torch_tensor,
+    iterate_leaves,
+    map_leaves,
+    recursively_apply,
+    send_to_device,
+    unflatten,
+)
+from accelerate_core.distributed.verify import describe
+from accelerate_drop_in import trees
+from accelerate_drop_in.verbs import broadcast_object_list, copy_tensor_to_devices
 
 sys.path.insert(0, str(Path(__file__).parent))
 import collectives_worker as worker
@@ -61,78 +81,88 @@ TREES: dict[str, Any] = {
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_a_walk_keeps_types_and_changes_no_input(tree: Any) -> None:
-    before = [leaf.clone() for _, leaf in c.iterate_leaves(tree)]
-    result = c.recursively_apply(lambda leaf: leaf + 1, tree)
+    before = [leaf.clone() for _, leaf in iterate_leaves(tree)]
+    result = recursively_apply(lambda leaf: leaf + 1, tree)
     assert type(result) is type(tree)
-    after = [leaf for _, leaf in c.iterate_leaves(result)]
+    after = [leaf for _, leaf in iterate_leaves(result)]
     assert all(torch.equal(new, old + 1) for new, old in zip(after, before, strict=True))
-    unchanged = [leaf for _, leaf in c.iterate_leaves(tree)]
+    unchanged = [leaf for _, leaf in iterate_leaves(tree)]
     assert all(torch.equal(new, old) for new, old in zip(unchanged, before, strict=True))
 
 
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_what_is_taken_apart_can_be_put_together(tree: Any) -> None:
+    leaves = flatten(tree)
+    again = unflatten(tree, leaves)
+    assert type(again) is type(tree)
+    assert [id(leaf) for leaf in flatten(again)] == [id(leaf) for leaf in leaves]
+    with pytest.raises(StopIteration):
+        unflatten(tree, leaves[:-1])
+
+
 def test_a_dict_subclass_keeps_its_extras() -> None:
-    result = c.recursively_apply(lambda leaf: leaf * 2, Output(a=torch.ones(1)))
+    result = recursively_apply(lambda leaf: leaf * 2, Output(a=torch.ones(1)))
     assert result.a is result["a"]
-    table = c.recursively_apply(lambda leaf: leaf, defaultdict(int, a=torch.ones(1)))
+    table = recursively_apply(lambda leaf: leaf, defaultdict(int, a=torch.ones(1)))
     assert table["missing"] == 0
 
 
 def test_recursively_apply_passes_arguments_and_refuses_on_request() -> None:
-    assert c.recursively_apply(torch.add, [torch.tensor(1), "x"], 2, alpha=3)[0] == 7
-    assert c.recursively_apply(len, ["ab", 1], test_type=lambda x: isinstance(x, str)) == [2, 1]
+    assert recursively_apply(torch.add, [torch.tensor(1), "x"], 2, alpha=3)[0] == 7
+    assert recursively_apply(len, ["ab", 1], test_type=lambda x: isinstance(x, str)) == [2, 1]
     with pytest.raises(TypeError, match=r"square does not take a str.*is_torch_tensor"):
-        c.recursively_apply(torch.square, ["x"], error_on_other_type=True)
+        recursively_apply(torch.square, ["x"], error_on_other_type=True)
 
 
 def test_kinds_are_told_apart() -> None:
-    info = c.TensorInformation(torch.Size([2]), torch.float32)
-    assert c.is_torch_tensor(torch.ones(1))
-    assert not c.is_torch_tensor([1])
-    assert c.is_tensor_information(info)
-    assert not c.is_tensor_information(torch.ones(1))
-    assert c.is_namedtuple(Point(1, 2))
-    assert not c.is_namedtuple((1, 2))
-    assert c.honor_type(Point(1, 2), (v for v in (3, 4))) == Point(3, 4)
-    assert c.honor_type((1,), [2]) == (2,)
-    assert c.honor_type([1], (2,)) == [2]
+    info = TensorInformation(torch.Size([2]), torch.float32)
+    assert is_torch_tensor(torch.ones(1))
+    assert not is_torch_tensor([1])
+    assert trees.is_tensor_information(info)
+    assert not trees.is_tensor_information(torch.ones(1))
+    assert is_namedtuple(Point(1, 2))
+    assert not is_namedtuple((1, 2))
+    assert honor_type(Point(1, 2), (v for v in (3, 4))) == Point(3, 4)
+    assert honor_type((1,), [2]) == (2,)
+    assert honor_type([1], (2,)) == [2]
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_what_is_on_the_device_is_the_very_same_object(tree: Any) -> None:
-    assert c.send_to_device(tree, "cpu") is tree
-    assert c.send_to_device(tree, torch.device("cpu"), non_blocking=True) is tree
+    assert send_to_device(tree, "cpu") is tree
+    assert send_to_device(tree, torch.device("cpu"), non_blocking=True) is tree
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_send_moves_every_tensor(tree: Any) -> None:
-    result = c.send_to_device(tree, "meta")
+    result = send_to_device(tree, "meta")
     assert type(result) is type(tree)
-    assert {leaf.device.type for _, leaf in c.iterate_leaves(result)} == {"meta"}
-    assert {leaf.device.type for _, leaf in c.iterate_leaves(tree)} == {"cpu"}
+    assert {leaf.device.type for _, leaf in iterate_leaves(result)} == {"meta"}
+    assert {leaf.device.type for _, leaf in iterate_leaves(tree)} == {"cpu"}
 
 
 def test_send_honours_skip_keys_and_objects_that_move_themselves() -> None:
     batch = {"a": torch.ones(1), "deep": [{"keep": torch.ones(1)}], "text": "x", "none": None}
-    result = c.send_to_device(batch, "meta", skip_keys="keep")
+    result = send_to_device(batch, "meta", skip_keys="keep")
     assert result["a"].is_meta
     assert result["deep"][0]["keep"].device.type == "cpu"
     assert (result["text"], result["none"]) == ("x", None)
-    assert not c.send_to_device(batch, "meta", skip_keys=["a"])["a"].is_meta
+    assert not send_to_device(batch, "meta", skip_keys=["a"])["a"].is_meta
 
     encoding = Encoding(ids=torch.ones(1))
-    assert c.send_to_device([encoding], "meta", non_blocking=True)[0] is encoding
+    assert send_to_device([encoding], "meta", non_blocking=True)[0] is encoding
     assert encoding.moved_to == torch.device("meta")
-    assert c.send_to_device(torch.nn.Linear(1, 1), "meta").weight.is_meta
-    part = c.send_to_device(Encoding(ids=torch.ones(1), n=torch.ones(1)), "meta", skip_keys="n")
+    assert send_to_device(torch.nn.Linear(1, 1), "meta").weight.is_meta
+    part = send_to_device(Encoding(ids=torch.ones(1), n=torch.ones(1)), "meta", skip_keys="n")
     assert (part["ids"].is_meta, part["n"].is_meta) == (True, False)
 
 
 def test_structures_can_be_described_and_allocated() -> None:
-    structure = c.get_data_structure({"x": torch.zeros(2, 3, dtype=torch.int8), "n": 3})
-    assert structure == {"x": c.TensorInformation(torch.Size([2, 3]), torch.int8), "n": 3}
-    empty = c.initialize_tensors(structure)
+    structure = get_data_structure({"x": torch.zeros(2, 3, dtype=torch.int8), "n": 3})
+    assert structure == {"x": TensorInformation(torch.Size([2, 3]), torch.int8), "n": 3}
+    empty = trees.initialize_tensors(structure)
     assert (empty["x"].shape, empty["x"].dtype, empty["n"]) == ((2, 3), torch.int8, 3)
-    assert c.describe(Point(torch.ones(1), ["a"])) == "([1] float32, [<str>])"
+    assert describe(Point(torch.ones(1), ["a"])) == "([1] float32, [<str>])"
 
 
 @pytest.mark.parametrize(
@@ -145,8 +175,8 @@ def test_structures_can_be_described_and_allocated() -> None:
     ],
 )
 def test_batch_size_is_found(data: Any, size: int) -> None:
-    assert c.find_batch_size(data) == size
-    assert c.ignorant_find_batch_size(data) == size
+    assert trees.find_batch_size(data) == size
+    assert trees.ignorant_find_batch_size(data) == size
 
 
 @pytest.mark.parametrize(
@@ -160,37 +190,42 @@ def test_batch_size_is_found(data: Any, size: int) -> None:
 )
 def test_batch_size_that_is_not_there(data: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        c.find_batch_size(data)
-    assert c.ignorant_find_batch_size(data) is None
+        trees.find_batch_size(data)
+    assert trees.ignorant_find_batch_size(data) is None
 
 
 def test_device_is_found() -> None:
-    assert c.find_device({"n": 1, "x": [torch.ones(1, device="meta")]}) == torch.device("meta")
-    assert c.find_device(["x"]) is None
+    assert find_device({"n": 1, "x": [torch.ones(1, device="meta")]}) == torch.device("meta")
+    assert find_device(["x"]) is None
 
 
 def test_listify() -> None:
     tree = {"a": torch.ones(2, dtype=torch.bfloat16), "b": (torch.tensor(3, requires_grad=False),)}
-    assert c.listify(tree) == {"a": [1.0, 1.0], "b": (3,)}
-    assert c.listify(torch.ones(1, requires_grad=True)) == [1.0]
+    assert trees.listify(tree) == {"a": [1.0, 1.0], "b": (3,)}
+    assert trees.listify(torch.ones(1, requires_grad=True)) == [1.0]
 
 
 def test_slices_and_concatenation_are_inverse() -> None:
     tree = {"x": torch.arange(6).view(3, 2), "p": Point(torch.arange(3), [torch.arange(3.0)])}
-    parts = [c.slice_tensors(tree, slice(0, 2), 0, 2), c.slice_tensors(tree, slice(2, 3), 1, 2)]
-    again = c.concatenate(parts)
-    assert c.listify(again) == c.listify(tree)
+    parts = [
+        trees.slice_tensors(tree, slice(0, 2), 0, 2),
+        trees.slice_tensors(tree, slice(2, 3), 1, 2),
+    ]
+    again = trees.concatenate(parts)
+    assert trees.listify(again) == trees.listify(tree)
     assert type(again["p"]) is Point
-    assert c.slice_tensors({"s": torch.tensor(1), "n": "x"}, slice(0, 1)) == {"s": 1, "n": "x"}
-    assert c.concatenate([[torch.ones(2, 1)], [torch.ones(2, 2)]], dim=1)[0].shape == (2, 3)
-    assert c.listify(c.concatenate([torch.tensor(1), torch.tensor(2)])) == [1, 2]
+    assert trees.slice_tensors({"s": torch.tensor(1), "n": "x"}, slice(0, 1)) == {"s": 1, "n": "x"}
+    assert trees.concatenate([[torch.ones(2, 1)], [torch.ones(2, 2)]], dim=1)[0].shape == (2, 3)
+    turned = [{"x": torch.ones(1), "y": torch.zeros(1)}, {"y": torch.zeros(1), "x": torch.ones(1)}]
+    assert trees.listify(trees.concatenate(turned)) == {"x": [1, 1], "y": [0, 0]}
+    assert trees.listify(trees.concatenate([torch.tensor(1), torch.tensor(2)])) == [1, 2]
     with pytest.raises(TypeError, match="not a str"):
-        c.concatenate([["a"], ["b"]])
+        trees.concatenate([["a"], ["b"]])
 
 
 def test_half_precision_becomes_single() -> None:
     tree = [torch.ones(1, dtype=d) for d in (torch.float16, torch.bfloat16, torch.float64)]
-    result = c.convert_to_fp32([*tree, torch.ones(1, dtype=torch.int8), "x"])
+    result = convert_to_fp32([*tree, torch.ones(1, dtype=torch.int8), "x"])
     assert [t.dtype for t in result[:4]] == [
         torch.float32,
         torch.float32,
@@ -215,11 +250,11 @@ def test_half_precision_becomes_single() -> None:
 def test_inputs_are_padded_to_divide(
     shape: tuple[int, ...], batch: int, processes: int, dim: int, expected: tuple[int, ...]
 ) -> None:
-    assert c.pad_input_tensors(torch.rand(shape), batch, processes, dim).shape == expected
+    assert trees.pad_input_tensors(torch.rand(shape), batch, processes, dim).shape == expected
 
 
 def test_padding_of_inputs_repeats_the_last() -> None:
-    assert c.pad_input_tensors([torch.arange(3)], 3, 5)[0].tolist() == [0, 1, 2, 2, 2]
+    assert trees.pad_input_tensors([torch.arange(3)], 3, 5)[0].tolist() == [0, 1, 2, 2, 2]
 
 
 class Silent:
@@ -229,22 +264,22 @@ class Silent:
         raise AssertionError(f"{name} was called")
 
 
-def alone(**more: Any) -> c.Communicator:
+def alone(**more: Any) -> Communicator:
     device = torch.device("cpu")
-    return c.Communicator(rank=0, size=1, device=device, hooks=Silent(), **more)
+    return Communicator(rank=0, size=1, device=device, hooks=Silent(), **more)
 
 
 def test_alone_every_verb_is_the_identity() -> None:
     comm = alone(debug=True)
     tree = {"x": torch.tensor(1.0, requires_grad=True), "y": [torch.ones(2)]}
-    assert c.gather(tree, comm) is tree
-    assert c.gather_uneven(tree, comm) is tree
-    assert c.broadcast(tree, comm=comm) is tree
-    assert c.pad_across_processes(tree, comm=comm) is tree
-    assert c.scatter(tree, comm=comm) is tree
-    assert c.gather_object({"a": 1}, comm) == {"a": 1}
-    assert c.broadcast_object_list(["a"], comm=comm) == ["a"]
-    assert c.copy_tensor_to_devices(tree["y"][0], comm=comm) is tree["y"][0]
+    assert collectives.gather(tree, comm) is tree
+    assert collectives.gather_uneven(tree, comm) is tree
+    assert collectives.broadcast(tree, comm=comm) is tree
+    assert collectives.pad_across_processes(tree, comm=comm) is tree
+    assert collectives.scatter(tree, comm=comm) is tree
+    assert collectives.gather_object({"a": 1}, comm) == {"a": 1}
+    assert broadcast_object_list(["a"], comm=comm) == ["a"]
+    assert copy_tensor_to_devices(tree["y"][0], comm=comm) is tree["y"][0]
 
 
 def test_alone_a_communicator_is_the_identity() -> None:
@@ -264,25 +299,25 @@ def test_alone_a_communicator_is_the_identity() -> None:
 
 def test_alone_reduce_copies_and_gives_the_dtypes_of_a_larger_run() -> None:
     total = torch.ones(2)
-    result = c.reduce(total, comm=alone())
+    result = collectives.reduce(total, comm=alone())
     total.zero_()
     assert result.tolist() == [1, 1]
-    assert c.reduce(torch.tensor([3]), "mean", comm=alone()).dtype == torch.float32
-    assert c.reduce(torch.tensor([3]), "sum", comm=alone()).dtype == torch.int64
-    assert c.reduce(torch.tensor([3.0]), "mean", 2.0, comm=alone()).tolist() == [6]
+    assert collectives.reduce(torch.tensor([3]), "mean", comm=alone()).dtype == torch.float32
+    assert collectives.reduce(torch.tensor([3]), "sum", comm=alone()).dtype == torch.int64
+    assert collectives.reduce(torch.tensor([3.0]), "mean", 2.0, comm=alone()).tolist() == [6]
 
 
 def test_a_backend_may_answer_with_a_slice_of_something_larger() -> None:
     class Odd(Silent):
-        def gather(self, accelerator: Any, tensor: torch.Tensor, scope: c.Scope) -> torch.Tensor:
+        def gather(self, accelerator: Any, tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
             return torch.cat([tensor.new_zeros(1), tensor, tensor])[1:]
 
-    comm = c.Communicator(rank=0, size=2, device=torch.device("cpu"), hooks=Odd())
-    assert c.gather([torch.tensor([1.5])], comm)[0].tolist() == [1.5, 1.5]
+    comm = Communicator(rank=0, size=2, device=torch.device("cpu"), hooks=Odd())
+    assert collectives.gather([torch.tensor([1.5])], comm)[0].tolist() == [1.5, 1.5]
 
 
 def test_immutable_mappings_are_rebuilt() -> None:
-    result = c.map_leaves(lambda leaf: leaf + 1, MappingProxyType({"a": 1}))
+    result = map_leaves(lambda leaf: leaf + 1, MappingProxyType({"a": 1}))
     assert result == {"a": 2}
     assert type(result) is MappingProxyType
 

@@ -24,8 +24,8 @@ from accelerate_core.data import (
     prepare_data_loader,
     skip_first_batches,
 )
+from accelerate_core.distributed.process import current_runtime
 from accelerate_core.errors import ConfigurationError, MissingPluginError
-from accelerate_core.runtime import current_runtime
 
 
 class Augmenting:

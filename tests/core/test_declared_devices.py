@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerate_core import Accelerator, Backend, PartialState
-from accelerate_core import runtime as runtimes
+from accelerate_core.distributed import process as runtimes
 from accelerate_core.errors import ConfigurationError
 
 

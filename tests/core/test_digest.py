@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import run_workers
 
-from accelerate_core.plugins.digest import _compare
+from accelerate_core.distributed.rank_agreement import _compare
 
 WORKER = Path(__file__).with_name("digest_worker.py")
 

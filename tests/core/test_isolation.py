@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_core import Accelerator
-from accelerate_core.runtime import running
+from accelerate_core.distributed.process import running
 from accelerate_core.utils import GradScalerKwargs
 from accelerate_tracking import GeneralTracker
 

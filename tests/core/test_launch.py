@@ -395,7 +395,7 @@ def test_prepare_for_launch_runs_the_function() -> None:
 
 def test_launching_beside_a_live_runtime_is_refused() -> None:
     done = run_python(
-        "from accelerate_core.runtime import current_runtime\n"
+        "from accelerate_core.distributed.process import current_runtime\n"
         "from accelerate_launch import debug_launcher\n"
         "current_runtime()\n"
         "debug_launcher(print)\n"
@@ -492,7 +492,7 @@ def test_local_sgd_averages_every_few_steps_and_at_the_end(tmp_path: Path, proce
 
 @pytest.fixture
 def no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate_core import runtime
+    from accelerate_core.distributed import process as runtime
 
     monkeypatch.setattr(runtime, "_current", None)
 
@@ -543,7 +543,7 @@ def work(kind):
     accelerator.end_training()
 
 if __name__ == "__main__":
-    from accelerate_core.runtime import current_runtime
+    from accelerate_core.distributed.process import current_runtime
     current_runtime()  # which a forked process could not use
     debug_launcher(work, ("spawned",), start_method="spawn")
 """

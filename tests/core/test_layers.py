@@ -81,7 +81,10 @@ PUBLIC = (
     "accelerate_core.errors",
     "accelerate_tracking",
     "accelerate_checkpoint",
-    "accelerate_core.collectives",
+    "accelerate_core.distributed.collectives",
+    "accelerate_core.distributed.communicator",
+    "accelerate_core.distributed.torch_collectives",
+    "accelerate_core.distributed.tree",
     "accelerate_launch",
     "accelerate_testing",
 )

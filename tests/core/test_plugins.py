@@ -142,7 +142,7 @@ def test_every_kind_of_trigger_fires(tmp_path: Path) -> None:
     import os, sys
     from accelerate_core import Accelerator, DistributedType
     from accelerate_core.plugins.selection import Request, select_backend
-    from accelerate_core.runtime import Topology
+    from accelerate_core.contract.topology import Topology
     from accelerate_core.configuration import read_config
     def asked(request):
         sys.asked = []

@@ -498,7 +498,7 @@ class _FakeTqdm:
 def test_a_bar_is_drawn_by_one_process(
     rank: str, disabled: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accelerate_core import runtime
+    from accelerate_core.distributed import process as runtime
 
     monkeypatch.setitem(sys.modules, "tqdm", _FakeTqdm)
     monkeypatch.setitem(sys.modules, "tqdm.auto", _FakeTqdm)

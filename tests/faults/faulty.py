@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from accelerate_core.runtime import acquire, release
+from accelerate_core.distributed.process import acquire, release
 
 
 class User:

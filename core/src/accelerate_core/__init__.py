@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from accelerate_core.configuration import origin_of as origin_of
     from accelerate_core.configuration import settings as settings
     from accelerate_core.contract.view import AcceleratorView as AcceleratorView
+    from accelerate_core.distributed.process import once as once
     from accelerate_core.hookspecs import hookimpl as hookimpl
     from accelerate_core.plugins.selection import Claim as Claim
     from accelerate_core.plugins.selection import Request as Request
@@ -61,6 +62,7 @@ _HOMES = {
     "find_executable_batch_size": "accelerate_core.builtin.memory",
     "get_logger": "accelerate_core.logging",
     "hookimpl": "accelerate_core.hookspecs",
+    "once": "accelerate_core.distributed.process",
     "release_memory": "accelerate_core.builtin.memory",
     "skip_first_batches": "accelerate_core.data",
     "set_seed": "accelerate_core.builtin.seed",

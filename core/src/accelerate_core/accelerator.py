@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_core import crash, data
-from accelerate_core import runtime as runtimes
+from accelerate_core import data
 from accelerate_core.assemble import CORE_ARGUMENTS, assemble, check_device
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.affinity import follow_cpu_affinity
 from accelerate_core.builtin.memory import release_memory
 from accelerate_core.builtin.no_tracking import NoTracking, asks
-from accelerate_core.collectives import Communicator
 from accelerate_core.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -34,6 +32,11 @@ from accelerate_core.configuration import (
     TorchDynamoPlugin,
 )
 from accelerate_core.contract.parts import Tracking
+from accelerate_core.contract.topology import Topology, read_topology
+from accelerate_core.distributed import failures
+from accelerate_core.distributed import process as runtimes
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.rank_agreement import agree
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.facade.keeping import Keeping
 from accelerate_core.facade.preparing import Preparing
@@ -42,7 +45,6 @@ from accelerate_core.facade.stepping import Stepping
 from accelerate_core.facade.talking import Talking
 from accelerate_core.facade.training_state import RunState
 from accelerate_core.plugins import ActivePlugins
-from accelerate_core.plugins.digest import agree
 from accelerate_core.plugins.manager import blaming
 from accelerate_core.plugins.selection import plugin_arguments
 from accelerate_core.state import absent_attribute
@@ -141,7 +143,7 @@ class Accelerator(
         given = {name: value for name, value in locals().items() if name in CORE_ARGUMENTS}
         arguments = {**given, **plugin_arguments}
         running = runtimes.running()
-        topology = running.topology if running else runtimes.read_topology(os.environ)
+        topology = running.topology if running else read_topology(os.environ)
         built = assemble(arguments, topology)
         self._built = built
         self.because = built.because
@@ -190,7 +192,7 @@ class Accelerator(
         if (running := runtimes.running()) is not None:
             check_device(built, running.device.type, "where this process runs already")
 
-        def choose(topology: runtimes.Topology, cpu: bool) -> Any:
+        def choose(topology: Topology, cpu: bool) -> Any:
             chosen = self.hooks.device(self, topology, cpu)
             check_device(built, chosen.type, "what torch finds on this machine")
             return chosen
@@ -275,7 +277,7 @@ class Accelerator(
             accelerator=self,
             scope=scope,
             debug=bool(self.because["debug"].value),
-            open_group=lambda ranks: self.hooks.new_group(self, ranks, "cpu"),
+            new_group=lambda ranks: self.hooks.new_group(self, ranks, "cpu"),
         )
 
     # --- life ---------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ class Accelerator(
         if error is None:
             self.end_training()
             return
-        failed = crash.is_failure(error)
+        failed = failures.is_failure(error)
         if self.closed:
             self._tracking.finish(failed)
             return

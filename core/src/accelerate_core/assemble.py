@@ -34,6 +34,7 @@ from accelerate_core.configuration.core import CORE_SETTINGS
 from accelerate_core.configuration.resolve import warn_near_misses
 from accelerate_core.configuration.schema import settings_fields
 from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, NEEDS, check_words, lacking
+from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
@@ -54,7 +55,6 @@ from accelerate_core.plugins.selection import (
     select_extensions,
 )
 from accelerate_core.precision import Precision
-from accelerate_core.runtime import Topology
 
 __all__ = ["CORE_ARGUMENTS", "Assembly", "assemble", "check_device"]
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
-from accelerate_core import runtime
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
+from accelerate_core.distributed import process as runtime
+from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.feeding import feed
 from accelerate_core.hookspecs import API_VERSION, Scope, owner
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision, mark_hooks
-from accelerate_core.torch_talk import TorchCollectives, host_group
 
 if TYPE_CHECKING:
     from accelerate_core.contract.view import AcceleratorView

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.nested import leaves_of, recursively_apply, send_to_device
+from accelerate_core.distributed.tree import flatten, recursively_apply, send_to_device
 
 __all__ = ["feed"]
 
@@ -71,7 +71,7 @@ def _handed_over(ahead: tuple[Any, Any], device: torch.device, streams: Any) -> 
     moved, arrived = ahead
     stream = streams.current_stream(device)
     stream.wait_event(arrived)
-    for leaf in leaves_of(moved):
+    for leaf in flatten(moved):
         if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type:
             # Its memory belongs to the side stream, which must not reuse it while this one works.
             leaf.record_stream(stream)

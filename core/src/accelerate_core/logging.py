@@ -33,7 +33,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         """Log on the processes that `main_process_only` and `in_order` name."""
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        from accelerate_core.runtime import running
+        from accelerate_core.distributed.process import running
 
         if main_process_only or not in_order or running() is None:
             if self.isEnabledFor(level) and (not main_process_only or _rank() == 0):
@@ -94,7 +94,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def _rank() -> int:
-    from accelerate_core.runtime import read_topology, running
+    from accelerate_core.contract.topology import read_topology
+    from accelerate_core.distributed.process import running
 
     runtime = running()
     return runtime.process_index if runtime else read_topology(os.environ).process_index

@@ -6,17 +6,17 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 
-from accelerate_core import runtime as runtimes
-from accelerate_core.collectives import Communicator
 from accelerate_core.configuration import DistributedType
+from accelerate_core.distributed import process as runtimes
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.torch_collectives import TorchCollectives
 from accelerate_core.errors import RuntimeConflictError
 from accelerate_core.plugins import catalog
 from accelerate_core.step.gradient_state import GradientState as _GradientState
-from accelerate_core.torch_talk import TorchCollectives
 
 __all__ = [
     "AcceleratorState",
@@ -379,6 +379,3 @@ def absent_attribute(name: str, owner: str, known: list[str]) -> Any:
         command = catalog.pip_command(catalog.METHODS[name])
         raise AttributeError(f"{owner}.{name} comes with a plugin that is not active: {command}")
     raise AttributeError(f"{owner} has no attribute {name!r}.{did_you_mean(name, known)}")
-
-
-Scope = Literal["data", "loss", "world"]

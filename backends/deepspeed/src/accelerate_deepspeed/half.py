@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerate_core.distributed.tree import convert_to_fp32, recursively_apply
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.nested import convert_to_fp32, recursively_apply
 
 if TYPE_CHECKING:
     from accelerate_deepspeed.boundary import Boundary

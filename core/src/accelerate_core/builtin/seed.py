@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.runtime import current_runtime, current_user
+from accelerate_core.distributed.process import current_runtime, current_user
 
 __all__ = ["set_seed"]
 

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
-from accelerate_core.collectives import Communicator, gather_object, honor_type, is_namedtuple
-from accelerate_core.nested import (
+from accelerate_core.distributed.collectives import gather_object
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.tree import (
+    flatten,
+    honor_type,
+    is_namedtuple,
     is_record,
-    leaves_of,
-    rebuild_mapping,
+    rebuild,
     rebuild_record,
     record_items,
 )
@@ -62,7 +65,7 @@ def _with_children(tree: Any, children: dict[Any, Any]) -> Any:
     if isinstance(tree, (list, tuple)):
         return honor_type(tree, children.values())
     if isinstance(tree, Mapping):
-        return rebuild_mapping(tree, children)
+        return rebuild(tree, [children[key] for key in tree])
     return rebuild_record(tree, children)
 
 
@@ -148,7 +151,7 @@ def gather_samples(objects: Any, real: int, whole: int | None, comm: Communicato
 
 def needs_move(batch: Any, device: torch.device) -> bool:
     """Say whether something in the batch is, or may be, not yet on a device."""
-    for leaf in leaves_of(batch):
+    for leaf in flatten(batch):
         where = getattr(leaf, "device", None)
         if isinstance(where, torch.device):
             if where != device:

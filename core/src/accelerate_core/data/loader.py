@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate_core.collectives import Communicator
 from accelerate_core.data.batch import needs_move
 from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
 from accelerate_core.data.sources import Item
+from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.feeding import feed
 from accelerate_core.step.gradient_state import GradientState, Served
 

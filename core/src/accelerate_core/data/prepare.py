@@ -17,7 +17,6 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from accelerate_core.collectives import Communicator, TorchCollectives, host_group
 from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, Feed, PreparedLoader
 from accelerate_core.data.order import (
     SeedableRandomSampler,
@@ -42,8 +41,10 @@ from accelerate_core.data.sources import (
     StreamSource,
 )
 from accelerate_core.data.steps import StepReader
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.process import current_runtime
+from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.errors import ConfigurationError, MissingPluginError
-from accelerate_core.runtime import current_runtime
 from accelerate_core.step.gradient_state import GradientState
 
 __all__ = ["prepare_data_loader"]
@@ -192,7 +193,7 @@ def _default_communicator(count: int) -> Communicator | None:
         size=count,
         device=runtime.device,
         hooks=TorchCollectives(),
-        open_group=lambda ranks: host_group(ranks, runtime.timeout),
+        new_group=lambda ranks: host_group(ranks, runtime.timeout),
     )
 
 

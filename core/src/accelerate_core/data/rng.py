@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from accelerate_core.collectives import Communicator
 from accelerate_core.data.order import SeedableRandomSampler, order_sampler
+from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, did_you_mean
 
 __all__ = ["RankedWorkerInit", "check_rng_types", "find_generator", "synchronize_rng_states"]

@@ -11,7 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core.assemble import Assembly
 from accelerate_core.backend import Backend
-from accelerate_core.collectives import Communicator
 from accelerate_core.configuration import (
     AutocastKwargs,
     Because,
@@ -21,9 +20,10 @@ from accelerate_core.configuration import (
     TorchDynamoPlugin,
 )
 from accelerate_core.contract.parts import Tracking
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.process import Runtime
 from accelerate_core.plugins import ActivePlugins, Hooks
 from accelerate_core.precision import Precision
-from accelerate_core.runtime import Runtime
 from accelerate_core.state import ProcessVerbs
 from accelerate_core.step import (
     AcceleratedOptimizer,

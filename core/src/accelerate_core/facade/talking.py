@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from accelerate_core import collectives, data
+from accelerate_core import data
+from accelerate_core.distributed import collectives, tree
 from accelerate_core.facade.place import Place
 
 __all__ = ["Talking"]
@@ -39,7 +40,7 @@ class Talking(Place):
         """
         comm = self._data_communicator
         input_data = self._joined(input_data)
-        leaves = collectives.leaves_of(input_data)
+        leaves = tree.flatten(input_data)
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
         real, whole = self.gradient_state.metrics_cut() if comm.size > 1 else (0, None)
         if as_objects:
@@ -56,7 +57,7 @@ class Talking(Place):
             fits = tensor.ndim and (whole is None or len(tensor) <= whole)
             return tensor[:real] if fits else tensor
 
-        return collectives.recursively_apply(cut, gathered)
+        return tree.recursively_apply(cut, gathered)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine each tensor of a nested structure over the ranks; all get the result.
@@ -106,6 +107,6 @@ class Talking(Place):
             return data  # only a mesh has such
         from torch.distributed.tensor import DTensor
 
-        return collectives.recursively_apply(
+        return tree.recursively_apply(
             lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, data
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate_core.collectives import rng_state
+from accelerate_core.builtin import rng_state
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator

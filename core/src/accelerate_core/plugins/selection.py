@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate_core.configuration.files import ConfigFile
 from accelerate_core.configuration.truth import truth
+from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import (
     AccelerateError,
     ConfigurationError,
@@ -27,7 +28,6 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_core.runtime import Topology
 
 __all__ = ["Claim", "Request", "Selection", "fired_triggers", "select_backend", "select_extensions"]
 

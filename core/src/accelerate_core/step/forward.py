@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.nested import convert_to_fp32
+from accelerate_core.distributed.tree import convert_to_fp32
 
 __all__ = ["MixedForward", "unwrap_forward", "wrap_forward"]
 

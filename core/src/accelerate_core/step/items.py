@@ -17,7 +17,7 @@ import torch
 from accelerate_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from accelerate_core.collectives import Communicator
+    from accelerate_core.distributed.communicator import Communicator
 
 __all__ = ["ItemCount"]
 

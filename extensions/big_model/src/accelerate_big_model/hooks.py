@@ -21,7 +21,7 @@ from accelerate_big_model.tensors import (
     set_module_tensor_to_device,
 )
 from accelerate_core.builtin.memory import clear_device_cache
-from accelerate_core.collectives import find_device, send_to_device
+from accelerate_core.distributed.tree import find_device, send_to_device
 
 __all__ = [
     "AlignDevicesHook",

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
+from accelerate_core.distributed.torch_collectives import as_memory
 from accelerate_core.errors import CheckpointError
-from accelerate_core.torch_talk import as_memory
 
 __all__ = [
     "CUSTOM",

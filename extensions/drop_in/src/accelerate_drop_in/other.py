@@ -146,7 +146,7 @@ def save(
         save_on_each_node: write once per node, for disks that are not shared.
         safe_serialization: write safetensors.
     """
-    from accelerate_core.runtime import current_runtime
+    from accelerate_core.distributed.process import current_runtime
 
     runtime = current_runtime()
     if (runtime.local_process_index if save_on_each_node else runtime.process_index) != 0:

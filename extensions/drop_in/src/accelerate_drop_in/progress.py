@@ -6,7 +6,8 @@ import importlib
 import os
 from typing import Any
 
-from accelerate_core import runtime
+from accelerate_core.contract.topology import read_topology
+from accelerate_core.distributed import process as runtime
 from accelerate_core.errors import MissingPluginError
 
 __all__ = ["tqdm"]
@@ -42,4 +43,4 @@ def _local_index() -> int:
     running = runtime.running()
     if running is not None:
         return running.local_process_index
-    return runtime.read_topology(os.environ).local_process_index
+    return read_topology(os.environ).local_process_index

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 
-from accelerate_core import collectives
 from accelerate_core.data import rng
+from accelerate_core.distributed import collectives
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.tree import get_data_structure
+from accelerate_core.errors import ConfigurationError, DistributedOperationException
 from accelerate_core.state import current_communicator
+from accelerate_drop_in.trees import initialize_tensors
 
 __all__ = [
     "broadcast",
@@ -48,9 +52,28 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     return collectives.broadcast(tensor, from_process, comm=current_communicator())
 
 
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Give every process the picklable objects of one; the list is filled and returned."""
-    return collectives.broadcast_object_list(object_list, from_process, comm=current_communicator())
+def broadcast_object_list(
+    object_list: list[Any], from_process: int = 0, *, comm: Communicator | None = None
+) -> list[Any]:
+    """Replace the picklable objects of a list, in place, by those of one process; return it.
+
+    Lengths have to be equal, or `DistributedOperationException` is raised where they are not.
+    """
+    comm = comm or current_communicator()
+    if not 0 <= from_process < comm.size:
+        raise ConfigurationError(
+            f"broadcast_object_list: from_process={from_process} is not a process; there are "
+            f"{comm.size}, counted from 0."
+        )
+    received = comm.broadcast_object(object_list, from_process)
+    if len(received) != len(object_list):
+        raise DistributedOperationException(
+            f"broadcast_object_list: process {from_process} sent {len(received)} objects, "
+            f"process {comm.rank} has a list of {len(object_list)}."
+        )
+    if comm.rank != from_process:
+        object_list[:] = received
+    return object_list
 
 
 def pad_across_processes(
@@ -62,10 +85,26 @@ def pad_across_processes(
     )
 
 
-def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Give every process the tensor that one of them passes."""
-    copied: torch.Tensor = collectives.copy_tensor_to_devices(tensor, comm=current_communicator())
-    return copied
+def copy_tensor_to_devices(
+    tensor: torch.Tensor | None = None, *, comm: Communicator | None = None
+) -> torch.Tensor:
+    """Give every process of `comm`, or of the world, the tensor that one has; others pass None.
+
+    Unlike `broadcast`, the others need to know neither its shape nor who has it. Raises
+    `DistributedOperationException` on every process unless exactly one passes a tensor.
+    """
+    comm = comm or current_communicator()
+    infos = comm.gather_object(get_data_structure(tensor))
+    holders = [rank for rank, info in enumerate(infos) if info is not None]
+    if len(holders) != 1:
+        given = f"processes {', '.join(map(str, holders))} did" if holders else "none did"
+        raise DistributedOperationException(
+            f"copy_tensor_to_devices: exactly one process has to pass a tensor, but {given}."
+        )
+    if tensor is None:
+        tensor = initialize_tensors(infos[holders[0]], comm.device)
+    result: torch.Tensor = collectives.broadcast(tensor, holders[0], comm=comm)
+    return result
 
 
 def wait_for_everyone() -> None:

@@ -53,7 +53,7 @@ class PrepareForLaunch:
 
     def __call__(self, *args: Any) -> Any:
         """Run the function on this rank."""
-        from accelerate_core.crash import wait_for_culprit
+        from accelerate_core.distributed.failures import wait_for_culprit
 
         with patch_environment(**self.environment):
             try:
@@ -241,7 +241,7 @@ def _check_launchable(caller: str, start_method: str) -> None:
 
     The rank variables of an outer launch count: each rank would start a world of its own.
     """
-    from accelerate_core.runtime import running
+    from accelerate_core.distributed.process import running
     from accelerate_launch.resolve import refuse_nesting
 
     refuse_nesting(os.environ)

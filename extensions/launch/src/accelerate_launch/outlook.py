@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from accelerate_core.configuration.files import ConfigFile
+from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.errors import AccelerateError
-from accelerate_core.runtime import Topology, read_topology
 from accelerate_launch.explain.situation import Situation
 from accelerate_launch.resolve import draft_plan
 from accelerate_launch.start import child_environment, consider_launchers

@@ -192,7 +192,7 @@ class Lab:
         """Drop what a failed check has left: no rank waits for another one."""
         import torch.distributed as dist
 
-        from accelerate_core import runtime
+        from accelerate_core.distributed import process as runtime
 
         made, self._made = self._made, []
         for accelerator in made:

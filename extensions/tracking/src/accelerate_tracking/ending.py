@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from accelerate_core.crash import is_failure
+from accelerate_core.distributed.failures import is_failure
 
 __all__ = ["TooLongError", "limited", "watch"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from accelerate_core import crash
+from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing
 from accelerate_tracking import media
 from accelerate_tracking import writer as writing
@@ -407,7 +407,7 @@ class TrackerHub:
     def is_failing(self) -> bool:
         """Tell whether an exception that came after `init` is being handled or on its way out."""
         error = sys.exc_info()[1]
-        return crash.is_failure(error) and id(error) != self._handled
+        return failures.is_failure(error) and id(error) != self._handled
 
     def finish(self, failed: bool = False) -> None:
         """Deliver what is left and close the run; a second call, or one without a run, does nothing.

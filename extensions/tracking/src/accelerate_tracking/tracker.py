@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from packaging.requirements import Requirement
 
 from accelerate_core.builtin.no_tracking import Nothing
+from accelerate_core.contract.topology import read_topology
+from accelerate_core.distributed.process import running
 from accelerate_core.errors import TrackerError
-from accelerate_core.runtime import read_topology, running
 
 __all__ = [
     "VERBS",

@@ -14,11 +14,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from accelerate_core.collectives import Communicator
 from accelerate_core.data.dispatch.protocol import Channel, Message, sendable
 from accelerate_core.data.dispatch.transport import SOURCE, CollectiveTransport, GroupTransport
 from accelerate_core.data.steps import NOTHING, Step, StepReader
-from accelerate_core.runtime import close_before_end
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.process import close_before_end
 
 __all__ = ["Dispatch", "Prefetcher", "Reading"]
 

@@ -18,13 +18,18 @@ from typing import Any
 
 import torch
 
-from accelerate_core.collectives.packing import Layout, layout_of, unpack
 from accelerate_core.data.batch import children_of
 from accelerate_core.data.dispatch.transport import SOURCE, Transport
 from accelerate_core.data.steps import NOTHING
+from accelerate_core.distributed.packing import Layout, layout_of, unpack
+from accelerate_core.distributed.torch_collectives import as_memory
+from accelerate_core.distributed.tree import (
+    TensorInformation,
+    flatten,
+    get_data_structure,
+    map_leaves,
+)
 from accelerate_core.errors import AccelerateError
-from accelerate_core.nested import TensorInformation, get_data_structure, leaves_of, map_leaves
-from accelerate_core.torch_talk import as_memory
 
 __all__ = ["Channel", "DispatchError", "Message", "sendable"]
 
@@ -197,7 +202,7 @@ class Channel:
         elif has_part:
             if text:
                 self._structure = pickle.loads(text)
-                self._layout = layout_of(filter(_is_info, leaves_of(self._structure)))
+                self._layout = layout_of(filter(_is_info, flatten(self._structure)))
             assert self._layout is not None
             begin = _aligned(described)
             values = iter(unpack(body[begin : begin + self._layout.total], self._layout))

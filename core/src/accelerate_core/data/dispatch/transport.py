@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate_core.collectives import Communicator
+from accelerate_core.distributed.communicator import Communicator
 
 __all__ = ["SOURCE", "CollectiveTransport", "GroupTransport", "Transport"]
 

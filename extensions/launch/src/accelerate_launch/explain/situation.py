@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accelerate_core.configuration.files import ConfigFile
+from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.plugins.selection import Considered, Request
-from accelerate_core.runtime import Topology, read_topology
 
 __all__ = ["Situation"]
 

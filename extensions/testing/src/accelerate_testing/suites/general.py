@@ -253,13 +253,13 @@ def _close(name: str) -> bool:
 @check("backend", "extension", place="alone")
 def selection(lab: Lab) -> str | None:
     """It is chosen by name and by its triggers, without a tie, and stays out where they are false."""
+    from accelerate_core.contract.topology import Topology
     from accelerate_core.plugins.selection import (
         Request,
         fired_triggers,
         select_backend,
         select_extensions,
     )
-    from accelerate_core.runtime import Topology
 
     record, one = record_of(lab), Topology()
     if lab.kind == "backend":

@@ -14,8 +14,8 @@ from accelerate_testing.lab import Lab, Net, plain_training
 
 def some_backend() -> None:
     """Skip where nothing that is installed takes several processes."""
+    from accelerate_core.contract.topology import Topology
     from accelerate_core.plugins.selection import Request, select_backend
-    from accelerate_core.runtime import Topology
 
     try:
         select_backend(None, "", Request({}, {}, Topology(0, 2, 0, 2, "as checked")))

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accelerate_core import Accelerator
-from accelerate_core.collectives import broadcast
+from accelerate_core.distributed.collectives import broadcast
 from accelerate_testing.checks import check
 from accelerate_testing.lab import Lab
 

@@ -20,10 +20,7 @@ __all__ = [
     "ReduceOp",
     "Scope",
     "TorchCollectives",
-    "as_bytes",
     "as_memory",
-    "broadcast_object",
-    "gather_objects",
     "host_group",
 ]
 
@@ -46,38 +43,8 @@ def as_memory(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
-def gather_objects(obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the picklable objects of all ranks of a group, in rank order."""
-    size = dist.get_world_size(group)
-    if not _among_hosts(group):
-        out: list[Any] = [None] * size
-        dist.all_gather_object(out, obj, group=group)
-        return out
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
-    room = int(max(lengths))
-    padded = torch.zeros(room, dtype=torch.uint8)
-    padded[: len(data)] = data
-    parts = [torch.empty(room, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(parts, padded, group=group)
-    return [pickle.loads(as_memory(part)[: int(n)]) for part, n in zip(parts, lengths, strict=True)]
-
-
-def broadcast_object(obj: Any, src: int, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the picklable object that rank `src` of a group gives."""
-    is_src = dist.get_rank(group) == src
-    if not _among_hosts(group):
-        out = [obj if is_src else None]
-        dist.broadcast_object_list(out, group=group, group_src=src)
-        return obj if is_src else out[0]
-    data = torch.frombuffer(bytearray(pickle.dumps(obj if is_src else None)), dtype=torch.uint8)
-    length = torch.tensor([len(data)])
-    dist.broadcast(length, group=group, group_src=src)
-    if not is_src:
-        data = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(data, group=group, group_src=src)
-    return obj if is_src else pickle.loads(as_memory(data))
+def _pickled(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
 
 
 def _among_hosts(group: dist.ProcessGroup | None) -> bool:
@@ -215,14 +182,41 @@ class TorchCollectives:
     @owner
     def gather_object(self, accelerator: AcceleratorView, obj: Any, scope: Scope) -> list[Any]:
         """Return the ranks' picklable objects in rank order, on every rank."""
-        return gather_objects(obj, self.scope_group(scope))
+        group = self.scope_group(scope)
+        size = dist.get_world_size(group)
+        if not _among_hosts(group):
+            out: list[Any] = [None] * size
+            dist.all_gather_object(out, obj, group=group)
+            return out
+        data = _pickled(obj)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+        longest = int(max(lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+        dist.all_gather(parts, padded, group=group)
+        both = zip(parts, lengths, strict=True)
+        return [pickle.loads(as_memory(part)[: int(length)]) for part, length in both]
 
     @owner
     def broadcast_object(
         self, accelerator: AcceleratorView, obj: Any, src: int, scope: Scope
     ) -> Any:
         """Give every rank the object of rank `src`."""
-        return broadcast_object(obj, src, self.scope_group(scope))
+        group = self.scope_group(scope)
+        is_src = dist.get_rank(group) == src
+        if not _among_hosts(group):
+            out = [obj if is_src else None]
+            dist.broadcast_object_list(out, group=group, group_src=src)
+            return obj if is_src else out[0]
+        data = _pickled(obj if is_src else None)
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, group=group, group_src=src)
+        if not is_src:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, group=group, group_src=src)
+        return obj if is_src else pickle.loads(as_memory(data))
 
     @owner
     def scatter_object(
@@ -231,7 +225,8 @@ class TorchCollectives:
         """Give each rank its own of the objects that `src` holds."""
         group = self.scope_group(scope)
         if _among_hosts(group):
-            return broadcast_object(objs, src, group)[dist.get_rank(group)]
+            every = TorchCollectives.broadcast_object(self, accelerator, objs, src, scope)
+            return every[dist.get_rank(group)]
         given = list(objs) if objs is not None and dist.get_rank(group) == src else None
         out: list[Any] = [None]
         dist.scatter_object_list(out, given, group=group, group_src=src)

@@ -16,8 +16,8 @@ from itertools import groupby
 
 import torch
 
-from accelerate_core.nested import TensorInformation
-from accelerate_core.torch_talk import as_bytes
+from accelerate_core.distributed.torch_collectives import as_bytes
+from accelerate_core.distributed.tree import TensorInformation
 
 __all__ = ["Layout", "Segment", "layout_of", "pack", "unpack", "unpack_rows"]
 

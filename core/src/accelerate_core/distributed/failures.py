@@ -8,48 +8,34 @@ until the launcher has seen the culprit and ends them.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
+import re
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-__all__ = [
-    "ERROR_FILE_VARIABLE",
-    "happened",
-    "install",
-    "is_echo",
-    "is_failure",
-    "record",
-    "wait_for_culprit",
-]
-
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+__all__ = ["happened", "install", "is_failure", "wait_for_culprit"]
 
 #: Seconds an echo waits; the launcher polls ten times a second by default.
-ECHO_WAIT = 3.0
+_ECHO_WAIT = 3.0
 
-_ECHOES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "application timeout caused pair closure",
-    "remote process exited",
-    "ncclremoteerror",
-    "failed to recv, got 0 bytes",
+#: What transports say, and no more than that, when another rank has gone.
+_ECHO = re.compile(
+    "connection (closed|reset) by peer|connection refused|broken pipe|socket closed"
+    "|application timeout caused pair closure|remote process exited|ncclremoteerror"
+    "|failed to recv, got 0 bytes",
+    re.IGNORECASE,
 )
 
-_installed = False
-_happened = False
+_installed = _happened = False
 
 
-def install(environ: Mapping[str, str] | None = None) -> None:
+def install() -> None:
     """Notice an exception that ends this process, and record it where torchrun looks.
 
     A second call does nothing. Also switches `faulthandler` on: tensors that do
@@ -59,13 +45,9 @@ def install(environ: Mapping[str, str] | None = None) -> None:
     if _installed:
         return
     _installed = True
-    file = (os.environ if environ is None else environ).get(ERROR_FILE_VARIABLE)
-    if not faulthandler.is_enabled():
-        try:
-            faulthandler.enable()
-        except (OSError, ValueError, AttributeError):
-            pass  # a replaced stderr has no file descriptor
-    previous = sys.excepthook
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr without a descriptor
+        faulthandler.enable()
+    file, previous = os.environ.get("TORCHELASTIC_ERROR_FILE"), sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _happened
@@ -73,7 +55,7 @@ def install(environ: Mapping[str, str] | None = None) -> None:
         if file and not isinstance(error, KeyboardInterrupt):
             # First, so that an echo is not even printed: the launcher ends this process meanwhile.
             wait_for_culprit(error)
-            record(error, file)
+            _record(error, Path(file))
         previous(kind, error, trace)
         sys.stderr.flush()
 
@@ -92,29 +74,19 @@ def is_failure(error: BaseException | None) -> bool:
     return error.code not in (None, False, 0) if isinstance(error, SystemExit) else True
 
 
-def is_echo(error: BaseException) -> bool:
-    """Tell whether an error says no more than that another rank has gone."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(part in text for part in _ECHOES)
-
-
 def wait_for_culprit(error: BaseException) -> None:
-    """Give the launcher time to see the rank that failed first; it then ends this one."""
-    if is_echo(error):
-        time.sleep(ECHO_WAIT)
+    """Give the launcher time to see the rank that failed first, if this failure is its echo."""
+    if isinstance(error, RuntimeError | OSError) and _ECHO.search(str(error)):
+        time.sleep(_ECHO_WAIT)
 
 
-def record(error: BaseException, file: str | Path) -> None:
+def _record(error: BaseException, file: Path) -> None:
     """Write the exception in torchrun's form, unless something was written before."""
-    path = Path(file)
-    text = "".join(traceback.format_exception(error))
-    said = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
-    }
+    trace = "".join(traceback.format_exception(error))
+    more = {"py_callstack": trace, "timestamp": str(int(time.time()))}
+    said = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}}
     try:
-        if path.exists() and path.stat().st_size:
-            return
-        path.write_text(json.dumps({"message": said}), encoding="utf-8")
+        if not file.exists() or not file.stat().st_size:
+            file.write_text(json.dumps(said), encoding="utf-8")
     except OSError as problem:
-        sys.stderr.write(f"The failure could not be written to {path}: {problem}\n")
+        sys.stderr.write(f"The failure could not be written to {file}: {problem}\n")

@@ -1,4 +1,4 @@
-"""What a process has once: its ranks, its device and its process group.
+"""What a process has once: its ranks, its device, its process group, and libraries' globals.
 
 The first Accelerator (or `PartialState`) starts the runtime, later ones reuse
 it if they fit, and the end of the last one ends the group.
@@ -9,14 +9,18 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
+from accelerate_core.contract.topology import GroupStart, Topology, read_topology
+from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError
 
 if TYPE_CHECKING:
@@ -31,87 +35,15 @@ __all__ = [
     "current_runtime",
     "current_user",
     "default_device",
-    "read_topology",
+    "once",
     "release",
     "running",
     "start_group",
 ]
 
-#: (rank, world size, local rank, local world size) as each launcher spells them.
-_RANK_VARIABLES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    (
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Which of how many processes this is, as the launcher said."""
-
-    process_index: int = 0
-    num_processes: int = 1
-    local_process_index: int = 0
-    local_num_processes: int = 1
-    because: str = "not started by a launcher"
-
-
-def read_topology(environ: Mapping[str, str]) -> Topology:
-    """Read the ranks from the variables of torchrun or an MPI.
-
-    Raises:
-        ConfigurationError: a variable is not a number, or the rank is outside the world.
-    """
-    for rank_name, size_name, local_name, local_size_name in _RANK_VARIABLES:
-        for name in (rank_name, size_name):
-            if environ.get(name):
-                _number(environ, name)  # also where the other one is not set
-        if rank_name not in environ or size_name not in environ:
-            continue
-        rank, size = _number(environ, rank_name), _number(environ, size_name)
-        local = _number(environ, local_name) if local_name in environ else rank
-        local_size = _number(environ, local_size_name) if local_size_name in environ else size
-        if not 0 <= rank < size:
-            raise ConfigurationError(
-                f"{rank_name}={rank} is outside a world of {size_name}={size}."
-            )
-        because = f"environment variables {rank_name}={rank}, {size_name}={size}"
-        return Topology(rank, size, local, local_size, because)
-    return Topology()
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise ConfigurationError(
-            f"Environment variable {name}={environ[name]!r} must be a number."
-        ) from None
-
-
-@dataclass(frozen=True)
-class GroupStart:
-    """All that is needed to start the default process group."""
-
-    topology: Topology
-    device: torch.device
-    store: Any
-    backend: str | None = None
-    init_method: str | None = None
-    timeout: timedelta | None = None
 
 
 @dataclass(eq=False)
@@ -151,12 +83,6 @@ class Runtime:
         """Number of processes on this machine."""
         return self.topology.local_num_processes
 
-    def live_users(self) -> list[Any]:
-        """Return the Accelerators that use this runtime, oldest first."""
-        alive = [(ref, ref()) for ref in self.users]
-        self.users = [ref for ref, user in alive if user is not None]
-        return [user for _, user in alive if user is not None]
-
 
 _current: Runtime | None = None
 _generation = 0
@@ -175,11 +101,9 @@ def current_runtime() -> Runtime:
 
 def current_user() -> Any | None:
     """Return the Accelerator made last that is still alive, else None."""
-    users = _current.live_users() if _current else []
-    return users[-1] if users else None
-
-
-DeviceChooser = Callable[[Topology, bool], "torch.device"]
+    refs = _current.users if _current else []
+    alive = [user for ref in refs if (user := ref()) is not None]
+    return alive[-1] if alive else None
 
 
 def acquire(
@@ -192,7 +116,7 @@ def acquire(
     comm_backend: str | None = None,
     init_method: str | None = None,
     needs_group: bool = False,
-    choose_device: DeviceChooser | None = None,
+    choose_device: Callable[[Topology, bool], torch.device] | None = None,
     init_group: Callable[[GroupStart], None] | None = None,
 ) -> Runtime:
     """Start the runtime, or join the one that runs if it fits.
@@ -201,35 +125,51 @@ def acquire(
         RuntimeConflictError: the process already runs on another device or group.
     """
     global _current
-    if _current is None:
-        _current = _start(
-            cpu,
-            debug,
-            device,
-            timeout,
-            comm_backend,
-            init_method,
-            needs_group,
-            choose_device,
-            init_group,
-        )
-    else:
-        _check_fits(_current, cpu, device, timeout, comm_backend)
+    runtime = _current
+    if runtime is not None:
+        _check_fits(runtime, cpu, device, timeout, comm_backend)
+    try:
+        if runtime is None:
+            topology = _adopted_topology() if _has_group() else read_topology(os.environ)
+            if device is not None:
+                chosen = _named_device(device)
+            else:
+                chosen = (choose_device or default_device)(topology, cpu)
+            runtime = Runtime(
+                topology,
+                chosen,
+                debug,
+                _adopted_store(),
+                timeout=timeout,
+                comm_backend=comm_backend,
+            )
+            needs_group = needs_group or topology.num_processes > 1
         if needs_group and not _has_group():
-            # One process, whose first Accelerator could do without.
-            _current.timeout = timeout or _current.timeout
-            _current.comm_backend = comm_backend or _current.comm_backend
-            _open_group(_current, init_method, init_group)
+            # Maybe later than the first Accelerator, which could do without, as one process can.
+            runtime.timeout = timeout or runtime.timeout
+            runtime.comm_backend = comm_backend or runtime.comm_backend
+            _open_group(runtime, init_method, init_group)
+    except BaseException:
+        if _current is None:
+            _end_globals()  # nobody is there who would
+        raise
+    _current = runtime
     if user is not None:
-        _current.users.append(weakref.ref(user))
-        _current.unended += 1
-    return _current
+        runtime.users.append(weakref.ref(user))
+        runtime.unended += 1
+    return runtime
 
 
 def _has_group() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
+
+
+def _adopted_store() -> Any:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store() if _has_group() else None
 
 
 def release(user: Any) -> None:
@@ -244,47 +184,68 @@ def release(user: Any) -> None:
     # A group ends at the same call on every rank; a process alone needs no such care.
     over = runtime.unended == 0 if runtime.owns_group else not runtime.users
     if over:
-        _end_group(runtime)
-        _current = None
+        try:
+            _end_group(runtime)
+        finally:
+            _current = None
 
 
-def _start(
-    cpu: bool,
-    debug: bool,
-    device: str | None,
-    timeout: timedelta | None,
-    comm_backend: str | None,
-    init_method: str | None,
-    needs_group: bool,
-    choose_device: DeviceChooser | None,
-    init_group: Callable[[GroupStart], None] | None,
-) -> Runtime:
-    import torch.distributed as dist
+@dataclass(frozen=True)
+class _Global:
+    """What a process has once: as it was wanted, by which module, and what `start` returned."""
 
-    if dist.is_available() and dist.is_initialized():
-        topology = _adopted_topology()
-    else:
-        topology = read_topology(os.environ)
-    if device is not None:
-        chosen = _named_device(device)
-        _select(chosen)
-    else:
-        chosen = (choose_device or default_device)(topology, cpu)
-    runtime = Runtime(topology, chosen, debug, timeout=timeout, comm_backend=comm_backend)
-    if dist.is_available() and dist.is_initialized():
-        runtime.store = dist.distributed_c10d._get_default_store()
-        return runtime
-    if topology.num_processes > 1 or needs_group:
-        _open_group(runtime, init_method, init_group)
-    return runtime
+    wanted: Any
+    maker: str
+    value: Any
+
+
+_globals: dict[str, _Global] = {}
+_endings = ExitStack()
+
+
+def once(key: str, wanted: Any, start: Callable[[], T], end: Callable[[T], object]) -> T:
+    """Return a library's global state, which a process has once, made by the first to need it.
+
+    A plugin calls it in `mesh` or `on_start`, which every Accelerator goes through; in `device`,
+    which the first one does, for what has to stand before the process group.
+
+    Args:
+        key: its name, such as "vendor.parallel_state".
+        wanted: how it is to be, in values that can be compared and printed.
+        start: makes it; what it returns is handed to all who want the same.
+        end: takes it down, given that value, when the last Accelerator of the process ends: before
+            the process group, and the one made last first.
+
+    Raises:
+        RuntimeConflictError: it is there and was wanted otherwise, with who made it.
+
+    Example:
+        groups = once("vendor.groups", {"tp": 2}, lambda: vendor.start(tp=2), vendor.stop)
+    """
+    asking = sys._getframe(1).f_globals.get("__name__", "?")
+    there = _globals.get(key)
+    if there is None:
+        there = _Global(wanted, asking, start())
+        _globals[key] = there
+        _endings.callback(end, there.value)
+    if there.wanted != wanted:
+        raise RuntimeConflictError(
+            f"{key} is there once per process: {there.maker} made it as {there.wanted!r}, and "
+            f"{asking} wants {wanted!r}. End the earlier Accelerators with end_training() first, "
+            "or ask for the same."
+        )
+    return cast(T, there.value)
+
+
+def _end_globals() -> None:
+    _globals.clear()
+    _endings.close()
 
 
 def _open_group(
     runtime: Runtime, init_method: str | None, init_group: Callable[[GroupStart], None] | None
 ) -> None:
-    from accelerate_core.crash import install
-
-    install()
+    failures.install()
     topology, timeout = runtime.topology, runtime.timeout
     store = None if init_method else _store(topology, timeout)
     start = GroupStart(topology, runtime.device, store, runtime.comm_backend, init_method, timeout)
@@ -400,12 +361,14 @@ def _named_device(name: str) -> torch.device:
     import torch
 
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(
             f"torch_device={name!r} (ACCELERATE_TORCH_DEVICE) is no device of torch: {reason}"
         ) from None
+    _select(device)
+    return device
 
 
 def _check_fits(
@@ -415,34 +378,31 @@ def _check_fits(
     timeout: timedelta | None,
     comm_backend: str | None,
 ) -> None:
-    how = "End the earlier Accelerator with end_training() first, or ask for the same."
+    def refuse(wanted: str, there: str) -> NoReturn:
+        raise RuntimeConflictError(
+            f"{wanted} was asked for, but {there}. End the earlier Accelerator with "
+            "end_training() first, or ask for the same."
+        )
+
+    here = f"this process already runs on {runtime.device}"
     if cpu and runtime.device.type != "cpu":
-        raise RuntimeConflictError(
-            f"cpu=True was asked for, but this process already runs on {runtime.device}. {how}"
-        )
+        refuse("cpu=True", here)
     if device is not None and device.split(":")[0] != runtime.device.type:
-        raise RuntimeConflictError(
-            f"Device {device} was asked for, but this process already runs on {runtime.device}. {how}"
-        )
+        refuse(f"Device {device}", here)
     if timeout is not None and runtime.owns_group and timeout != runtime.timeout:
-        said = (
-            f"A process group timeout of {timeout.total_seconds():g} s was asked for, but the group"
-        )
+        wanted = f"A process group timeout of {timeout.total_seconds():g} s"
         if runtime.timeout is not None:
-            raise RuntimeConflictError(
-                f"{said} already runs with {runtime.timeout.total_seconds():g} s. {how}"
-            )
+            there = f"the group already runs with {runtime.timeout.total_seconds():g} s"
+            refuse(wanted, there)
         # Something as harmless as a seed per rank may have started it.
         warnings.warn(
-            f"{said} was started before, with torch's default, which holds. Construct the "
-            "Accelerator first.",
+            f"{wanted} was asked for, but the group was started before, with torch's default, "
+            "which holds. Construct the Accelerator first.",
             stacklevel=6,
         )
     if comm_backend and runtime.comm_backend and comm_backend != runtime.comm_backend:
-        raise RuntimeConflictError(
-            f"Communication backend {comm_backend!r} was asked for, but the process group already "
-            f"runs on {runtime.comm_backend!r}. {how}"
-        )
+        there = f"the process group already runs on {runtime.comm_backend!r}"
+        refuse(f"Communication backend {comm_backend!r}", there)
 
 
 def close_before_end(what: Any) -> None:
@@ -460,23 +420,25 @@ _under_way: weakref.WeakSet[Any] = weakref.WeakSet()
 def _end_group(runtime: Runtime) -> None:
     import torch.distributed as dist
 
-    if runtime.owns_group and dist.is_initialized():
-        for one in list(_under_way):
-            try:
-                one.close()
-            except Exception as error:  # another rank may be gone; the group ends all the same
-                logger.debug("closing %r before the group ends: %s", one, error)
-        dist.destroy_process_group()
-        # gloo's own thread drops its last work item, and with it a tensor, a moment later; if the
-        # interpreter is finalising by then it takes the process down. Let it have the GIL once.
-        time.sleep(0.02)
+    own = runtime.owns_group and dist.is_initialized()
     runtime.owns_group = False
+    for one in list(_under_way) if own else ():
+        try:
+            one.close()
+        except Exception as error:  # another rank may be gone; the group ends all the same
+            logger.debug("closing %r before the group ends: %s", one, error)
+    try:
+        _end_globals()
+    finally:
+        if own:
+            dist.destroy_process_group()
+            # gloo's own thread drops its last work item, and with it a tensor, a moment later; if
+            # the interpreter is finalising by then it takes the process down. Let it have the GIL.
+            time.sleep(0.02)
 
 
 def _end_at_exit(reference: weakref.ref[Runtime]) -> None:
-    from accelerate_core.crash import happened
-
     runtime = reference()
-    # After a crash the other ranks may never answer: leave the group to the kernel.
-    if runtime is not None and not happened():
+    # After a failure the other ranks may never answer: leave the group to the kernel.
+    if runtime is not None and not failures.happened():
         _end_group(runtime)

@@ -10,34 +10,31 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, cast, get_args
 
 import torch
 
-from accelerate_core.collectives.communicator import Communicator, ReduceOp
-from accelerate_core.collectives.packing import Layout, layout_of, pack, unpack, unpack_rows
-from accelerate_core.collectives.verify import verify
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.packing import layout_of, pack, unpack, unpack_rows
+from accelerate_core.distributed.torch_collectives import ReduceOp
+from accelerate_core.distributed.tree import (
+    TensorInformation,
+    flatten,
+    get_data_structure,
+    iterate_leaves,
+    unflatten,
+)
+from accelerate_core.distributed.verify import verify
 from accelerate_core.errors import (
     ConfigurationError,
     DistributedOperationException,
     did_you_mean,
     listing,
 )
-from accelerate_core.nested import (
-    TensorInformation,
-    get_data_structure,
-    initialize_tensors,
-    iterate_leaves,
-    leaves_of,
-    map_leaves,
-    recursively_apply,
-)
 
 __all__ = [
     "CannotPadNestedTensorWarning",
     "broadcast",
-    "broadcast_object_list",
-    "copy_tensor_to_devices",
     "gather",
     "gather_object",
     "gather_uneven",
@@ -45,8 +42,6 @@ __all__ = [
     "reduce",
     "scatter",
 ]
-
-T = TypeVar("T")
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -69,12 +64,11 @@ def gather(tree: Any, comm: Communicator) -> Any:
     tensors = _tensors("gather", tree)
     if not tensors:
         return tree
-    return _refill(tree, _gather_packed(tensors, layout_of(tensors), comm))
+    return unflatten(tree, _gather_equal(tensors, comm))
 
 
-def _gather_packed(
-    tensors: list[torch.Tensor], layout: Layout, comm: Communicator
-) -> list[torch.Tensor]:
+def _gather_equal(tensors: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:
+    layout = layout_of(tensors)
     return unpack_rows(comm.gather(pack(tensors, layout, comm.device)), layout, comm.size)
 
 
@@ -91,24 +85,23 @@ def gather_uneven(tree: Any, comm: Communicator) -> Any:
     if not tensors:
         return tree
     lengths = _gather_integers([len(leaf) if leaf.ndim else 1 for leaf in tensors], comm)
-    mine = layout_of(tensors)
     if all(row == lengths[0] for row in lengths):
-        return _refill(tree, _gather_packed(tensors, mine, comm))
+        return unflatten(tree, _gather_equal(tensors, comm))
 
     layouts = [
-        layout_of(_with_length(leaf, count) for leaf, count in zip(tensors, row, strict=True))
+        layout_of(
+            TensorInformation(torch.Size([count, *leaf.shape[1:]]), leaf.dtype)
+            for leaf, count in zip(tensors, row, strict=True)
+        )
         for row in lengths
     ]
     longest = max(layout.total for layout in layouts)
     buffer = torch.empty(longest, dtype=torch.uint8, device=comm.device)
+    mine = layouts[comm.rank]
     buffer[: mine.total] = pack(tensors, mine, comm.device)
     rows = comm.gather(buffer).view(comm.size, longest)
     parts = [unpack(rows[rank], layout) for rank, layout in enumerate(layouts)]
-    return _refill(tree, [torch.cat(pieces) for pieces in zip(*parts, strict=True)])
-
-
-def _with_length(leaf: torch.Tensor, length: int) -> TensorInformation:
-    return TensorInformation(torch.Size([length, *leaf.shape[1:]]), leaf.dtype)
+    return unflatten(tree, [torch.cat(pieces) for pieces in zip(*parts, strict=True)])
 
 
 def _gather_integers(values: list[int], comm: Communicator) -> list[list[int]]:
@@ -117,6 +110,8 @@ def _gather_integers(values: list[int], comm: Communicator) -> list[list[int]]:
     rows: list[list[int]] = comm.gather(own).view(comm.size, len(values)).tolist()
     return rows
 
+
+_REDUCTIONS = (*get_args(ReduceOp), "none")
 
 # What a dtype travels as where sums are concerned: groups differ in what they can add, and all
 # of them can add these.
@@ -141,33 +136,27 @@ def reduce(tree: Any, reduction: str = "sum", scale: float = 1.0, *, comm: Commu
 
         loss = reduce(loss, "mean", comm=comm)
     """
-    op = _checked_reduction(reduction)
-    if op is None:
+    if reduction not in _REDUCTIONS:
+        raise ConfigurationError(
+            f"reduce() got reduction={reduction!r}; allowed are {listing(_REDUCTIONS)}."
+            + did_you_mean(str(reduction), _REDUCTIONS)
+        )
+    if reduction == "none":
         return tree
+    op = cast(ReduceOp, reduction)
     verify("reduce", tree, comm)
     tensors = _tensors("reduce", tree)
     reduced = _reduce_all(tensors, op, comm) if comm.size > 1 else _reduce_alone(tensors, op)
-    return _refill(tree, [leaf * scale for leaf in reduced] if scale != 1.0 else reduced)
-
-
-def _checked_reduction(reduction: str) -> ReduceOp | None:
-    for op in get_args(ReduceOp):
-        if op == reduction:
-            return op  # type: ignore[no-any-return]
-    if reduction == "none":
-        return None
-    allowed = (*get_args(ReduceOp), "none")
-    raise ConfigurationError(
-        f"reduce() got reduction={reduction!r}; allowed are {listing(allowed)}."
-        + did_you_mean(str(reduction), allowed)
-    )
+    return unflatten(tree, [leaf * scale for leaf in reduced] if scale != 1.0 else reduced)
 
 
 def _reduce_alone(tensors: list[torch.Tensor], op: ReduceOp) -> list[torch.Tensor]:
     # Copies, as every process of a larger run gets one: a tensor zeroed after it was reduced must
     # not take the result with it.
     return [
-        leaf.clone() if op != "mean" or _is_inexact(leaf) else leaf.to(torch.float32)
+        leaf.clone()
+        if op != "mean" or leaf.is_floating_point() or leaf.is_complex()
+        else leaf.float()
         for leaf in tensors
     ]
 
@@ -192,10 +181,6 @@ def _reduce_all(
             own = piece.clone() if len(members) > 1 else piece
             reduced[index] = _from_wire(own, tensors[index], op)
     return reduced
-
-
-def _is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _to_wire(leaf: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp]:
@@ -240,9 +225,9 @@ def broadcast(tree: Any, from_process: int = 0, *, comm: Communicator) -> Any:
     layout = layout_of(tensors)
     received = unpack(comm.broadcast(pack(tensors, layout, comm.device), from_process), layout)
     if comm.rank == from_process:
-        return _refill(tree, [leaf.to(comm.device) for leaf in tensors])
+        return unflatten(tree, [leaf.to(comm.device) for leaf in tensors])
     pairs = zip(tensors, received, strict=True)
-    return _refill(tree, [_write_into(leaf, value) for leaf, value in pairs])
+    return unflatten(tree, [_write_into(leaf, value) for leaf, value in pairs])
 
 
 def _write_into(leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -269,54 +254,42 @@ def scatter(tree: Any, from_process: int = 0, *, comm: Communicator, like: Any =
         return tree
     _check_rank("scatter", from_process, comm)
     is_source = comm.rank == from_process
-    problem = _unequal_split(tree, comm.size) if is_source else None
+    leaves = flatten(tree) if is_source else []
+    problem = _unequal_split(tree, leaves, comm.size)
+    pieces = [
+        leaf.tensor_split(comm.size) if _has_rows(leaf) else (leaf,) * comm.size for leaf in leaves
+    ]
     if like is None:
-        plan = _part_of(tree, comm.size) if is_source and problem is None else None
-        problem, like = comm.broadcast_object((problem, plan), from_process)
+        plan = unflatten(tree, [each[0] for each in pieces]) if is_source else None
+        problem, like = comm.broadcast_object((problem, get_data_structure(plan)), from_process)
     if problem is not None:
         raise DistributedOperationException(problem)
 
-    structure = get_data_structure(like)
-    infos = [leaf for _, leaf in iterate_leaves(structure) if isinstance(leaf, TensorInformation)]
+    part = flatten(get_data_structure(like))
+    infos = [leaf for leaf in part if isinstance(leaf, TensorInformation)]
     if not infos:
         return like
     layout = layout_of(infos)
+    rows = [[leaf for leaf in row if isinstance(leaf, torch.Tensor)] for row in zip(*pieces)]
+    sent = [pack(row, layout, comm.device) for row in rows] if is_source else None
     empty = torch.empty(layout.total, dtype=torch.uint8, device=comm.device)
-    parts = _cut(tree, layout, comm) if is_source else None
-    values = iter(unpack(comm.scatter(parts, empty, from_process), layout))
-    return map_leaves(
-        lambda leaf: next(values).clone() if isinstance(leaf, TensorInformation) else leaf,
-        structure,
-    )
+    values = iter(unpack(comm.scatter(sent, empty, from_process), layout))
+    own = [next(values).clone() if isinstance(leaf, TensorInformation) else leaf for leaf in part]
+    return unflatten(like, own)
 
 
-def _unequal_split(tree: Any, size: int) -> str | None:
-    for path, leaf in iterate_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) % size:
-            at = f" at {path}" if path else ""
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+
+
+def _unequal_split(tree: Any, leaves: list[Any], size: int) -> str | None:
+    for index, leaf in enumerate(leaves):
+        if _has_rows(leaf) and len(leaf) % size:
             return (
-                f"scatter: the tensor{at} has {len(leaf)} entries on dimension 0, which do not "
-                f"divide among {size} processes. Pad it, see pad_input_tensors."
+                f"scatter: the tensor{_at(tree, index)} has {len(leaf)} entries on dimension 0, "
+                f"which do not divide among {size} processes. Pad it, see pad_input_tensors."
             )
     return None
-
-
-def _part_of(tree: Any, size: int) -> Any:
-    """Return the tree with a `TensorInformation` of one process' part for every tensor."""
-
-    def part(leaf: torch.Tensor) -> TensorInformation:
-        shape = [len(leaf) // size, *leaf.shape[1:]] if leaf.ndim else []
-        return TensorInformation(torch.Size(shape), leaf.dtype)
-
-    return recursively_apply(part, tree)
-
-
-def _cut(tree: Any, layout: Layout, comm: Communicator) -> list[torch.Tensor]:
-    tensors = [leaf for _, leaf in iterate_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    pieces = [
-        leaf.tensor_split(comm.size) if leaf.ndim else (leaf,) * comm.size for leaf in tensors
-    ]
-    return [pack(row, layout, comm.device) for row in zip(*pieces, strict=True)]
 
 
 def pad_across_processes(
@@ -358,7 +331,7 @@ def pad_across_processes(
         for at in its:
             leaf = _pad(leaf, at, next(longest), pad_index, pad_first)
         padded.append(leaf)
-    return _refill(tree, padded)
+    return unflatten(tree, padded)
 
 
 def _has_dim(leaf: torch.Tensor, dim: int) -> bool:
@@ -400,82 +373,27 @@ def _is_series(obj: Any) -> bool:
     return isinstance(obj, Iterable) and not is_scalar
 
 
-def broadcast_object_list(
-    object_list: list[T], from_process: int = 0, *, comm: Communicator
-) -> list[T]:
-    """Replace the picklable objects of a list, in place, by those of process `from_process`.
-
-    Returns the same list. Lengths have to be equal, or `DistributedOperationException` is raised
-    where they are not.
-    """
-    if comm.size == 1:
-        return object_list
-    _check_rank("broadcast_object_list", from_process, comm)
-    received = comm.broadcast_object(object_list, from_process)
-    if len(received) != len(object_list):
-        raise DistributedOperationException(
-            f"broadcast_object_list: process {from_process} sent {len(received)} objects, "
-            f"process {comm.rank} has a list of {len(object_list)}."
-        )
-    if comm.rank != from_process:
-        object_list[:] = received
-    return object_list
-
-
-def copy_tensor_to_devices(
-    tensor: torch.Tensor | None = None, *, comm: Communicator
-) -> torch.Tensor:
-    """Give every process the tensor that one of them has; the others pass None.
-
-    Unlike `broadcast`, the others need to know neither its shape nor who has it. Raises
-    `DistributedOperationException` on every process unless exactly one passes a tensor.
-    """
-    mine = None if tensor is None else TensorInformation(tensor.shape, tensor.dtype)
-    infos = comm.gather_object(mine)
-    holders = [rank for rank, info in enumerate(infos) if info is not None]
-    if len(holders) != 1:
-        given = f"processes {', '.join(map(str, holders))} did" if holders else "none did"
-        raise DistributedOperationException(
-            f"copy_tensor_to_devices: exactly one process has to pass a tensor, but {given}."
-        )
-    if tensor is None:
-        tensor = initialize_tensors(infos[holders[0]], comm.device)
-    result: torch.Tensor = broadcast(tensor, holders[0], comm=comm)
-    return result
-
-
 def _tensors(verb: str, tree: Any, *, dense: bool = True) -> list[torch.Tensor]:
     """Return the leaves of a tree, all of which have to be tensors."""
-    leaves = leaves_of(tree)
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or (dense and not _is_dense(leaf)):
-            _refuse(verb, tree, dense)
-    return leaves
-
-
-def _is_dense(leaf: torch.Tensor) -> bool:
-    return leaf.layout is torch.strided and not leaf.is_nested
-
-
-def _refuse(verb: str, tree: Any, dense: bool) -> None:
-    for path, leaf in iterate_leaves(tree):
-        at = f" at {path}" if path else ""
+    leaves = flatten(tree)
+    for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
                 f"{verb} takes tensors in nested lists, tuples, mappings and dataclasses, not "
-                f"a {type(leaf).__name__}{at}. For other objects use gather_object or "
-                f"broadcast_object_list."
+                f"a {type(leaf).__name__}{_at(tree, index)}. For other objects use gather_object "
+                f"or broadcast_object_list."
             )
-        if dense and not _is_dense(leaf):
+        if dense and (leaf.layout is not torch.strided or leaf.is_nested):
             raise TypeError(
-                f"{verb} takes dense tensors, and the one{at} is not (layout {leaf.layout}). "
-                "Convert it with to_dense or to_padded_tensor first."
+                f"{verb} takes dense tensors, and the one{_at(tree, index)} is not (layout "
+                f"{leaf.layout}). Convert it with to_dense or to_padded_tensor first."
             )
+    return leaves
 
 
-def _refill(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    values = iter(tensors)
-    return map_leaves(lambda _: next(values), tree)
+def _at(tree: Any, index: int) -> str:
+    path, _ = list(iterate_leaves(tree))[index]
+    return f" at {path}" if path else ""
 
 
 def _check_rank(verb: str, rank: int, comm: Communicator) -> None:

@@ -7,17 +7,18 @@ inputs are not changed, and the mean of integers is a float.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from accelerate_core.hookspecs import Scope
-from accelerate_core.torch_talk import ReduceOp, TorchCollectives
+from accelerate_core.distributed.torch_collectives import ReduceOp, Scope, TorchCollectives
 
-__all__ = ["Communicator", "ReduceOp", "Scope"]
+__all__ = ["Communicator"]
 
 
+@dataclass(kw_only=True, eq=False)
 class Communicator:
     """The processes of one scope, as seen by one of them.
 
@@ -30,43 +31,25 @@ class Communicator:
         scope: which processes take part, "world" by default.
         debug: compare the shapes of all ranks before a collective on nested structures, at the
             price of one more collective each, and raise instead of letting the group break.
-        open_group: makes a process group for tensors in host memory, of the given ranks of the
+        new_group: makes a process group for tensors in host memory, of the given ranks of the
             world (None: all); may return None where there is no such group.
 
     Final: what differs between backends is in their hooks. Every rank of the scope has to call the
     same methods in the same order.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        size: int,
-        device: torch.device,
-        hooks: Any,
-        accelerator: Any = None,
-        scope: Scope = "world",
-        debug: bool = False,
-        open_group: Callable[[Sequence[int] | None], Any] | None = None,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.device = device
-        self.hooks = hooks
-        self._accelerator = accelerator
-        self.scope: Scope = scope
-        self.debug = debug
-        self._open_group = open_group
-
-    def __repr__(self) -> str:
-        return (
-            f"Communicator(rank={self.rank}, size={self.size}, device='{self.device}', "
-            f"scope={self.scope!r})"
-        )
+    rank: int
+    size: int
+    device: torch.device
+    hooks: Any = field(repr=False)
+    accelerator: Any = field(default=None, repr=False)
+    scope: Scope = "world"
+    debug: bool = False
+    new_group: Callable[[Sequence[int] | None], Any] | None = field(default=None, repr=False)
 
     def gather(self, t: torch.Tensor) -> torch.Tensor:
         """Return the tensors [k] of all ranks as one [size * k]; k is the same on all ranks."""
-        return t if self.size == 1 else self.hooks.gather(self._accelerator, t, self.scope)
+        return t if self.size == 1 else self.hooks.gather(self.accelerator, t, self.scope)
 
     def reduce(
         self, t: torch.Tensor, op: ReduceOp = "sum", *, overwrite: bool = False
@@ -81,12 +64,12 @@ class Communicator:
         if self.size == 1:
             return t
         own = t if overwrite else t.clone()
-        reduced: torch.Tensor = self.hooks.reduce(self._accelerator, own, op, self.scope)
+        reduced: torch.Tensor = self.hooks.reduce(self.accelerator, own, op, self.scope)
         return reduced
 
     def broadcast(self, t: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Return the tensor of rank `src`. On other ranks `t` may be overwritten with it."""
-        return t if self.size == 1 else self.hooks.broadcast(self._accelerator, t, src, self.scope)
+        return t if self.size == 1 else self.hooks.broadcast(self.accelerator, t, src, self.scope)
 
     def scatter(
         self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor, src: int = 0
@@ -94,12 +77,12 @@ class Communicator:
         """Return this rank's part. `parts` matters on rank `src`: one per rank, sized as `like`."""
         if self.size == 1:
             return parts[0] if parts is not None else like
-        part: torch.Tensor = self.hooks.scatter(self._accelerator, parts, like, src, self.scope)
+        part: torch.Tensor = self.hooks.scatter(self.accelerator, parts, like, src, self.scope)
         return part
 
     def all_to_all(self, t: torch.Tensor) -> torch.Tensor:
         """Send the i-th of `size` equal pieces of `t` to rank i; return those received."""
-        return t if self.size == 1 else self.hooks.all_to_all(self._accelerator, t, self.scope)
+        return t if self.size == 1 else self.hooks.all_to_all(self.accelerator, t, self.scope)
 
     def open_group(self) -> dist.ProcessGroup | None:
         """Return a new process group of the same ranks, for tensors in host memory.
@@ -108,10 +91,10 @@ class Communicator:
         those of others in the same way on every rank. All ranks of the scope call this. None
         where the backend has no such group.
         """
-        if self.size == 1 or self._open_group is None:
+        if self.size == 1 or self.new_group is None:
             return None
         ranks = None if self.scope == "world" else self.gather_object(dist.get_rank())
-        group: dist.ProcessGroup | None = self._open_group(ranks)
+        group: dist.ProcessGroup | None = self.new_group(ranks)
         return group
 
     def duplicate(self) -> Communicator | None:
@@ -125,38 +108,30 @@ class Communicator:
         group = self.open_group()
         if group is None:
             return None
-        host = torch.device("cpu")
+        hooks, host = TorchCollectives(group), torch.device("cpu")
         return Communicator(
-            rank=self.rank,
-            size=self.size,
-            device=host,
-            hooks=TorchCollectives(group),
-            scope=self.scope,
+            rank=self.rank, size=self.size, device=host, hooks=hooks, scope=self.scope
         )
 
     def barrier(self) -> None:
         """Return once every rank has called this."""
         if self.size > 1:
-            self.hooks.barrier(self._accelerator, self.scope)
+            self.hooks.barrier(self.accelerator, self.scope)
 
     def gather_object(self, obj: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order."""
-        return (
-            [obj]
-            if self.size == 1
-            else self.hooks.gather_object(self._accelerator, obj, self.scope)
-        )
+        if self.size == 1:
+            return [obj]
+        return self.hooks.gather_object(self.accelerator, obj, self.scope)  # type: ignore[no-any-return]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return the picklable object of rank `src`."""
-        return (
-            obj
-            if self.size == 1
-            else self.hooks.broadcast_object(self._accelerator, obj, src, self.scope)
-        )
+        if self.size == 1:
+            return obj
+        return self.hooks.broadcast_object(self.accelerator, obj, src, self.scope)
 
     def scatter_object(self, objs: Sequence[Any] | None, src: int = 0) -> Any:
         """Return this rank's one of the objects, one per rank, that rank `src` gives."""
         if self.size == 1:
             return None if objs is None else objs[0]
-        return self.hooks.scatter_object(self._accelerator, objs, src, self.scope)
+        return self.hooks.scatter_object(self.accelerator, objs, src, self.scope)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from accelerate_core.collectives.communicator import Communicator
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.tree import children, is_sequence, iterate_leaves, record_items
 from accelerate_core.errors import DistributedOperationException
-from accelerate_core.nested import is_record, is_sequence, iterate_leaves, record_items
 
 __all__ = ["describe", "verify"]
 
@@ -32,15 +32,16 @@ def describe(tree: Any) -> str:
     """Return the shapes and dtypes of a tree on one line, e.g. `{'x': [2, 3] float32}`."""
     if isinstance(tree, torch.Tensor):
         return f"{list(tree.shape)} {_dtype(tree.dtype)}"
+    inner = children(tree)
+    if inner is None:
+        return f"<{type(tree).__name__}>"
+    texts = map(describe, inner)
     if is_sequence(tree):
-        inner = ", ".join(describe(item) for item in tree)
-        return f"[{inner}]" if isinstance(tree, list) else f"({inner})"
+        return ("[{}]" if isinstance(tree, list) else "({})").format(", ".join(texts))
     if isinstance(tree, Mapping):
-        return "{" + ", ".join(f"{key!r}: {describe(tree[key])}" for key in tree) + "}"
-    if is_record(tree):
-        inner = ", ".join(f"{name}={describe(x)}" for name, x in record_items(tree).items())
-        return f"{type(tree).__name__}({inner})"
-    return f"<{type(tree).__name__}>"
+        return "{" + ", ".join(f"{key!r}: {text}" for key, text in zip(tree, texts)) + "}"
+    named = (f"{name}={text}" for name, text in zip(record_items(tree), texts))
+    return f"{type(tree).__name__}({', '.join(named)})"
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -49,20 +50,15 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def _fingerprint(tree: Any, free_dim: Sequence[int]) -> list[tuple[Any, ...]]:
     """Return what has to be equal on all ranks; lengths along `free_dim` are left out."""
-    return [
-        (path, _fixed_shape(leaf, free_dim), _dtype(leaf.dtype))
-        if isinstance(leaf, torch.Tensor)
-        else (path, type(leaf).__name__)
-        for path, leaf in iterate_leaves(tree)
-    ]
-
-
-def _fixed_shape(leaf: torch.Tensor, free_dim: Sequence[int]) -> tuple[int, ...]:
-    shape = list(leaf.shape)
-    for dim in free_dim:
-        if -len(shape) <= dim < len(shape):
-            shape[dim] = -1
-    return tuple(shape)
+    rows: list[tuple[Any, ...]] = []
+    for path, leaf in iterate_leaves(tree):
+        if not isinstance(leaf, torch.Tensor):
+            rows.append((path, type(leaf).__name__))
+            continue
+        free = {dim % leaf.ndim for dim in free_dim if -leaf.ndim <= dim < leaf.ndim}
+        shape = [-1 if dim in free else length for dim, length in enumerate(leaf.shape)]
+        rows.append((path, shape, _dtype(leaf.dtype)))
+    return rows
 
 
 def verify(verb: str, tree: Any, comm: Communicator, free_dim: Sequence[int] = ()) -> None:

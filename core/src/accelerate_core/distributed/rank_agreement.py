@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from accelerate_core.distributed.process import Runtime
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError
-from accelerate_core.runtime import Runtime
 
 __all__ = ["agree"]
 
@@ -58,13 +58,12 @@ def _wait(store: Any, keys: list[str], wait: timedelta, runtime: Runtime) -> Non
 
 
 def _compare(reference: dict[str, Any], others: Mapping[int, dict[str, Any]]) -> str:
-    differences = []
-    for rank, facts in others.items():
-        for key in sorted({*reference, *facts}):
-            if reference.get(key) != facts.get(key):
-                differences.append(
-                    f"{key} is {reference.get(key)!r} on rank 0, {facts.get(key)!r} on rank {rank}"
-                )
-    shown = "; ".join(differences[:5])
+    differences = [
+        f"{key} is {reference.get(key)!r} on rank 0, {facts.get(key)!r} on rank {rank}"
+        for rank, facts in others.items()
+        for key in sorted({*reference, *facts})
+        if reference.get(key) != facts.get(key)
+    ]
     more = len(differences) - 5
-    return shown + (f"; and {more} more" if more > 0 else "") + ("." if shown else "")
+    shown = "; ".join([*differences[:5], *([f"and {more} more"] if more > 0 else [])])
+    return f"{shown}." if shown else ""

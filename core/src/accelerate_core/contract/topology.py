@@ -1,0 +1,81 @@
+"""Which of how many processes this is, and what starting their group takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from accelerate_core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["GroupStart", "Topology", "read_topology"]
+
+#: Rank, world size, local rank and local world size, as torchrun and each MPI spell them.
+_RANK_VARIABLES = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE"
+    " OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE",
+    "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
+)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which of how many processes this is, as the launcher said."""
+
+    process_index: int = 0
+    num_processes: int = 1
+    local_process_index: int = 0
+    local_num_processes: int = 1
+    because: str = "not started by a launcher"
+
+
+def read_topology(environ: Mapping[str, str]) -> Topology:
+    """Read the ranks from the variables of torchrun or an MPI.
+
+    Raises:
+        ConfigurationError: a variable is not a number, or the rank is outside the world.
+    """
+    for names in map(str.split, _RANK_VARIABLES):
+        rank_name, size_name, local_name, local_size_name = names
+        for name in (rank_name, size_name):
+            if environ.get(name):
+                _number(environ, name)  # also where the other one is not set
+        if rank_name not in environ or size_name not in environ:
+            continue
+        rank, size = _number(environ, rank_name), _number(environ, size_name)
+        local = _number(environ, local_name) if local_name in environ else rank
+        local_size = _number(environ, local_size_name) if local_size_name in environ else size
+        if not 0 <= rank < size:
+            raise ConfigurationError(
+                f"{rank_name}={rank} is outside a world of {size_name}={size}."
+            )
+        because = f"environment variables {rank_name}={rank}, {size_name}={size}"
+        return Topology(rank, size, local, local_size, because)
+    return Topology()
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigurationError(
+            f"Environment variable {name}={environ[name]!r} must be a number."
+        ) from None
+
+
+@dataclass(frozen=True)
+class GroupStart:
+    """All that is needed to start the default process group."""
+
+    topology: Topology
+    device: torch.device
+    store: Any
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None

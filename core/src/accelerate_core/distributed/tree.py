@@ -1,0 +1,282 @@
+"""Nested structures of tensors: taking the leaves out of a tree and putting others in.
+
+A *tree* here is any nesting of lists, tuples, named tuples, mappings and instances of dataclasses;
+everything else is a leaf. The order of the leaves is that of iteration, or of the fields.
+Containers keep their type.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import is_
+from typing import Any
+
+import torch
+
+__all__ = [
+    "TensorInformation",
+    "children",
+    "convert_to_fp32",
+    "find_device",
+    "flatten",
+    "get_data_structure",
+    "iterate_leaves",
+    "map_leaves",
+    "rebuild",
+    "recursively_apply",
+    "send_to_device",
+    "unflatten",
+]
+
+
+@dataclass(frozen=True)
+class TensorInformation:
+    """What is needed to allocate a tensor like another one: its shape and dtype."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Say whether the object is a `torch.Tensor`."""
+    return isinstance(tensor, torch.Tensor)
+
+
+# --- one node ---------------------------------------------------------------------------------
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Say whether the object looks like an instance of a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def is_sequence(data: Any) -> bool:
+    """Say whether the object is an inner node of a tree that holds its children by position."""
+    return isinstance(data, (list, tuple)) and not isinstance(data, torch.Size)
+
+
+def is_record(data: Any) -> bool:
+    """Say whether the object is an instance of a dataclass, and so an inner node of a tree."""
+    kind = type(data)
+    return hasattr(kind, "__dataclass_fields__") and kind is not TensorInformation
+
+
+def record_items(data: Any) -> dict[str, Any]:
+    """Return the fields of an instance of a dataclass by name, as far as they are set."""
+    names = [field.name for field in fields(data)]
+    return {name: getattr(data, name) for name in names if hasattr(data, name)}
+
+
+def children(node: Any) -> Collection[Any] | None:
+    """Return what an inner node of a tree holds, in order; None for a leaf."""
+    # The usual types first: asking whether something is a Mapping is slow.
+    kind = type(node)
+    if kind is tuple or kind is list:
+        return node  # type: ignore[no-any-return]
+    if kind is dict:
+        return node.values()  # type: ignore[no-any-return]
+    if isinstance(node, torch.Tensor):
+        return None
+    if is_sequence(node):
+        return node  # type: ignore[no-any-return]
+    if isinstance(node, Mapping):
+        return [node[key] for key in node]
+    return record_items(node).values() if is_record(node) else None
+
+
+def rebuild(node: Any, items: list[Any]) -> Any:
+    """Return an inner node like `node`, of the same type, that holds `items` instead.
+
+    A dict subclass is copied and refilled, not constructed: it may want other arguments (a
+    `defaultdict`) and may carry attributes beside its items.
+    """
+    kind = type(node)
+    if kind is list:
+        return items
+    if kind is tuple:
+        return tuple(items)
+    if kind is dict:
+        return dict(zip(node, items, strict=True))
+    if isinstance(node, dict):
+        rebuilt = copy.copy(node)
+        for key, value in zip(node, items, strict=True):
+            rebuilt[key] = value
+        return rebuilt
+    if is_sequence(node):
+        return honor_type(node, items)
+    if isinstance(node, Mapping):
+        return kind(dict(zip(node, items, strict=True)))
+    return rebuild_record(node, dict(zip(record_items(node), items, strict=True)))
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Build a sequence of the type of `obj` (list, tuple, named tuple, ...) from new elements."""
+    items = list(generator)
+    if type(obj) is list:
+        return items
+    return type(obj)(*items) if is_namedtuple(obj) else type(obj)(items)
+
+
+def rebuild_record(data: Any, items: Mapping[str, Any]) -> Any:
+    """Return a copy of an instance of a dataclass, frozen or not, with other values."""
+    rebuilt = copy.copy(data)
+    for name, value in items.items():
+        object.__setattr__(rebuilt, name, value)
+    return rebuilt
+
+
+# --- whole trees ------------------------------------------------------------------------------
+
+
+def flatten(tree: Any) -> list[Any]:
+    """Return the leaves of a tree in order."""
+    leaves: list[Any] = []
+    _collect(tree, leaves)
+    return leaves
+
+
+def _collect(node: Any, into: list[Any]) -> None:
+    inner = children(node)
+    if inner is None:
+        into.append(node)
+        return
+    for child in inner:
+        if type(child) is torch.Tensor:  # most are
+            into.append(child)
+        else:
+            _collect(child, into)
+
+
+def unflatten(like: Any, leaves: Iterable[Any]) -> Any:
+    """Return a tree of the structure of `like` with other leaves, given in order."""
+    values = iter(leaves)
+    return map_leaves(lambda _: next(values), like)
+
+
+def map_leaves(func: Callable[[Any], Any], data: Any) -> Any:
+    """Return the tree with `func` applied to every leaf, in leaf order."""
+    inner = None if type(data) is torch.Tensor else children(data)
+    if inner is None:
+        return func(data)
+    items = []
+    for child in inner:
+        items.append(func(child) if type(child) is torch.Tensor else map_leaves(func, child))
+    return rebuild(data, items)
+
+
+def iterate_leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `(path, leaf)` for every leaf; the path reads like the code that gets there."""
+    inner = children(data)
+    if inner is None:
+        yield path, data
+        return
+    keys: Iterable[str] = (f"[{index}]" for index, _ in enumerate(inner))
+    if isinstance(data, Mapping):
+        keys = (f"[{key!r}]" for key in data)
+    elif is_record(data):
+        keys = (f".{name}" for name in record_items(data))
+    for key, child in zip(keys, inner, strict=True):
+        yield from iterate_leaves(child, path + key)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply `func(leaf, *args, **kwargs)` to every leaf that passes `test_type`.
+
+    Other leaves are kept as they are, or raise `TypeError` if `error_on_other_type`.
+
+        recursively_apply(torch.square, {"a": torch.ones(2), "name": "x"})
+    """
+
+    def visit(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(
+                f"{_name(func)} does not take a {type(leaf).__name__}: only nested lists, tuples, "
+                f"mappings and dataclasses of objects for which {_name(test_type)} is true."
+            )
+        return leaf
+
+    return map_leaves(visit, data)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", repr(func))
+
+
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+) -> Any:
+    """Move every tensor of a tree, and every object with a `.to` method, to a device.
+
+    What is already there is returned as the very same object, containers included. The values
+    under `skip_keys` (in mappings, at any depth) stay where they are.
+
+        batch = send_to_device(batch, "cuda", non_blocking=True)
+    """
+    target = device if isinstance(device, torch.device) else torch.device(device)
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+    return _send(tensor, target, non_blocking, skipped)
+
+
+def _send(data: Any, device: torch.device, non_blocking: bool, skipped: tuple[str, ...]) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data if data.device == device else data.to(device, non_blocking=non_blocking)
+    partly = bool(skipped) and isinstance(data, Mapping)
+    # An object that moves itself knows best, unless some of its keys are to be left behind.
+    if not partly and callable(getattr(data, "to", None)):
+        return _move_object(data, device, non_blocking)
+    inner = children(data)
+    if inner is None:
+        return data
+    items = (
+        [_send(item, device, non_blocking, skipped) for item in inner]
+        if not partly
+        else [
+            item if key in skipped else _send(item, device, non_blocking, skipped)
+            for key, item in zip(data, inner, strict=True)
+        ]
+    )
+    return data if all(map(is_, items, inner)) else rebuild(data, items)
+
+
+def _move_object(data: Any, device: torch.device, non_blocking: bool) -> Any:
+    if not non_blocking:
+        return data.to(device)
+    try:
+        return data.to(device, non_blocking=True)
+    except TypeError:  # a `.to` that only knows the device
+        return data.to(device)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Return the tree with a `TensorInformation` in the place of every tensor."""
+    return recursively_apply(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), data)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Return the device of the first tensor of the tree, or None if it holds no tensor."""
+    tensors = (leaf for leaf in flatten(data) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors), None)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Return the tree with every float16 and bfloat16 tensor as float32; autograd passes."""
+    return map_leaves(_to_fp32, tensor)
+
+
+def _to_fp32(leaf: Any) -> Any:
+    is_half = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return leaf.float() if is_half else leaf

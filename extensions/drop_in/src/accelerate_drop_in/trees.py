@@ -1,0 +1,127 @@
+"""The peer's utilities on nested structures that the core itself has no use for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accelerate_core.distributed.tree import (
+    TensorInformation,
+    children,
+    flatten,
+    rebuild,
+    recursively_apply,
+)
+
+__all__ = [
+    "concatenate",
+    "find_batch_size",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_tensor_information",
+    "listify",
+    "pad_input_tensors",
+    "slice_tensors",
+]
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Say whether the object is a `TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def initialize_tensors(data_structure: Any, device: torch.device | str | int | None = None) -> Any:
+    """Return the tree with an uninitialised tensor in the place of every `TensorInformation`."""
+    return recursively_apply(
+        lambda info: torch.empty(info.shape, dtype=info.dtype, device=device),
+        data_structure,
+        test_type=is_tensor_information,
+    )
+
+
+def find_batch_size(data: Any) -> int:
+    """Return the length of dimension 0 of the first tensor that has one.
+
+    Raises `ValueError` if the tree is empty or has only 0-d tensors, `TypeError` if it has
+    leaves but no tensor among them.
+    """
+    leaves = flatten(data)
+    if not leaves:
+        raise ValueError(f"An empty {type(data).__name__} has no batch size.")
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        raise TypeError(f"Only tensors have a batch size, not a {type(leaves[0]).__name__}.")
+    for tensor in tensors:
+        if tensor.ndim > 0:
+            return int(tensor.shape[0])
+    raise ValueError("A 0-d tensor has no batch size.")
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Return `find_batch_size(data)`, or None where it would raise."""
+    try:
+        return find_batch_size(data)
+    except (ValueError, TypeError):
+        return None
+
+
+def listify(data: Any) -> Any:
+    """Return the tree with every tensor as nested lists of Python numbers (0-d: a number)."""
+    return recursively_apply(lambda leaf: leaf.detach().tolist(), data)
+
+
+def slice_tensors(
+    data: Any,
+    tensor_slice: Any,
+    process_index: int | None = None,
+    num_processes: int | None = None,
+) -> Any:
+    """Index every tensor of the tree with `tensor_slice`; 0-d tensors and others are kept.
+
+    `process_index` and `num_processes` are not used here: they are part of the signature that a
+    user's own slicing function for dispatched batches has to have.
+    """
+    return recursively_apply(lambda leaf: leaf[tensor_slice] if leaf.ndim else leaf, data)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Concatenate trees of equal structure, leaf by leaf, along `dim`; 0-d leaves are stacked.
+
+    Raises `TypeError` for a leaf that is not a tensor, `ValueError` or `KeyError` for trees that
+    do not fit together.
+
+        concatenate([{"x": torch.zeros(2, 3)}, {"x": torch.ones(4, 3)}])["x"].shape  # [6, 3]
+    """
+    first = data[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(list(data)) if first.ndim == 0 else torch.cat(list(data), dim=dim)
+    if children(first) is None:
+        raise TypeError(f"Only tensors can be concatenated, not a {type(first).__name__}.")
+    if isinstance(first, Mapping):
+        columns = [[tree[key] for tree in data] for key in first]
+    else:
+        columns = list(map(list, zip(*(children(tree) or () for tree in data), strict=True)))
+    return rebuild(first, [concatenate(column, dim) for column in columns])
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Lengthen every tensor along `dim` so that a batch divides evenly among processes.
+
+    The last entry is repeated until the length of `batch_size` is the next multiple of
+    `num_processes`. Tensors of another length along `dim`, and 0-d ones, are kept.
+
+        pad_input_tensors(torch.zeros(3, 4, 4), 3, 4).shape  # [4, 4, 4]
+    """
+    missing = -batch_size % num_processes
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if missing == 0 or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != batch_size:
+            return leaf
+        last = leaf.narrow(dim, batch_size - 1, 1)
+        counts = [1] * leaf.ndim
+        counts[dim] = missing
+        return torch.cat([leaf, last.repeat(counts)], dim=dim)
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)

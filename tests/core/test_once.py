@@ -1,0 +1,115 @@
+"""`once`: what a library has once per process is made, shared, refused and ended by one rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from accelerate_core import Accelerator, Backend, once
+from accelerate_core.distributed import process
+from accelerate_core.errors import RuntimeConflictError
+
+
+class Library:
+    """A library as they are: its state is global, and it minds being started twice."""
+
+    state: tuple[int, int] | None = None
+    said: list[str] = []
+
+    @classmethod
+    def start(cls, size: int) -> int:
+        assert cls.state is None, "started twice"
+        cls.state = (size, id(cls))
+        cls.said.append(f"start {size}")
+        return size
+
+    @classmethod
+    def stop(cls, size: int) -> None:
+        assert cls.state is not None
+        cls.state = None
+        cls.said.append(f"stop {size}, {'with' if dist.is_initialized() else 'without'} a group")
+
+
+class Halves(Backend):
+    """A backend whose library keeps parallel groups of two."""
+
+    name = "halves"
+    api_version = (1, 0)
+    needs_group = True
+    size = 2
+
+    def mesh(self, accelerator: Any) -> Any:
+        size = self.size
+        self.found = once("library.groups", {"tp": size}, lambda: Library.start(size), Library.stop)
+        return super().mesh(accelerator)
+
+
+class Quarters(Halves):
+    name = "quarters"
+    size = 4
+
+
+class Broken(Quarters):
+    name = "broken"
+
+    def device(self, accelerator: Any, topology: Any, cpu: bool) -> Any:
+        self.mesh(accelerator)
+        raise OSError("no such device")
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    monkeypatch.setattr(process, "_current", None)
+    monkeypatch.setattr(Library, "said", [])
+    yield Library.said
+    assert Library.state is None
+    assert process.running() is None
+
+
+def test_the_first_makes_it_the_next_share_it_and_the_last_ends_it(said: list[str]) -> None:
+    first, second = Accelerator(backend=Halves), Accelerator(backend=Halves)
+    assert (first.backend.found, second.backend.found) == (2, 2)
+    first.end_training()
+    assert said == ["start 2"]
+    second.end_training()
+    assert said == ["start 2", "stop 2, with a group"]
+    assert not dist.is_initialized()
+
+
+def test_who_wants_it_otherwise_is_refused_until_it_has_ended(said: list[str]) -> None:
+    first = Accelerator(backend=Halves)
+    with pytest.raises(RuntimeConflictError) as caught:
+        Accelerator(backend=Quarters)
+    text = str(caught.value)
+    assert "library.groups is there once per process" in text
+    assert f"{__name__} made it as {{'tp': 2}}" in text
+    assert "wants {'tp': 4}" in text
+    assert "end_training()" in text
+    assert said == ["start 2"]
+    first.end_training()
+    Accelerator(backend=Quarters).end_training()
+    assert said[2:] == ["start 4", "stop 4, with a group"]
+
+
+def test_a_start_that_fails_leaves_nothing_behind(said: list[str]) -> None:
+    with pytest.raises(OSError, match="no such device"):
+        Accelerator(backend=Broken)
+    assert said == ["start 4", "stop 4, without a group"]
+
+
+def test_the_one_made_last_ends_first_and_a_failure_stops_none(said: list[str]) -> None:
+    accelerator = Accelerator(backend=Halves)
+
+    def fails(value: str) -> None:
+        said.append(f"fails to end {value}")
+        raise OSError("busy")
+
+    assert once("switch", True, lambda: "on", fails) == "on"
+    assert once("other", True, lambda: "there", said.append) == "there"
+    with pytest.raises(OSError, match="busy"):
+        accelerator.end_training()
+    assert said[1:] == ["there", "fails to end on", "stop 2, with a group"]
+    assert not dist.is_initialized()
