@@ -41,7 +41,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "steps that are no whole number": (
         {"gradient_accumulation_steps": 2.5},
         ConfigurationError,
-        ["gradient_accumulation_steps=2.5", "not a valid int"],
+        ["gradient_accumulation_steps=2.5", "must be a whole number"],
     ),
     "a plugin of another class": (
         {"dynamo_plugin": 3},
@@ -109,7 +109,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "steps no number": (
         {"gradient_accumulation_steps": "two"},
         ConfigurationError,
-        ["'two'", "int"],
+        ["'two'", "whole number"],
     ),
     "steps twice": (
         {

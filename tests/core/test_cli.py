@@ -203,4 +203,4 @@ def test_the_self_check_in_one_process_as_json() -> None:
 def test_a_self_check_that_cannot_start_fails() -> None:
     done = run_cli("test", "--num_processes", "1", env={"ACCELERATE_USE_CPU": "perhaps"})
     assert done.returncode == 2
-    assert "ACCELERATE_USE_CPU=perhaps is not a switch" in done.stderr
+    assert "(from environment variable ACCELERATE_USE_CPU) is not a switch" in done.stderr

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core import data
-from accelerate_core.assemble import CORE_ARGUMENTS, assemble, check_device
+from accelerate_core.assemble import assemble
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.affinity import follow_cpu_affinity
 from accelerate_core.builtin.memory import release_memory
 from accelerate_core.builtin.no_tracking import NoTracking, asks
+from accelerate_core.compatibility import check_device
 from accelerate_core.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -62,7 +63,7 @@ class _ShowsPluginArguments(type):
     @property
     def __signature__(cls) -> inspect.Signature:
         _, *parameters = inspect.signature(cast(Any, cls).__init__).parameters.values()
-        extra = sorted(plugin_arguments() - set(CORE_ARGUMENTS))
+        extra = sorted(plugin_arguments() - {one.name for one in parameters})
         kind = inspect.Parameter.KEYWORD_ONLY
         lent = [inspect.Parameter(name, kind, default=None) for name in extra]
         return inspect.Signature([*parameters[:-1], *lent])
@@ -140,11 +141,11 @@ class Accelerator(
         parallelism_config: ParallelismConfig | None = None,
         **plugin_arguments: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in CORE_ARGUMENTS}
-        arguments = {**given, **plugin_arguments}
+        arguments = dict(locals())
+        del arguments["self"], arguments["plugin_arguments"]
         running = runtimes.running()
         topology = running.topology if running else read_topology(os.environ)
-        built = assemble(arguments, topology)
+        built = assemble(arguments, plugin_arguments, topology)
         self._built = built
         self.because = built.because
         self.backend = built.backend

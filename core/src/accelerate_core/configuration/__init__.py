@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accelerate_core.configuration.core import CORE_SETTINGS, Setting
+    from accelerate_core.configuration.core import CORE_SETTINGS, CoreSettings
     from accelerate_core.configuration.enums import (
         ComputeEnvironment,
         DistributedType,
@@ -49,6 +49,7 @@ __all__ = [
     "Because",
     "ComputeEnvironment",
     "ConfigFile",
+    "CoreSettings",
     "DataLoaderConfiguration",
     "DistributedType",
     "GradScalerKwargs",
@@ -62,7 +63,6 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
-    "Setting",
     "Sources",
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
@@ -80,7 +80,7 @@ __all__ = [
 # On first use: pydantic costs a tenth of a second, which a command's help need not pay.
 _HOMES = {
     "CORE_SETTINGS": "core",
-    "Setting": "core",
+    "CoreSettings": "core",
     "ComputeEnvironment": "enums",
     "DistributedType": "enums",
     "LoggerType": "enums",

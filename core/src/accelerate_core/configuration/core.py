@@ -2,70 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from accelerate_core.configuration.schema import option, settings, settings_fields
+from accelerate_core.configuration.truth import truth
 
-__all__ = ["CORE_SETTINGS", "SETTINGS_BY_NAME", "Setting"]
+__all__ = ["CORE_SETTINGS", "CoreSettings"]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One value of the core.
+def _precision(text: str, variable: str) -> str:
+    if variable == "USE_FP16":  # older name of the seeds: a flag, not a precision
+        return "fp16" if truth(text) else "no"
+    return text.lower()
 
-    `kind` is the type texts are converted to; `choices`, where closed, the
-    allowed values. Older environment names stand after the current one.
+
+@settings(section=None)
+class CoreSettings:
+    """What the core itself takes, from every source and for every backend.
+
+    Of the constructor they are arguments of `Accelerator`.
     """
 
-    name: str
-    kind: Any
-    default: Any
-    help: str
-    env: tuple[str, ...]
-    yaml: tuple[str, ...]
-    cli: tuple[str, ...]
-    choices: tuple[str, ...] | None = None
-    minimum: int | None = None
-
-
-def _setting(name: str, kind: Any, default: Any, help: str, **names: Any) -> Setting:
-    env = names.pop("env", None) or (f"ACCELERATE_{name.upper()}",)
-    yaml = names.pop("yaml", (name,))
-    cli = names.pop("cli", (f"--{name}",))
-    return Setting(name, kind, default, help, env, yaml, cli, **names)
-
-
-CORE_SETTINGS: tuple[Setting, ...] = (
-    _setting("backend", str, None, "name of the backend plugin; default: detected"),
-    _setting(
-        "mixed_precision",
-        str,
-        "no",
-        "precision of forward and backward: no, fp16, bf16, or one a plugin adds",
+    backend: str | None = option(default=None, help="name of the backend plugin; default: detected")
+    mixed_precision: str = option(
+        default="no",
+        help="precision of forward and backward: no, fp16, bf16, or one a plugin adds",
         env=("ACCELERATE_MIXED_PRECISION", "USE_FP16"),
-    ),
-    _setting("gradient_accumulation_steps", int, 1, "micro-batches per optimizer step", minimum=1),
-    _setting(
-        "cpu",
-        bool,
-        False,
-        "run on the CPU whatever devices are there",
-        env=("ACCELERATE_USE_CPU",),
-        yaml=("use_cpu",),
-    ),
-    _setting("torch_device", str, None, "device of this process, such as cuda:1", cli=()),
-    _setting(
-        "debug", bool, False, "check shapes before collectives", env=("ACCELERATE_DEBUG_MODE",)
-    ),
-    _setting("process_group_timeout", float, None, "seconds a collective may wait", minimum=1),
-    _setting("upcast_outputs", bool, True, "convert half precision outputs of models to fp32"),
-    _setting(
-        "preemption_signals",
-        str,
-        None,
-        "signals on which the run saves and leaves with status 75, such as SIGTERM,SIGUSR1",
-    ),
-    _setting("checkpointer", str, None, "plugin that saves and loads; default: directory"),
-    _setting("tracking", str, None, "plugin that feeds the trackers; default: queued"),
-)
+        read=_precision,
+    )
+    gradient_accumulation_steps: int = option(
+        default=1, help="micro-batches per optimizer step", ge=1
+    )
+    cpu: bool = option(
+        default=False,
+        help="run on the CPU whatever devices are there",
+        env="ACCELERATE_USE_CPU",
+        key="use_cpu",
+    )
+    torch_device: str | None = option(
+        default=None, help="device of this process, such as cuda:1", cli=()
+    )
+    debug: bool = option(
+        default=False, help="check shapes before collectives", env="ACCELERATE_DEBUG_MODE"
+    )
+    process_group_timeout: float | None = option(
+        default=None, help="seconds a collective may wait", ge=1
+    )
+    upcast_outputs: bool = option(
+        default=True, help="convert half precision outputs of models to fp32"
+    )
+    preemption_signals: str | None = option(
+        default=None,
+        help="signals on which the run saves and leaves with status 75, such as SIGTERM,SIGUSR1",
+    )
+    checkpointer: str | None = option(
+        default=None, help="plugin that saves and loads; default: directory"
+    )
+    tracking: str | None = option(
+        default=None, help="plugin that feeds the trackers; default: queued"
+    )
 
-SETTINGS_BY_NAME = {setting.name: setting for setting in CORE_SETTINGS}
+
+CORE_SETTINGS = settings_fields(CoreSettings)

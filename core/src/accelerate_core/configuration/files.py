@@ -116,6 +116,8 @@ def _modern(values: dict[Any, Any], lines: dict[str, int]) -> tuple[dict[str, An
     made = {str(key): value for key, value in values.items()}
     # They write a section for everything, empty where it was not asked for.
     made = {key: value for key, value in made.items() if value not in ({}, [], None)}
+    if made.get("num_processes") == -1:
+        del made["num_processes"]  # by which they say that it is not said
     for key in ("mixed_precision", "dynamo_backend"):
         if made.get(key) is False:
             made[key] = "no"  # YAML reads a bare no as false

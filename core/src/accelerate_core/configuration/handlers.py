@@ -21,6 +21,9 @@ __all__ = [
     "TorchDynamoPlugin",
 ]
 
+#: What torch.compile may aim at.
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
 
 @settings
 class AutocastKwargs(KwargsHandler):
@@ -172,7 +175,9 @@ class TorchDynamoPlugin(KwargsHandler):
     backend: str | None = option(
         default=None, help="compiler, e.g. inductor or aot_eager; 'no' is off"
     )
-    mode: str | None = option(default=None, help="default, reduce-overhead or max-autotune")
+    mode: str | None = option(
+        default=None, help="default, reduce-overhead or max-autotune", choices=_MODES
+    )
     fullgraph: bool | None = option(
         default=None,
         help="fail where the graph breaks",
@@ -192,9 +197,8 @@ class TorchDynamoPlugin(KwargsHandler):
     )
 
     def __post_init__(self) -> None:
-        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-        if self.mode is not None and self.mode not in modes:
-            raise ConfigurationError(f"mode={self.mode!r} is not one of {', '.join(modes)}.")
+        if self.mode is not None and self.mode not in _MODES:
+            raise ConfigurationError(f"mode={self.mode!r} is not one of {', '.join(_MODES)}.")
         if self.backend is not None:
             self.backend = str(self.backend).lower()
 

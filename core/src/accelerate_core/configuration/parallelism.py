@@ -40,15 +40,16 @@ class TorchTensorParallelPlugin(KwargsHandler):
     torch_device_mesh: Any = option(default=None, help="not used: the mesh is made from the sizes")
 
 
-@settings(env_prefix="PARALLELISM_CONFIG_CP_", section="parallelism_config")
+@settings(
+    env_prefix="PARALLELISM_CONFIG_",
+    section="parallelism_config",
+    yaml_prefix="parallelism_config_",
+)
 class TorchContextParallelConfig(KwargsHandler):
     """How context parallelism (ring attention) passes keys and values on."""
 
     cp_comm_strategy: Literal["allgather", "alltoall"] = option(
-        default="allgather",
-        help="allgather or alltoall",
-        env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
-        yaml="parallelism_config_cp_comm_strategy",
+        default="allgather", help="allgather or alltoall"
     )
 
 

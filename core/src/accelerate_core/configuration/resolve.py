@@ -7,25 +7,31 @@ launcher wrote down, so the two share one look-up here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
-import types
+import math
 import typing
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import pydantic
-
-from accelerate_core.configuration.core import CORE_SETTINGS, Setting
+from accelerate_core.configuration.core import CORE_SETTINGS
 from accelerate_core.configuration.files import CONFIG_VARIABLE, ConfigFile, read_config
 from accelerate_core.configuration.provenance import BECAUSE_VARIABLE, Because, variable_origin
 from accelerate_core.configuration.schema import SettingField, given_fields, settings_fields
 from accelerate_core.configuration.truth import OFF, ON, truth
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
-__all__ = ["Sources", "resolve_core", "resolve_settings", "warn_near_misses"]
+__all__ = [
+    "Sources",
+    "converted",
+    "look_up",
+    "resolve_core",
+    "resolve_settings",
+    "warn_near_misses",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,63 +51,22 @@ class Sources:
 def resolve_core(
     given: Mapping[str, Any], sources: Sources, detected: Mapping[str, Because]
 ) -> dict[str, Because]:
-    """Resolve every core setting.
+    """Resolve every setting of the core.
 
     Args:
         given: values from the constructor; `None` stands for not given.
         detected: values the active backend or the machine suggests.
     """
-    return {s.name: _resolve_one(s, given.get(s.name), sources, detected) for s in CORE_SETTINGS}
-
-
-def _resolve_one(
-    setting: Setting, given: Any, sources: Sources, detected: Mapping[str, Because]
-) -> Because:
-    if given is not None:
-        origin = f"constructor argument {setting.name}"
-        return Because(_convert(setting, given, origin), origin)
-    for name in setting.env:
-        text = sources.environ.get(name)
-        if text is not None and text != "":
-            origin = variable_origin(name, sources.environ)
-            if name == "USE_FP16":  # older name of the seeds: a flag, not a precision
-                text = "fp16" if truth(text) else "no"
-            return Because(_convert(setting, text, origin), origin)
-    if sources.config is not None:
-        for key in setting.yaml:
-            if key in sources.config and sources.config[key] is not None:
-                origin = sources.config.where(key)
-                return Because(_convert(setting, sources.config[key], origin), origin)
-    if setting.name in detected:
-        return detected[setting.name]
-    return Because(setting.default, "default")
-
-
-def _convert(setting: Setting, value: Any, origin: str) -> Any:
-    if setting.kind is bool:
-        return _to_bool(setting.name, value, origin)
-    try:
-        made = setting.kind(value)
-        if setting.kind is int and isinstance(value, float) and made != value:
-            raise ValueError("not a whole number")
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigurationError(
-            f"{setting.name}={value!r} (from {origin}) is not a valid {setting.kind.__name__}."
-        ) from None
-    if setting.minimum is not None and made < setting.minimum:
-        raise ConfigurationError(
-            f"{setting.name}={made} (from {origin}) must be at least {setting.minimum}."
-        )
-    return made.lower() if setting.name == "mixed_precision" else made
-
-
-def _to_bool(name: str, value: Any, origin: str) -> bool:
-    said = truth(value)
-    if said is not None:
-        return said
-    raise ConfigurationError(
-        f"{name}={value!r} (from {origin}) is not a switch; allowed are {listing(ON + OFF)}."
-    )
+    made = {}
+    for field in CORE_SETTINGS:
+        value, because = given.get(field.name), None
+        if value is not None:
+            origin = f"constructor argument {field.name}"
+            because = Because(
+                converted(field, value, f"{field.name}={value!r} (from {origin})"), origin
+            )
+        made[field.name] = because or look_up(field, sources, detected=detected)
+    return made
 
 
 def resolve_settings(
@@ -118,87 +83,120 @@ def resolve_settings(
         A new instance and, per field, where its value came from.
     """
     _, section, argument = getattr(cls, "__settings_names__", ("", "", ""))
-    explicit = given_fields(given) if given is not None else frozenset()
-    values: dict[str, Any] = {}
-    because: dict[str, Because] = {}
-    for field in settings_fields(cls, owner=owner):
-        if field.name in explicit:
-            values[field.name] = getattr(given, field.name)
-            origin = f"constructor argument {argument or cls.__name__}"
-        else:
-            where = section or (f"{owner}_config" if owner else "")
-            found = _look_up(field, sources, where, getattr(cls, "__yaml_prefix__", ""))
-            if found is None:
-                because[field.name] = Because(field.default, "default")
-                continue
-            values[field.name], origin = found
-        because[field.name] = Because(values[field.name], origin)
+    section = section or (f"{owner}_config" if owner else "")
+    origin = f"constructor argument {argument or cls.__name__}"
+    because = {
+        field.name: Because(getattr(given, field.name), origin)
+        if field.name in given_fields(given)
+        else look_up(field, sources, section)
+        for field in settings_fields(cls, owner=owner)
+    }
+    said = {name: one for name, one in because.items() if one.origin != "default"}
     try:
-        made = cls(**values)
+        made = cls(**{name: one.value for name, one in said.items()})
     except ConfigurationError as error:
-        said = "; ".join(
-            f"{k} from {b.origin}" for k, b in because.items() if b.origin != "default"
-        )
-        raise ConfigurationError(f"{error} ({said})") from None
-    for name in because:
-        because[name] = Because(getattr(made, name), because[name].origin)
+        origins = "; ".join(f"{name} from {one.origin}" for name, one in said.items())
+        raise ConfigurationError(f"{error} ({origins})") from None
+    because = {name: Because(getattr(made, name), one.origin) for name, one in because.items()}
     # A plugin that compares its fields with something else can name their sources.
     object.__setattr__(made, "__because__", because)
     return made, because
 
 
-def _look_up(
-    field: SettingField, sources: Sources, section: str, prefix: str
-) -> tuple[Any, str] | None:
+def look_up(
+    field: SettingField,
+    sources: Sources,
+    section: str = "",
+    detected: Mapping[str, Because] | None = None,
+) -> Because:
+    """Return the value of a setting that no argument gives, from the strongest source that has one.
+
+    Raises:
+        ConfigurationError: it is no value of the setting; with source and what is allowed.
+    """
     for name in field.env:
-        text = sources.environ.get(name)
-        if text is not None and text != "":
-            return _parse(field, text, variable_origin(name, sources.environ)), variable_origin(
-                name, sources.environ
-            )
-    for name in dict.fromkeys((field.yaml, prefix + field.yaml, *field.aliases)):
+        if text := sources.environ.get(name):
+            origin = variable_origin(name, sources.environ)
+            shown = f"{field.name}={text!r} (from {origin})"
+            return Because(converted(field, text, shown, variable=name), origin)
+    for name in field.yaml if sources.config is not None else ():
         key = f"{section}.{name}" if section else name
-        if sources.config is not None and key in sources.config:
-            return sources.config[key], sources.config.where(key)
-    return None
+        value = typing.cast(ConfigFile, sources.config).get(key)
+        if value not in (None, ""):
+            where = typing.cast(ConfigFile, sources.config).where(key)
+            return Because(converted(field, value, f"{key}: {value!r} ({where})"), where)
+    return (detected or {}).get(field.name) or Because(field.default, "default")
 
 
-def _parse(field: SettingField, text: str, origin: str) -> Any:
-    """Turn the text of an environment variable into the field's type."""
-    adapter = pydantic.TypeAdapter(
-        field.annotation, config=pydantic.ConfigDict(arbitrary_types_allowed=True)
-    )
+def converted(field: SettingField, value: Any, shown: str, *, variable: str = "") -> Any:
+    """Turn what a source says into a value of the field; `shown` is value and source, for errors.
+
+    Raises:
+        ConfigurationError: it is none; with what is allowed and the nearest right value.
+    """
+    text = str(value).strip().lower()
+    if field.optional and text in ("none", "null"):
+        return None
+    if field.kind == "bool":
+        if (switch := truth(value)) is None:
+            raise ConfigurationError(
+                f"{shown} is not a switch; allowed are {listing(ON + OFF)}.{did_you_mean(text, ON + OFF)}"
+            )
+        return switch
+    if field.kind in ("int", "float"):
+        return _number(field, value, shown)
+    allowed = ("none", "null", *(one.lower() for one in field.choices or ()))
+    if field.choices is not None and text not in allowed:
+        raise ConfigurationError(
+            f"{shown} is not one of {listing(field.choices)}.{did_you_mean(text, field.choices)}"
+        )
+    if field.kind == "str":
+        if isinstance(value, bool | dict | list):
+            raise ConfigurationError(f"{shown} must be a text.")
+        said = next((one for one in field.choices or () if one.lower() == text), str(value))
+        return field.read(said, variable) if field.read is not None else said
+    return _annotated(field, value, shown) if isinstance(value, str) else value
+
+
+def _number(field: SettingField, value: Any, shown: str) -> float:
+    whole = field.kind == "int"
+    try:
+        if isinstance(value, bool | dict | list):
+            raise TypeError(value)
+        made = float(value)
+        if not math.isfinite(made):
+            raise ValueError(value)
+        if whole:
+            made = int(value) if made.is_integer() and isinstance(value, float) else int(str(value))
+    except (TypeError, ValueError, OverflowError):
+        what = "a whole number" if whole else "a number"
+        raise ConfigurationError(f"{shown} must be {what}.") from None
+    if field.minimum is not None and made < field.minimum:
+        raise ConfigurationError(f"{shown} must be at least {field.minimum:g}.")
+    if field.maximum is not None and made > field.maximum:
+        raise ConfigurationError(f"{shown} must be at most {field.maximum:g}.")
+    return made
+
+
+def _annotated(field: SettingField, text: str, shown: str) -> Any:
+    """Turn a text into the type of a field that is no plain one: JSON, or as pydantic reads it."""
+    import pydantic
+
+    if field.annotation is None:
+        return text
     candidates: list[Any] = [text]
     if text[:1] in "[{":
-        with_json = _json_or_none(text)
-        candidates = [with_json, text] if with_json is not None else candidates
-    if text.lower() in ("none", "null") and type(None) in typing.get_args(field.annotation):
-        return None
-    if _only_bool(field.annotation):
-        return _to_bool(field.name, text, origin)
+        with contextlib.suppress(ValueError):
+            candidates.insert(0, json.loads(text))
+    adapter: Any = pydantic.TypeAdapter(
+        field.annotation, config=pydantic.ConfigDict(arbitrary_types_allowed=True)
+    )
     for candidate in candidates:
         try:
             return adapter.validate_python(candidate)
         except pydantic.ValidationError as error:
             failure = error
-    raise ConfigurationError(
-        f"{field.name}={text!r} (from {origin}): {failure.errors()[0]['msg']}."
-    )
-
-
-def _json_or_none(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-def _only_bool(annotation: Any) -> bool:
-    if annotation is bool:
-        return True
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return set(typing.get_args(annotation)) == {bool, type(None)}
-    return False
+    raise ConfigurationError(f"{shown}: {failure.errors()[0]['msg']}.")
 
 
 def warn_near_misses(environ: Mapping[str, str], known: Iterable[str]) -> None:

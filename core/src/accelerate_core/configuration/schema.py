@@ -12,14 +12,12 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, dataclass_transform, overload
-
-import pydantic
-import pydantic.dataclasses
-from pydantic import Field
-from pydantic.fields import FieldInfo
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform, overload
 
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+
+if TYPE_CHECKING:
+    import pydantic
 
 __all__ = [
     "BackendSettings",
@@ -37,18 +35,19 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class SettingField:
-    """One field of a settings class and the names under which each source knows it."""
+    """One setting, whoever owns it, and the names under which each source knows it."""
 
     name: str
-    annotation: Any
+    #: What a text must be: "bool", "int", "float", "str", or "text" for anything.
+    kind: str
     default: Any
     help: str
+    #: Environment variables, today's first.
     env: tuple[str, ...]
     #: Options of `launch`, without the dashes; the first is shown in its help.
     cli: tuple[str, ...]
-    yaml: str
-    #: Other names a peer's file has for it, in its section.
-    aliases: tuple[str, ...] = ()
+    #: Keys in its section of a config file, the usual one first.
+    yaml: tuple[str, ...]
     #: Values a text may have, in any case; None for any.
     choices: tuple[str, ...] | None = None
     minimum: float | None = None
@@ -56,6 +55,17 @@ class SettingField:
     #: What `config` asks, and under which condition (`field=value`).
     ask: str = ""
     ask_if: str = ""
+    #: Heading in the help of `launch`.
+    group: str = ""
+    #: None where the class is not imported, and `kind` says what is known of it.
+    annotation: Any = None
+    #: Makes the value of a text: `read(text, variable)`; the variable is "" for other sources.
+    read: Callable[[str, str], Any] | None = None
+
+    @property
+    def optional(self) -> bool:
+        """Whether None is a value."""
+        return type(None) in typing.get_args(self.annotation)
 
 
 def option(
@@ -63,37 +73,33 @@ def option(
     default: Any = dataclasses.MISSING,
     help: str = "",
     env: str | Iterable[str] = (),
+    key: str | None = None,
     yaml: str | Iterable[str] = (),
-    cli: str | Iterable[str] = (),
+    cli: str | Iterable[str] | None = None,
     choices: Iterable[str] = (),
     ask: str = "",
     ask_if: str = "",
-    default_factory: Callable[[], Any] | None = None,
+    read: Callable[[str, str], Any] | None = None,
+    default_factory: Any = dataclasses.MISSING,
     **constraints: Any,
 ) -> Any:
-    """Declare a field with a help text and, where they differ, its environment variables.
+    """Declare a field with a help text and, where they differ, its names.
 
-    `yaml` are further names in a config file, and of options of `launch`; `cli` are names of
-    options alone. `choices` are what a text in a file or on the command line may say, in any
-    case. `ask` is the question `accelerate-core config` puts, if the condition `ask_if` holds:
-    `other_field=value`. `constraints` are pydantic's (`ge=1`, `pattern=...`).
+    `env` are its environment variables, today's first. `key` is its name in a config file, "" if it
+    has none; `yaml` are further names there, and of options of `launch`; `cli` are names of options
+    alone, () for none at all. `choices` are what a text in a file or on the command line may say, in
+    any case. `ask` is the question `accelerate-core config` puts, if the condition `ask_if` holds:
+    `other_field=value`. `read(text, variable)` makes the value of a text.
+    `constraints` are pydantic's (`ge=1`, `pattern=...`).
     """
-    extra: Any = {"env": _several(env), "yaml": _several(yaml), "cli": _several(cli)}
-    extra |= {"choices": list(choices), "ask": ask, "ask_if": ask_if}
-    if default_factory is not None:
-        return Field(
-            default_factory=default_factory,
-            description=help,
-            json_schema_extra=extra,
-            **constraints,
-        )
-    if default is dataclasses.MISSING:
-        return Field(description=help, json_schema_extra=extra, **constraints)
-    return Field(default, description=help, json_schema_extra=extra, **constraints)
-
-
-def _several(names: str | Iterable[str]) -> list[str]:
-    return [names] if isinstance(names, str) else list(names)
+    names = {"env": env, "yaml": yaml, "cli": cli}
+    said: dict[str, Any] = {
+        name: (one,) if isinstance(one, str) else one and tuple(one) for name, one in names.items()
+    }
+    said |= {"key": key, "choices": tuple(choices), "ask": ask, "ask_if": ask_if, "read": read}
+    metadata = {"description": help, "setting": said, **constraints}
+    given: Any = {"default": default, "default_factory": default_factory}
+    return dataclasses.field(**given, metadata=metadata)
 
 
 @overload
@@ -101,8 +107,8 @@ def settings(cls: type[T], /) -> type[T]: ...
 @overload
 def settings(
     *,
-    env_prefix: str = "",
-    section: str = "",
+    env_prefix: str | None = "",
+    section: str | None = "",
     argument: str | tuple[str, ...] = "",
     yaml_prefix: str = "",
 ) -> Callable[[type[T]], type[T]]: ...
@@ -111,8 +117,8 @@ def settings(
     cls: type[Any] | None = None,
     /,
     *,
-    env_prefix: str = "",
-    section: str = "",
+    env_prefix: str | None = "",
+    section: str | None = "",
     argument: str | tuple[str, ...] = "",
     yaml_prefix: str = "",
 ) -> Any:
@@ -120,25 +126,29 @@ def settings(
 
     Args:
         env_prefix: prefix of the environment variables, default
-            `ACCELERATE_<BACKEND>_` for the `Settings` of a backend.
-        section: the YAML key the fields stand under.
+            `ACCELERATE_<BACKEND>_` for the `Settings` of a backend; None for no variables but
+            those that a field names.
+        section: the YAML key the fields stand under; None for the top of the file.
         argument: the constructor argument of `Accelerator` that takes an instance; several names
             of it, the usual one first.
         yaml_prefix: what a peer's file puts before the keys of the section; read as well.
     """
 
     def make(target: type[Any]) -> type[Any]:
-        config = pydantic.ConfigDict(arbitrary_types_allowed=True, validate_default=False)
-        made: Any = pydantic.dataclasses.dataclass(config=config)(target)
+        made: Any = dataclasses.dataclass(target)
         names_of_it = (argument,) if isinstance(argument, str) else argument
         made.__settings_names__ = (env_prefix, section, names_of_it[0])
         made.__settings_arguments__ = tuple(name for name in names_of_it if name)
         made.__yaml_prefix__ = yaml_prefix
-        original = made.__init__
         signature = inspect.signature(made)
+        checked: list[Any] = []  # the class with pydantic's checks, once one was made
 
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
+            # Here, not above: it costs a tenth of a second, which a command's help need not pay.
+            import pydantic.dataclasses
+            import pydantic_core
+
             unknown = [name for name in kwargs if name not in signature.parameters]
             if unknown:
                 known = list(signature.parameters)
@@ -146,13 +156,17 @@ def settings(
                     f"{type(self).__name__} has no field {unknown[0]!r}; it has {listing(known)}."
                     f"{did_you_mean(unknown[0], known)}"
                 )
+            bound = signature.bind(*args, **kwargs)
+            if not checked:
+                config = pydantic.ConfigDict(arbitrary_types_allowed=True)
+                checked.append(pydantic.dataclasses.dataclass(config=config)(made))
             try:
-                bound = signature.bind(*args, **kwargs)
-                original(self, *args, **kwargs)
+                checked[0].__pydantic_validator__.validate_python(
+                    pydantic_core.ArgsKwargs((), bound.arguments), self_instance=self
+                )
             except pydantic.ValidationError as error:
                 raise ConfigurationError(_first_error(type(self).__name__, error)) from None
-            names = frozenset(bound.arguments)
-            object.__setattr__(self, "__given__", names)
+            object.__setattr__(self, "__given__", frozenset(bound.arguments))
 
         made.__init__ = __init__
         made.__signature__ = signature
@@ -213,45 +227,45 @@ def origin_of(instance: Any, name: str) -> str:
 def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, ...]:
     """List the fields of a settings class; `owner` is the plugin's name, for default names."""
     prefix, _, _ = getattr(cls, "__settings_names__", ("", "", ""))
-    prefix = prefix or (
-        f"ACCELERATE_{owner.upper().replace('-', '_')}_" if owner else "ACCELERATE_"
-    )
+    if prefix == "":
+        prefix = f"ACCELERATE_{owner.upper().replace('-', '_')}_" if owner else "ACCELERATE_"
+    theirs = getattr(cls, "__yaml_prefix__", "")
+    before = theirs or (f"{owner}_" if owner else "")
     hints = typing.get_type_hints(cls, include_extras=False)
     out = []
     for field in dataclasses.fields(cls):
-        info = field.default if isinstance(field.default, FieldInfo) else None
-        extra: Any = info.json_schema_extra if info is not None else None
-        extra = extra if isinstance(extra, dict) else {}
-        annotation = hints.get(field.name, Any)
-        aliases = tuple(extra.get("yaml", []))
-        before = getattr(cls, "__yaml_prefix__", "") or (f"{owner}_" if owner else "")
+        said = field.metadata.get("setting", {})
+        key = field.name if said.get("key") is None else said["key"]
         own = before + field.name.removeprefix(before)
-        low, high = _bounds(info)
+        annotation = hints.get(field.name, Any)
+        keys = (theirs + key.removeprefix(theirs), key) if key else ()
+        more, cli = said.get("yaml", ()), said.get("cli")
         out.append(
             SettingField(
                 name=field.name,
-                annotation=annotation,
+                kind=_kind(annotation),
                 default=_default_of(field),
-                help=(info.description if info else "") or "",
-                env=tuple(extra.get("env", [])) or (prefix + field.name.upper(),),
-                cli=tuple(dict.fromkeys((*extra.get("cli", []), *aliases, own))),
-                yaml=field.name,
-                aliases=aliases,
-                choices=tuple(extra.get("choices", [])) or _choices(annotation),
-                minimum=low,
-                maximum=high,
-                ask=extra.get("ask", ""),
-                ask_if=extra.get("ask_if", ""),
+                help=field.metadata.get("description", ""),
+                env=said.get("env") or (() if prefix is None else (prefix + field.name.upper(),)),
+                cli=() if cli == () else tuple(dict.fromkeys((*(cli or ()), *more, own))),
+                yaml=tuple(dict.fromkeys((*keys, *more))),
+                choices=said.get("choices") or _choices(annotation),
+                minimum=field.metadata.get("ge"),
+                maximum=field.metadata.get("le"),
+                ask=said.get("ask", ""),
+                ask_if=said.get("ask_if", ""),
+                annotation=annotation,
+                read=said.get("read"),
             )
         )
     return tuple(out)
 
 
-def _bounds(info: FieldInfo | None) -> tuple[float | None, float | None]:
-    """Return the inclusive bounds among a field's constraints."""
-    found = {type(one).__name__: one for one in (info.metadata if info else ())}
-    low, high = getattr(found.get("Ge"), "ge", None), getattr(found.get("Le"), "le", None)
-    return typing.cast("float | None", low), typing.cast("float | None", high)
+def _kind(annotation: Any) -> str:
+    """Name the one plain type of a field, None left aside; "text" for anything else."""
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    one = parts[0] if len(parts) == 1 and _is_union(annotation) else annotation
+    return {bool: "bool", int: "int", float: "float", str: "str"}.get(one, "text")
 
 
 def _choices(annotation: Any) -> tuple[str, ...] | None:
@@ -272,10 +286,6 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
-    default = field.default
-    if isinstance(default, FieldInfo):
-        default = default.get_default(call_default_factory=True, validated_data={})
-        return default
-    if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+    if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
-    return default
+    return field.default

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import socket
 from collections.abc import Mapping
@@ -10,12 +9,12 @@ from typing import Any
 
 from accelerate_core.configuration.files import ConfigFile
 from accelerate_core.configuration.provenance import Because
-from accelerate_core.configuration.truth import OFF, ON, truth
+from accelerate_core.configuration.truth import truth
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch import devices
-from accelerate_launch.options import LAUNCH_OPTIONS, LaunchOption, known_yaml_keys
+from accelerate_launch.options import LAUNCH_OPTIONS, known_yaml_keys
 from accelerate_launch.surroundings import Surroundings
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "check_keys",
     "check_machines",
     "check_port",
-    "converted",
     "cpu_of",
     "gpu_ids",
     "known_keys",
@@ -36,42 +34,9 @@ __all__ = [
 #: Begins the origin of a value that follows from another key of the config file.
 FOLLOWS = "follows from "
 
-_NAMES = {int: "a whole number", float: "a number", str: "a text"}
 _RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
 _TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _CONF = re.compile(r"[^=,\s]+=[^=,]*(,[^=,\s]+=[^=,]*)*")
-
-
-def converted(option: LaunchOption, value: Any, said: str) -> Any:
-    """Convert a value of a file or variable; `said` shows it with its source.
-
-    Returns None for a value by which a peer's file says that it has none.
-    """
-    if option.kind is bool:
-        switch = truth(value)
-        if switch is None:
-            hint = did_you_mean(str(value), ON + OFF)
-            raise ConfigurationError(
-                f"{said} is not a switch; allowed are {listing(ON + OFF)}.{hint}"
-            )
-        return switch
-    if option.name == "num_processes" and value == -1:
-        return None
-    what = _NAMES.get(option.kind, "a value")
-    if isinstance(value, bool | dict | list):
-        raise ConfigurationError(f"{said} must be {what}.")
-    try:
-        made = int(str(value)) if option.kind is int else option.kind(value)
-        if option.kind is float and not math.isfinite(made):
-            raise ValueError(made)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"{said} must be {what}.") from None
-    if option.minimum is not None and made < option.minimum:
-        raise ConfigurationError(f"{said} must be at least {option.minimum}.")
-    if option.choices is not None and made not in option.choices:
-        hint = did_you_mean(str(made), option.choices)
-        raise ConfigurationError(f"{said} is not one of {listing(option.choices)}.{hint}")
-    return made
 
 
 def known_keys() -> list[str]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate_core.configuration.files import ConfigFile
 from accelerate_core.configuration.provenance import Because
-from accelerate_core.configuration.truth import OFF, ON, truth
+from accelerate_core.configuration.resolve import converted
+from accelerate_core.configuration.schema import SettingField
+from accelerate_core.configuration.truth import truth
 from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch.options import LAUNCH_OPTIONS
-from accelerate_launch.schemas import FieldSchema, PluginSchema, plugin_schemas
+from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
 __all__ = [
     "MESH_VARIABLE",
@@ -33,35 +34,46 @@ MESH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 @dataclass(frozen=True)
 class Contributed:
-    """One option of a plugin: a field of its settings, or the switch that asks for it.
+    """One option of a plugin: a field of its settings, or the switch that asks for it."""
 
-    `key` is the option's name among those the command line hands to `make_plan`.
-    """
-
-    key: str
-    names: tuple[str, ...]
     schema: PluginSchema
-    field: FieldSchema | None
-    env: str
+    field: SettingField
+
+    @property
+    def key(self) -> str:
+        """The option's name among those the command line hands to `make_plan`."""
+        return f"plugin:{self.schema.kind}:{self.schema.name}:{self.field.name}"
+
+    @property
+    def env(self) -> str:
+        """The variable in which its value travels."""
+        return self.field.env[0]
+
+    @property
+    def switch(self) -> bool:
+        """Whether it asks for the plugin, and sets nothing."""
+        return self.env in self.schema.switches
 
 
 def contributed_options(environ: Mapping[str, str]) -> tuple[Contributed, ...]:
     """Return the options of all installed plugins; a name that two bring belongs to the first."""
     made: list[Contributed] = []
-    taken = {option.name for option in LAUNCH_OPTIONS}
+    taken = {name for option in LAUNCH_OPTIONS for name in option.cli}
     for schema in plugin_schemas(environ):
-        for variable in schema.switches:
-            name = variable.removeprefix("ACCELERATE_").lower()
-            if name not in taken:
-                taken.add(name)
-                made.append(Contributed(f"plugin:{variable}", (name,), schema, None, variable))
-        for field in schema.fields:
+        for field in (*_switches(schema), *schema.fields):
             names = tuple(name for name in field.cli if name not in taken)
             taken.update(names)
             if names:
-                key = f"plugin:{schema.kind}:{schema.name}:{field.name}"
-                made.append(Contributed(key, names, schema, field, field.env))
+                made.append(Contributed(schema, replace(field, cli=names)))
     return tuple(made)
+
+
+def _switches(schema: PluginSchema) -> Iterable[SettingField]:
+    for name in schema.switches:
+        option = name.removeprefix("ACCELERATE_").lower()
+        yield SettingField(
+            name, "bool", None, f"ask for {schema.name}: {schema.summary}", (name,), (option,), ()
+        )
 
 
 def said_by_environment(environ: Mapping[str, str]) -> dict[str, Because]:
@@ -110,19 +122,19 @@ def take(
         return {}, backend
     options = [one for one in contributed_options(environ) if one.key in wanted]
     made: dict[str, Because] = {}
-    for one in (one for one in options if one.field is None):
-        origin = f"command line --{one.names[0]}"
+    for one in (one for one in options if one.switch):
+        origin = f"command line --{one.field.cli[0]}"
         if one.schema.kind == "backend":
             backend = _agreed(backend, Because(one.schema.name, origin))
         made[one.env] = Because("true", origin)
-    for one in (one for one in options if one.field is not None):
-        origin = f"command line --{one.names[0]}"
+    for one in (one for one in options if not one.switch):
+        origin = f"command line --{one.field.cli[0]}"
         if one.schema.kind == "backend" and backend.value is None:
             backend = _switched_on(one.schema, environ) or backend
         _check_asked_for(one, backend)
-        if one.schema.kind == "core":
+        if one.schema.section == "parallelism_config":
             made.setdefault(MESH_VARIABLE, Because("true", origin))
-        check_value(one.field, wanted[one.key], f"--{one.names[0]} {wanted[one.key]}")
+        check_value(one.field, wanted[one.key], f"--{one.field.cli[0]} {wanted[one.key]}")
         made[one.env] = Because(str(wanted[one.key]), origin)
     return made, backend
 
@@ -153,51 +165,19 @@ def _check_asked_for(one: Contributed, backend: Because) -> None:
     way = f"--{switch} or --backend {schema.name}" if switch else f"--backend {schema.name}"
     other = f"; {backend.origin} asks for {backend.value!r}" if backend.value is not None else ""
     raise ConfigurationError(
-        f"--{one.names[0]} belongs to the backend {schema.name!r}, which this launch does not ask "
+        f"--{one.field.cli[0]} belongs to the backend {schema.name!r}, which this launch does not ask "
         f"for{other}. Add {way}, or leave the option out."
     )
 
 
-def check_value(field: FieldSchema | None, value: Any, where: str) -> None:
+def check_value(field: SettingField, value: Any, where: str) -> None:
     """Check one value against what its field takes.
 
     Raises:
         ConfigurationError: with `where`, what is allowed and the nearest right value.
     """
-    if field is None or value is None:
-        return
-    text = str(value).lower()
-    if text in ("none", "null", ""):
-        return
-    if field.kind == "bool" and truth(text) is None:
-        raise ConfigurationError(
-            f"{where} is not a switch; allowed are {listing(ON + OFF)}.{did_you_mean(text, ON)}"
-        )
-    if field.kind in ("int", "float"):
-        number = _number(value, field.kind)
-        if number is None:
-            what = "a whole number" if field.kind == "int" else "a number"
-            raise ConfigurationError(f"{where} must be {what}.")
-        if field.minimum is not None and number < field.minimum:
-            raise ConfigurationError(f"{where} must be at least {field.minimum:g}.")
-        if field.maximum is not None and number > field.maximum:
-            raise ConfigurationError(f"{where} must be at most {field.maximum:g}.")
-    if field.kind == "text" and isinstance(value, dict | list):
-        return
-    if field.choices is not None and text not in [one.lower() for one in field.choices]:
-        raise ConfigurationError(
-            f"{where} is not one of {listing(field.choices)}.{did_you_mean(text, field.choices)}"
-        )
-
-
-def _number(value: Any, kind: str) -> float | None:
-    if isinstance(value, bool | dict | list):
-        return None
-    try:
-        made = int(str(value)) if kind == "int" else float(value)
-    except (TypeError, ValueError):
-        return None
-    return made if math.isfinite(made) else None
+    if str(value).lower() not in ("none", "null", ""):
+        converted(field, value, where)
 
 
 def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, Because]:
@@ -243,7 +223,7 @@ def _check_section(
         if field is not None:
             check_value(field, value, f"{section}.{key}: {value!r} ({where})")
             if value is not None:
-                yield field.env, Because(value, where)
+                yield field.env[0], Because(value, where)
             continue
         if catalog.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):
             continue  # another plugin reads it out of this section

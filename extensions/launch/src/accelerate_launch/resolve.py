@@ -15,11 +15,13 @@ from accelerate_core.configuration.files import (
     read_config,
 )
 from accelerate_core.configuration.provenance import BECAUSE_VARIABLE, Because, encode
+from accelerate_core.configuration.resolve import Sources, look_up
+from accelerate_core.configuration.schema import SettingField
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.plugins.discovery import find, installed
 from accelerate_launch import checks, devices, mpi
 from accelerate_launch.contributed import check_sections, take
-from accelerate_launch.options import LAUNCH_OPTIONS, LaunchOption
+from accelerate_launch.options import LAUNCH_OPTIONS, OWN
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.surroundings import Surroundings, look_around
 from accelerate_launch.target import find_target
@@ -168,10 +170,9 @@ def decide(
         if environ.get(name):
             contributed[name] = Because(environ[name], f"environment variable {name}")
     contributed.update(_asks_launchers(environ))
-    around = _heeded(look_around(environ), given, environ, config)
-    chosen = {
-        option.name: _choose(option, given, environ, config, around) for option in LAUNCH_OPTIONS
-    }
+    sources = Sources(environ, config)
+    around = _heeded(look_around(environ), given, sources)
+    chosen = {option.name: _choose(option, given, sources, around) for option in LAUNCH_OPTIONS}
     if config is not None:
         chosen["backend"] = checks.backend_of(config, chosen["backend"])
         chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
@@ -242,40 +243,19 @@ def _nested(outer: str) -> ConfigurationError:
 
 
 def _choose(
-    option: LaunchOption,
-    given: Mapping[str, Any],
-    environ: Mapping[str, str],
-    config: ConfigFile | None,
-    around: Surroundings,
+    option: SettingField, given: Mapping[str, Any], sources: Sources, around: Surroundings
 ) -> Because:
     if given.get(option.name) is not None:
         return Because(given[option.name], f"command line --{option.name}")
-    if option.env and environ.get(option.env):
-        origin = f"environment variable {option.env}"
-        said = f"{option.env}={environ[option.env]}"
-        if option.env == _THREADS:
-            return Because(environ[option.env], origin)
-        return Because(checks.converted(option, environ[option.env], said), origin)
-    for key in option.yaml if config is not None else ():
-        if config is not None and config.get(key) not in (None, ""):
-            where = config.where(key)
-            made = checks.converted(option, config[key], f"{key}: {config[key]!r} ({where})")
-            if made is not None:
-                return Because(made, where)
-    return around.values.get(option.name) or Because(option.default, "default")
+    return look_up(option, sources, detected=around.values)
 
 
-def _heeded(
-    around: Surroundings,
-    given: Mapping[str, Any],
-    environ: Mapping[str, str],
-    config: ConfigFile | None,
-) -> Surroundings:
+def _heeded(around: Surroundings, given: Mapping[str, Any], sources: Sources) -> Surroundings:
     """Leave an allocation's machines alone where their number is said, and is another."""
     if around.ranks or "num_machines" not in around.values:
         return around
     option = next(one for one in LAUNCH_OPTIONS if one.name == "num_machines")
-    said, found = _choose(option, given, environ, config, around), around.values["num_machines"]
+    said, found = _choose(option, given, sources, around), around.values["num_machines"]
     if said.value == found.value:
         return around
     logger.warning(
@@ -335,16 +315,16 @@ def _environment(
 ) -> dict[str, str]:
     """Return what children get on top of the launcher's environment."""
     chosen = decision.chosen
-    travelling = [(option.env, chosen[option.name]) for option in LAUNCH_OPTIONS if option.env]
-    from_file = {
-        option.env for option in LAUNCH_OPTIONS if option.travels and chosen[option.name].value
-    }
-    # What the config file says of itself the children read there; what follows from it they cannot.
+    # What the config file says to the core the children read there; what follows from it, and what
+    # is said to launch itself, they cannot.
     made = {
-        env: because
-        for env, because in travelling
-        if env != _THREADS
-        and (env in from_file or because.origin.startswith(("command line", checks.FOLLOWS)))
+        option.env[0]: because
+        for option in LAUNCH_OPTIONS
+        if option.env
+        and (
+            (because := chosen[option.name]).origin.startswith(("command line", checks.FOLLOWS))
+            or (option.name in OWN and because.value)
+        )
     }
     made.update(decision.plugins)
     texts = {env: _text(because.value) for env, because in made.items()}

@@ -16,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import accelerate_core
+from accelerate_core.configuration.schema import SettingField, settings_fields
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
     PluginRecord,
@@ -29,10 +30,10 @@ from accelerate_core.plugins.discovery import (
     load_target,
 )
 
-__all__ = ["FieldSchema", "PluginSchema", "cache_file", "describe", "plugin_schemas"]
+__all__ = ["PluginSchema", "cache_file", "describe", "plugin_schemas"]
 
 #: Raised with what is kept: older entries are then asked for anew.
-_FORMAT = 3
+_FORMAT = 4
 
 #: The core's own settings that have a group of options, like a plugin's.
 _CORE_CLASSES = {
@@ -42,24 +43,6 @@ _CORE_CLASSES = {
 }
 
 _SECONDS = 120
-
-
-@dataclass(frozen=True)
-class FieldSchema:
-    """One field as the launcher and `config` need it; all values are texts or plain numbers."""
-
-    name: str
-    kind: str
-    help: str
-    env: str
-    cli: tuple[str, ...]
-    yaml: tuple[str, ...]
-    default: Any = None
-    choices: tuple[str, ...] | None = None
-    minimum: float | None = None
-    maximum: float | None = None
-    ask: str = ""
-    ask_if: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,15 +62,15 @@ class PluginSchema:
     section: str = ""
     switches: tuple[str, ...] = ()
     summary: str = ""
-    fields: tuple[FieldSchema, ...] = ()
+    fields: tuple[SettingField, ...] = ()
     mesh: tuple[str, ...] = ()
     problem: str = ""
 
-    def field_of_option(self, name: str) -> FieldSchema | None:
+    def field_of_option(self, name: str) -> SettingField | None:
         """Return the field an option of `launch` sets."""
         return next((one for one in self.fields if name in one.cli), None)
 
-    def field_of_key(self, key: str) -> FieldSchema | None:
+    def field_of_key(self, key: str) -> SettingField | None:
         """Return the field a key of the section sets."""
         return next((one for one in self.fields if key in one.yaml), None)
 
@@ -136,15 +119,15 @@ def _core_records() -> Iterable[PluginRecord]:
 
 
 def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
-    fields = []
+    made = []
     for raw in said.get("fields", ()):
+        read: dict[str, Any] = {
+            key: tuple(one) if isinstance(one, list) else one for key, one in raw.items()
+        }
         # The peer's command line has plain names for some options of plugins we know.
         plain = [raw["name"]] if catalog.OPTIONS.get(raw["name"]) == record.name else []
         names = tuple(dict.fromkeys((*plain, *raw["cli"])))
-        choices = tuple(raw["choices"]) if raw["choices"] else None
-        fields.append(
-            FieldSchema(**{**raw, "cli": names, "yaml": tuple(raw["yaml"]), "choices": choices})
-        )
+        made.append(SettingField(**{**read, "cli": names}))
     return PluginSchema(
         kind=record.kind,
         name=record.name,
@@ -152,7 +135,7 @@ def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
         section=said.get("section", ""),
         switches=tuple(sorted(n for n in record.triggers if n.startswith("ACCELERATE_USE_"))),
         summary=said.get("summary", ""),
-        fields=tuple(fields),
+        fields=tuple(made),
         mesh=tuple(said.get("mesh", ())),
         problem=said.get("problem", "" if said else "it gave no answer"),
     )
@@ -230,49 +213,23 @@ def describe(plugin: Any, owner: str) -> dict[str, Any]:
     said["mesh"] = list((getattr(plugin, "supports", None) or {}).get("mesh") or ())
     said["summary"] = text.replace("\n", " ")
     said["more"] = [_described(one, owner) for one in getattr(plugin, "more_settings", ()) or ()]
-    return said if cls is None else {**said, **_described(cls, owner, core=cls is plugin)}
+    return said if cls is None else {**said, **_described(cls, "" if cls is plugin else owner)}
 
 
-def _described(cls: Any, owner: str, *, core: bool = False) -> dict[str, Any]:
-    """Return section and fields of one settings class."""
-    from accelerate_core.configuration.schema import settings_fields
+#: What a file of answers cannot hold.
+_UNSAID = ("annotation", "read")
 
-    said: dict[str, Any] = {}
+
+def _described(cls: Any, owner: str) -> dict[str, Any]:
+    """Return section and fields of one settings class; the core's own have no owner."""
     _, section, _ = cls.__settings_names__
-    prefix = cls.__yaml_prefix__
-    said["section"] = section or f"{owner}_config"
-    fields = settings_fields(cls, owner="" if core else owner)
-    said["fields"] = [
-        {
-            "name": one.name,
-            "kind": _kind(one.annotation),
-            "help": one.help,
-            "env": one.env[0],
-            "cli": [name for name in one.cli if not (core and name == one.name)],
-            "yaml": list(
-                dict.fromkeys((prefix + one.yaml.removeprefix(prefix), one.yaml, *one.aliases))
-            ),
-            "default": one.default
-            if isinstance(one.default, str | int | float | bool | None)
-            else None,
-            "choices": list(one.choices) if one.choices else None,
-            "minimum": one.minimum,
-            "maximum": one.maximum,
-            "ask": one.ask,
-            "ask_if": one.ask_if,
-        }
-        for one in fields
-    ]
-    return said
-
-
-def _kind(annotation: Any) -> str:
-    """Name the one plain type a text must have: bool, int, float, or `text` for anything."""
-    import typing
-
-    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-    one = parts[0] if len(parts) == 1 and type(None) in typing.get_args(annotation) else annotation
-    return {bool: "bool", int: "int", float: "float"}.get(one, "text")
+    made = []
+    for one in settings_fields(cls, owner=owner):
+        raw = {part.name: getattr(one, part.name) for part in fields(one)}
+        if not isinstance(one.default, str | int | float | bool | None):
+            raw["default"] = None
+        made.append({key: value for key, value in raw.items() if key not in _UNSAID})
+    return {"section": section or f"{owner}_config", "fields": made}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import click
 
 from accelerate_core.builtin.console import console
+from accelerate_core.configuration.schema import SettingField
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, installed
 from accelerate_launch import devices
 from accelerate_launch.contributed import check_value
 from accelerate_launch.resolve import peers_config
-from accelerate_launch.schemas import FieldSchema, PluginSchema, plugin_schemas
+from accelerate_launch.schemas import PluginSchema, plugin_schemas
 from accelerate_launch.surroundings import look_around
 
 __all__ = ["Asker", "ask_everything"]
@@ -207,7 +208,7 @@ def _section(asker: Asker, made: dict[str, Any], schema: PluginSchema) -> None:
         made[schema.section] = answers
 
 
-def _field(asker: Asker, field: FieldSchema) -> Any:
+def _field(asker: Asker, field: SettingField) -> Any:
     default = "" if field.default is None else str(field.default)
     if field.kind == "bool" or field.choices == ("true", "false"):
         return asker.confirm(field.ask, field.default is True)

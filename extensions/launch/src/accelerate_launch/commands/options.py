@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from accelerate_core.configuration.resolve import converted
+from accelerate_core.configuration.schema import SettingField
 from accelerate_core.configuration.truth import truth
-from accelerate_core.errors import AccelerateError, did_you_mean, listing
-from accelerate_launch.options import LAUNCH_OPTIONS, LaunchOption
+from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean
+from accelerate_launch.options import LAUNCH_OPTIONS, TRAINING
 
 if TYPE_CHECKING:
     from accelerate_launch.contributed import Contributed
-    from accelerate_launch.schemas import FieldSchema
 
 __all__ = ["GroupedCommand", "launch_options", "underscores"]
-
-#: What may stand after a switch of a plugin.
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -35,20 +34,19 @@ class PluginOption(GroupedOption):
     """An option that a plugin contributes; a switch may stand alone or with `true` or `false`."""
 
     def __init__(self, contributed: Contributed) -> None:
-        field = contributed.field
-        self.takes_switch = field is not None and (
+        field, schema = contributed.field, contributed.schema
+        self.takes_switch = not contributed.switch and (
             field.kind == "bool" or field.choices == ("true", "false")
         )
-        more: dict[str, Any] = (
-            {"is_flag": True} if field is None else {"metavar": _plugin_metavar(field)}
-        )
-        schema = contributed.schema
+        more: dict[str, Any] = {"is_flag": True}
+        if not contributed.switch:
+            more = {"metavar": _metavar(field)}
         group = f"{schema.kind} {schema.name}".replace("core ", "").capitalize()
-        what = f"ask for {schema.name}: {schema.summary}" if field is None else _plugin_help(field)
+        default = "" if field.default in (None, "") else f"; default: {str(field.default).lower()}"
         super().__init__(
-            [*(f"--{name}" for name in contributed.names), "value"],
+            [*(f"--{name}" for name in field.cli), "value"],
             group=f"{group} ({schema.label.partition('(')[2].rstrip(')')})",
-            help=what,
+            help=f"{field.help}{default}",
             default=None,
             **more,
         )
@@ -61,17 +59,6 @@ class PluginOption(GroupedOption):
             return super().get_help_record(ctx)
         finally:
             self.opts = shown
-
-
-def _plugin_metavar(field: FieldSchema) -> str:
-    if field.choices:
-        return "|".join(field.choices)
-    return {"bool": "[true|false]", "int": "N", "float": "X"}.get(field.kind, "TEXT")
-
-
-def _plugin_help(field: FieldSchema) -> str:
-    default = "" if field.default in (None, "") else f"; default: {str(field.default).lower()}"
-    return f"{field.help}{default}"
 
 
 class GroupedCommand(click.Command):
@@ -179,38 +166,41 @@ def launch_options(function: C) -> C:
     return config(function)
 
 
-def _decorate(option: LaunchOption, function: C) -> C:
+def _decorate(option: SettingField, function: C) -> C:
     declaration = f"--{option.name}"
-    if option.negatable:
+    more: dict[str, Any] = {"is_flag": True}
+    if option.kind == "bool" and option.group == TRAINING:
         declaration += f"/--no_{option.name}"
-    names = [declaration, *([option.short] if option.short else []), option.name]
-    more: dict[str, Any] = {"type": _type(option)} if option.kind is not bool else {"is_flag": True}
-    if option.kind is not bool:
+    elif option.kind != "bool":
+        whole = click.IntRange(min=cast(Any, option.minimum))
+        more = {"type": {"int": whole, "float": float}.get(option.kind, str)}
         more["metavar"] = _metavar(option)
     if option.choices is not None:
-        more["callback"] = _one_of(option.choices)
+        more["callback"] = _one_of(option)
+    letters = [f"-{name}" for name in option.cli if len(name) == 1]
     return click.option(
-        *names, cls=GroupedOption, group=option.group, help=option.help, default=None, **more
+        *(declaration, *letters, option.name),
+        **{
+            "cls": GroupedOption,
+            "group": option.group,
+            "help": option.help,
+            "default": None,
+            **more,
+        },
     )(function)
 
 
-def _type(option: LaunchOption) -> Any:
-    if option.kind is int:
-        return click.IntRange(min=option.minimum)
-    return option.kind
-
-
-def _metavar(option: LaunchOption) -> str:
-    if option.choices is not None:
+def _metavar(option: SettingField) -> str:
+    if option.choices:
         return "|".join(option.choices)
-    return {int: "N", float: "SECONDS"}.get(option.kind, "TEXT")
+    return {"bool": "[true|false]", "int": "N", "float": "X"}.get(option.kind, "TEXT")
 
 
-def _one_of(choices: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+def _one_of(option: SettingField) -> Callable[[click.Context, click.Parameter, Any], Any]:
     def check(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
-        if value is not None and value not in choices:
-            hint = did_you_mean(value, choices)
-            raise click.BadParameter(f"{value!r} is not one of {listing(choices)}.{hint}")
-        return value
+        try:
+            return None if value is None else converted(option, value, repr(value))
+        except ConfigurationError as error:
+            raise click.BadParameter(str(error)) from None
 
     return check

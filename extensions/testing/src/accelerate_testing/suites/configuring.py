@@ -205,7 +205,7 @@ def _launch_option(lab: Lab, field: SettingField, text: str) -> None:
     """Where `launch` has an option for the field, it hands on the same."""
     environ = clean_environment()
     options = contributed_options(environ)
-    mine = next((one for one in options if one.field is not None and one.env == field.env[0]), None)
+    mine = next((one for one in options if not one.switch and one.env == field.env[0]), None)
     if mine is None:
         return
     given: dict[str, Any] = {mine.key: text}
@@ -213,12 +213,10 @@ def _launch_option(lab: Lab, field: SettingField, text: str) -> None:
         given[lab.kind] = lab.name
     elif lab.kind == "precision":
         given["mixed_precision"] = lab.name
-    given.update(
-        {one.key: True for one in options if one.field is None and one.env in _switches(lab)}
-    )
+    given.update({one.key: True for one in options if one.switch and one.env in _switches(lab)})
     plan = make_plan(__file__, (), given, environ)
     lab.equal(
-        plan.environment.get(mine.env), text, f"{mine.env} by launch --{mine.names[0]} {text}"
+        plan.environment.get(mine.env), text, f"{mine.env} by launch --{mine.field.cli[0]} {text}"
     )
 
 

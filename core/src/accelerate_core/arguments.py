@@ -1,0 +1,212 @@
+"""The arguments of `Accelerator` that belong to no plugin: older names, types, the objects they become."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from accelerate_core.configuration import (
+    AutocastKwargs,
+    Because,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+    Sources,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+    resolve_settings,
+)
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugins.discovery import installed
+
+__all__ = [
+    "OLDER",
+    "accumulation",
+    "dataloader",
+    "dynamo",
+    "expect",
+    "prepare_arguments",
+    "project",
+    "refuse_unclaimed",
+    "sort_handlers",
+    "timeout",
+]
+
+#: Arguments of older versions that the signature does not show, mapped with one warning.
+OLDER = ("fp16", "torch_tp_plugin", "even_batches", "dispatch_batches")
+
+_OF_LOADERS = ("split_batches", "even_batches", "dispatch_batches")
+
+_CORE_HANDLERS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+
+_CLASSES = {
+    "dataloader_config": DataLoaderConfiguration,
+    "project_config": ProjectConfiguration,
+    "gradient_accumulation_plugin": GradientAccumulationPlugin,
+    "dynamo_plugin": TorchDynamoPlugin,
+    "parallelism_config": ParallelismConfig,
+    "torch_tp_plugin": TorchTensorParallelPlugin,
+}
+
+
+def prepare_arguments(given: dict[str, Any]) -> None:
+    """Check the types of arguments and say older names in today's, in place.
+
+    Raises:
+        ConfigurationError: a value of another type than the argument takes.
+    """
+    for name in ("device_placement", "step_scheduler_with_optimizer"):
+        if not isinstance(given[name], bool):
+            raise ConfigurationError(
+                f"Accelerator({name}=...) takes True or False, not {given[name]!r}."
+            )
+    if not isinstance(given["project_dir"], str | os.PathLike | None):
+        raise ConfigurationError(
+            f"Accelerator(project_dir=...) takes a path, not {given['project_dir']!r}."
+        )
+    for name, cls in _CLASSES.items():
+        expect(name, given[name], cls)
+    if given["fp16"] is not None:
+        asked = "fp16" if given["fp16"] else "no"
+        _warn_older("fp16", f"mixed_precision={asked!r}")
+        given["mixed_precision"] = given["mixed_precision"] or asked
+    for name in _OF_LOADERS:
+        if given[name] is not None:
+            _warn_older(name, f"dataloader_config=DataLoaderConfiguration({name}={given[name]!r})")
+    if (older := given["torch_tp_plugin"]) is not None:
+        size = f"ParallelismConfig(tp_size={older.tp_size})"
+        _warn_older("torch_tp_plugin", f"parallelism_config={size}")
+        if given["parallelism_config"] is None:
+            given["parallelism_config"] = ParallelismConfig(tp_size=older.tp_size)
+
+
+def _warn_older(name: str, now: str) -> None:
+    # Python shows it once per line of the script.
+    warnings.warn(
+        f"Accelerator({name}=...) is an older name; use {now}.", FutureWarning, stacklevel=5
+    )
+
+
+def expect(name: str, value: Any, cls: type) -> None:
+    """Refuse what an argument was given unless it is None or of the class.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if value is not None and not isinstance(value, cls):
+        raise ConfigurationError(
+            f"Accelerator({name}=...) takes a {cls.__name__}, not {type(value).__name__}."
+        )
+
+
+def sort_handlers(handlers: Sequence[Any] | None) -> dict[type, Any]:
+    """Return the objects of `kwargs_handlers` by their class.
+
+    Raises:
+        ConfigurationError: one is no handler, or two are of one class.
+    """
+    sorted_: dict[type, Any] = {}
+    for handler in handlers or ():
+        if isinstance(handler, type) or not (
+            isinstance(handler, KwargsHandler) or hasattr(type(handler), "__dataclass_fields__")
+        ):
+            raise ConfigurationError(
+                f"kwargs_handlers takes instances of KwargsHandler, not {handler!r}."
+            )
+        if type(handler) in sorted_:
+            raise ConfigurationError(f"kwargs_handlers has two {type(handler).__name__}; pass one.")
+        sorted_[type(handler)] = handler
+    return sorted_
+
+
+def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> None:
+    """A handler belongs to the core, to an active plugin, or to one that is installed but not active."""
+    classes: tuple[type, ...] = _CORE_HANDLERS
+    for plugin in active:
+        classes += tuple(getattr(plugin, "handlers", ()))
+        if isinstance(getattr(plugin, "Settings", None), type):
+            classes += (plugin.Settings,)
+    scanned = installed()
+    packages = {record.target.split(":")[0].split(".")[0] for record in scanned.plugins}
+    packages |= {target.split(":")[0].split(".")[0] for target, _ in scanned.exports.values()}
+    for cls in handlers:
+        if isinstance(handlers[cls], classes) or cls.__module__.split(".")[0] in packages:
+            continue
+        names = [c.__name__ for c in classes]
+        raise ConfigurationError(
+            f"No active plugin takes the handler {cls.__name__} in kwargs_handlers; "
+            f"active ones take {listing(names)}.{did_you_mean(cls.__name__, names)}"
+        )
+
+
+def accumulation(
+    given: Mapping[str, Any], values: dict[str, Because]
+) -> GradientAccumulationPlugin:
+    """Return how gradients are accumulated; what the object says is written into `values`."""
+    plugin: GradientAccumulationPlugin | None = given["gradient_accumulation_plugin"]
+    steps = values["gradient_accumulation_steps"]
+    if plugin is None:
+        return GradientAccumulationPlugin(num_steps=steps.value)
+    if given["gradient_accumulation_steps"] not in (None, 1):
+        raise ConfigurationError(
+            "Pass gradient_accumulation_steps or gradient_accumulation_plugin, not both."
+        )
+    if plugin.num_steps is None:
+        plugin = dataclasses.replace(plugin, num_steps=steps.value)
+    else:
+        values["gradient_accumulation_steps"] = Because(
+            plugin.num_steps, "constructor argument gradient_accumulation_plugin"
+        )
+    return plugin
+
+
+def dataloader(given: Mapping[str, Any]) -> DataLoaderConfiguration:
+    """Return how data is shared out, by the object or by the older arguments."""
+    older = {name: given[name] for name in _OF_LOADERS if given[name] is not None}
+    if older and given["dataloader_config"] is not None:
+        raise ConfigurationError(
+            f"Pass {listing(older)} in dataloader_config, not to Accelerator beside it."
+        )
+    return given["dataloader_config"] or DataLoaderConfiguration(**older)
+
+
+def project(given: Mapping[str, Any]) -> ProjectConfiguration:
+    """Return where checkpoints and logs go."""
+    config: ProjectConfiguration = given["project_config"] or ProjectConfiguration()
+    if given["project_dir"] is not None and config.project_dir is None:
+        config.set_directories(given["project_dir"])
+    return config
+
+
+def dynamo(given: Mapping[str, Any], sources: Sources) -> TorchDynamoPlugin:
+    """Return how models are compiled."""
+    plugin, backend = given["dynamo_plugin"], given["dynamo_backend"]
+    if plugin is not None and backend is not None:
+        raise ConfigurationError("Pass dynamo_backend or dynamo_plugin, not both.")
+    if backend is not None:
+        plugin = TorchDynamoPlugin(backend=str(getattr(backend, "value", backend)))
+    made: TorchDynamoPlugin = resolve_settings(TorchDynamoPlugin, plugin, sources)[0]
+    if made.backend is None and plugin is not None:
+        made.backend = "inductor"  # a plugin without a backend asks for torch's own choice
+    return made
+
+
+def timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> timedelta | None:
+    """Return how long a collective may wait; the handler of the process group is stronger."""
+    if handler is not None and handler.timeout is not None:
+        return handler.timeout
+    try:
+        return timedelta(seconds=seconds) if seconds is not None else None
+    except OverflowError:
+        raise ConfigurationError(
+            f"process_group_timeout={seconds} seconds are more than can be counted; 86400 is a day."
+        ) from None

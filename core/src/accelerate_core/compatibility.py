@@ -1,0 +1,148 @@
+"""Do backend, precision, mesh and device fit together, by what each declares?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accelerate_core.configuration import (
+    ParallelismConfig,
+    Sources,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    resolve_settings,
+)
+from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, NEEDS, check_words, lacking
+from accelerate_core.errors import ConfigurationError, PluginError, listing
+from accelerate_core.plugins.discovery import PluginRecord
+from accelerate_core.plugins.selection import Request
+from accelerate_core.precision import Precision
+
+if TYPE_CHECKING:
+    from accelerate_core.assemble import Assembly
+
+__all__ = ["check_device", "check_needs", "check_supported", "parallelism"]
+
+
+def parallelism(
+    given: Mapping[str, Any], sources: Sources, request: Request, name: str, backend: Any
+) -> ParallelismConfig | None:
+    """Return the sizes of the mesh, compared with what was started and what the backend can do."""
+    config, can = given["parallelism_config"], backend.supports.get("mesh") or ()
+    processes = request.topology.num_processes
+    in_file = sources.config is not None and "parallelism_config" in sources.config
+    if config is None and not request.flag("ACCELERATE_USE_PARALLELISM_CONFIG") and not in_file:
+        return _mesh_of(backend, processes) if "dp_shard" in can else None
+    resolved, because = resolve_settings(ParallelismConfig, config, sources)
+    sizes: ParallelismConfig = resolved
+    asked = [b.origin for n, b in because.items() if n.endswith("_size") and b.origin != "default"]
+    cannot = [dimension for dimension in sizes.active_mesh_dims if dimension not in can]
+    if cannot:
+        raise ConfigurationError(
+            f"Backend {name!r} has no mesh dimension {listing(cannot)} "
+            f"(from {', '.join(dict.fromkeys(asked))}); it has "
+            f"{listing(can) if can else 'none'}."
+        )
+    sizes.check(processes, ", ".join(dict.fromkeys(asked)))
+    if sizes.tp_handler is None:
+        sizes.tp_handler = resolve_settings(TorchTensorParallelConfig, None, sources)[0]
+    if sizes.cp_handler is None:
+        sizes.cp_handler = resolve_settings(TorchContextParallelConfig, None, sources)[0]
+    return sizes
+
+
+def _mesh_of(backend: Any, processes: int) -> ParallelismConfig:
+    """Return the mesh that follows from the backend's own settings; all ranks shard without any."""
+    own = backend.core_defaults().get("parallelism_config")
+    if own is None:
+        return ParallelismConfig(dp_shard_size=processes)
+    parts = own.total_size // own.dp_shard_size
+    sizes: ParallelismConfig = dataclasses.replace(own, dp_shard_size=max(processes // parts, 1))
+    sizes.check(processes, f"backend {backend.name}")
+    return sizes
+
+
+def check_needs(precision: Any, record: PluginRecord) -> None:
+    """Hold a precision to its declaration: what it does and does not declare goes wrong elsewhere."""
+    label = f"The precision plugin {record.label}"
+    if not isinstance(precision, Precision):
+        raise PluginError(f"{label} is no accelerate_core.Precision.")
+    check_words(precision.needs, label, "needs")
+    own = type(precision)
+    for method, words in (
+        ("autocast", ("autocast",)),
+        ("scaler", ("loss_scaling",)),
+        ("convert", ("modules", "parameters", "subclasses")),
+    ):
+        does = getattr(own, method, None) is not getattr(Precision, method, None)
+        does = does or (method == "autocast" and precision.dtype is not None)
+        if does and not precision.needs & {*words}:
+            raise PluginError(
+                f"{label} has {method!r} and does not say so: put {listing(words)} into its `needs`."
+            )
+
+
+def check_device(assembly: Assembly, kind: str, origin: str) -> None:
+    """Refuse to run a backend on a type of device it does not declare.
+
+    Args:
+        kind: the type, such as "cpu".
+        origin: why it would be that.
+
+    Raises:
+        ConfigurationError: with what the backend declares, and the way out.
+    """
+    declared = assembly.backend.supports.get("devices")
+    if declared is None or kind in declared:
+        return
+    ways = "Choose another backend"
+    if "cpu" in declared:
+        ways += " or the CPU: Accelerator(cpu=True), ACCELERATE_USE_CPU=1, launch --cpu"
+    elif kind == "cpu":
+        ways += f" or a machine with {listing(declared)}, and do not ask for the CPU"
+    else:
+        ways += " or one of these, such as by ACCELERATE_TORCH_DEVICE"
+    raise ConfigurationError(
+        f"Backend {assembly.selection.record.label} does not run on the device type {kind!r} "
+        f"({origin}); it declares devices={listing(declared)}. {ways}."
+    )
+
+
+def check_supported(assembly: Assembly) -> None:
+    """Refuse combinations the backend declares it cannot do, before anything is started."""
+    backend, name = assembly.backend, assembly.selection.record.name
+    device, cpu = assembly.because["torch_device"], assembly.because["cpu"]
+    if device.value is not None:
+        check_device(assembly, str(device.value).split(":")[0], device.origin)
+    elif cpu.value:
+        check_device(assembly, "cpu", cpu.origin)
+    precision, chosen = assembly.precision, assembly.precision_record.name
+    asked = f"mixed_precision={chosen!r} (from {assembly.because['mixed_precision'].origin})"
+    missing = lacking(backend.supports, chosen, precision.needs)
+    if missing:
+        accepted = backend.supports.get("accepts", ACCEPTED_BY_DEFAULT)
+        own = backend.supports.get("precisions") or ()
+        raise ConfigurationError(
+            f"Backend {name!r} cannot run {asked}, which needs {listing(missing)} ("
+            f"{'; '.join(NEEDS[word] for word in missing)}). It accepts {listing(accepted)}"
+            f"{f' and brings about {listing(own)} itself' if own else ''}. Choose another precision "
+            "or another backend."
+        )
+    if assembly.dynamo.enabled:
+        for label, supports in (
+            (f"Backend {name!r}", backend.supports),
+            (asked, precision.supports),
+        ):
+            if not supports.get("compile", True):
+                raise ConfigurationError(
+                    f"{label} does not support compiled models; leave dynamo_backend out."
+                )
+    mesh = precision.supports.get("mesh")
+    sizes = assembly.parallelism
+    active = sizes.active_mesh_dims if sizes is not None else ()
+    outside = [dimension for dimension in active if mesh is not None and dimension not in mesh]
+    if outside:
+        raise ConfigurationError(
+            f"{asked} does not run with the mesh dimension {listing(outside)}; it has {listing(mesh)}."
+        )
