@@ -122,9 +122,10 @@ class Assembly:
     def plugin_settings(self) -> dict[str, Because]:
         """Return the settings of all active plugins as `plugin.field`, with their origins."""
         own = {self.selection.record.name: self.backend_because}
+        parts = {part.record.name: part.settings for part in self.parts.values() if part}
         return {
             f"{plugin}.{name}": value
-            for plugin, settings in {**self.plugin_because, **own}.items()
+            for plugin, settings in {**parts, **self.plugin_because, **own}.items()
             for name, value in settings.items()
         }
 
@@ -219,7 +220,11 @@ def assemble(arguments: dict[str, Any], topology: Topology) -> Assembly:
         project=_project(given),
         dynamo=_dynamo(given, sources),
         parallelism=_parallelism(given, sources, request, selection.record.name, backend),
-        parts={kind: select_part(kind, values[kind]) for kind in ("checkpointer", "tracking")},
+        parts={
+            kind: part and part.reads(sources, handlers)
+            for kind in ("checkpointer", "tracking")
+            for part in [select_part(kind, values[kind])]
+        },
         handlers=handlers,
         timeout=_timeout(
             values["process_group_timeout"].value, handlers.get(InitProcessGroupKwargs)

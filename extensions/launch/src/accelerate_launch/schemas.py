@@ -108,7 +108,7 @@ def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSche
     wanted = {
         _key(record): record
         for record in (*_core_records(), *installed().plugins)
-        if record.kind in ("backend", "precision", "extension", "core")
+        if record.kind in ("backend", "precision", "checkpointer", "extension", "core")
         and record.name not in disabled
         and (record.kind == "core" or not record.target.startswith("accelerate_core."))
     }
