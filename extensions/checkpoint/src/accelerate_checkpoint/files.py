@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -18,7 +19,6 @@ import torch
 import xxhash
 
 from accelerate_core.errors import CheckpointError
-from accelerate_core.torch_talk import as_memory
 
 __all__ = [
     "CUSTOM",
@@ -167,7 +167,8 @@ def write_safetensors(
             tensor = tensors[name]
             if tensor.numel():
                 host = tensor.detach().cpu().contiguous().reshape(-1)
-                file.write(as_memory(host))
+                # Its memory, without NumPy.
+                file.write((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr()))
 
     return write(path, put, durable=durable)
 
