@@ -106,6 +106,22 @@ class Training:
         }
         return copy.deepcopy(told)
 
+    def is_as(self, expected: Any, what: str) -> None:
+        """Fail on every rank unless the run is, on each of them, what `told` said before."""
+        wrong = ""
+        try:
+            _same(self.lab, self.told(), expected, what)
+        except AssertionError as error:
+            wrong = str(error)
+        _agree(self, wrong)
+
+
+def _agree(run: Training, wrong: str) -> None:
+    """Fail on every rank with what is wrong on any of them: none waits for one that gave up."""
+    told = dict.fromkeys(filter(None, run.accelerator.communicator.gather_object(wrong)))
+    if told:
+        raise AssertionError("; ".join(told))
+
 
 def _same(lab: Lab, got: Any, expected: Any, what: str) -> None:
     """Fail unless two states are equal bit for bit."""
@@ -130,15 +146,14 @@ def _target(lab: Lab, name: str) -> str:
     return text.format(path=lab.scratch(name), name=f"{lab.folder.name}/{name}")
 
 
-def _refused(lab: Lab, run: Training, target: str, why: str) -> str:
+def _refused(run: Training, target: str, why: str) -> None:
     """Loading is refused on every rank by a CheckpointError that names the checkpoint."""
+    name, wrong = target.rstrip("/").rpartition("/")[2], f"load_state took a checkpoint {why}"
     try:
         run.load(target)
     except CheckpointError as error:
-        name = target.rstrip("/").rpartition("/")[2]
-        lab.equal(name in str(error), True, f"the error names {name}: {error}")
-        return str(error)
-    raise AssertionError(f"load_state took a checkpoint {why}")
+        wrong = "" if name in str(error) else f"the error does not name {name}: {error}"
+    _agree(run, wrong)
 
 
 # --- what was saved is what is loaded -------------------------------------------------------------
@@ -158,7 +173,7 @@ def _resumes(lab: Lab) -> None:
         again.train(1)
         again.load(target)
         again.train(STOPPED_AFTER)
-        _same(lab, again.told(), expected, f"resumed {where}")
+        again.is_as(expected, f"resumed {where}")
         lab.end()
 
 
@@ -187,7 +202,7 @@ def overwriting(lab: Lab) -> str | None:
     expected = run.told()
     run.train(8)
     run.load(target)
-    _same(lab, run.told(), expected, "the second save")
+    run.is_as(expected, "the second save")
     return None
 
 
@@ -223,18 +238,22 @@ def _fails(lab: Lab) -> None:
         if run.accelerator.process_index == lab.size - 1:
             count.trouble = trouble
         for place in (target, _target(lab, f"absent_{blocking}")):
+            wrong = "a save ended well, although a rank could not save"
             try:
                 run.accelerator.save_state(place, blocking=blocking)
                 run.accelerator.wait_for_checkpoint()
             except CheckpointError as error:
-                lab.equal(trouble in str(error), True, f"the reason is told: {error}")
-            else:
-                raise AssertionError("a save ended well, although a rank could not save")
+                wrong = "" if trouble in str(error) else f"the reason is not told: {error}"
+            _agree(run, wrong)
             if place != target:
-                _refused(lab, run, place, "that was never completed")
-        count.trouble = ""
-        run.load(target)
-        _same(lab, run.told(), before, "the earlier checkpoint, after a save that failed")
+                _refused(run, place, "that was never completed")
+        count.trouble = wrong = ""
+        try:
+            run.load(target)
+        except CheckpointError as error:
+            wrong = f"the earlier checkpoint does not load after a save that failed: {error}"
+        _agree(run, wrong)
+        run.is_as(before, "the earlier checkpoint, after a save that failed")
     run.train(8)
     run.accelerator.save_state(target)
 
@@ -286,8 +305,8 @@ def damaged(lab: Lab) -> str | None:
     run.train(4)
     before, tried = run.told(), 0
     for what in _damages(lab, target):
-        _refused(lab, run, target, what)
-        _same(lab, run.told(), before, f"the run, after a checkpoint {what} was refused")
+        _refused(run, target, what)
+        run.is_as(before, f"the run, after a checkpoint {what} was refused")
         tried += 1
     run.load(target)
     lab.equal(tried > 0, True, "the checkpoint was damaged in some way")
@@ -308,7 +327,7 @@ def damaged_on_ranks(lab: Lab) -> str | None:
         what = run.accelerator.communicator.broadcast_object(what)
         if what is None:
             break
-        _refused(lab, run, target, what)
+        _refused(run, target, what)
         tried += 1
     run.load(target)
     return f"{tried} ways"
@@ -354,7 +373,7 @@ def pickles(lab: Lab) -> str | None:
     except CheckpointError as error:
         return f"not saved: {error}"
     _Loaded.happened = False
-    _refused(lab, run, target, "with a Python object in it")
+    _refused(run, target, "with a Python object in it")
     lab.equal(_Loaded.happened, False, "a Python object was unpickled")
     run.load(target, trust=True)
     lab.equal(_Loaded.happened, True, "a Python object was unpickled, with trust=True")
@@ -376,7 +395,7 @@ def _saves_beside(lab: Lab) -> None:
     run = Training(lab, seed=3)
     run.load(target)
     run.train(STOPPED_AFTER)
-    _same(lab, run.told(), expected, "resumed from what was saved beside the training")
+    run.is_as(expected, "resumed from what was saved beside the training")
 
 
 @check("checkpointer", place="alone")
@@ -417,12 +436,12 @@ def naming(lab: Lab) -> str | None:
         saved.append(run.accelerator.save_state())
     expected = run.told()
     lab.equal(len(set(saved)), 3, f"names of three saves, {saved}")
-    _refused(lab, run, saved[0], "that total_limit=2 has no room for")
+    _refused(run, saved[0], "that total_limit=2 has no room for")
     run.load(saved[1])
     lab.end()
     run = training()
     lab.equal(run.load(), saved[2], "the newest checkpoint")
-    _same(lab, run.told(), expected, "the newest checkpoint")
+    run.is_as(expected, "the newest checkpoint")
     lab.equal(run.accelerator.save_state() in saved, False, "the next name is one of the earlier")
     return None
 
