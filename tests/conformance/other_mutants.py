@@ -1,4 +1,4 @@
-"""Sound precisions, extensions, trackers and launchers, damaged in one place at a time.
+"""Sound precisions, extensions, trackers, launchers and checkpointers, damaged in one place at a time.
 
 Each with the check that is to notice. Run in one process, or on ranks, with what its entry points
 name on the path: `other_mutants.py PLACE FOLDER` writes `PLACE.RANK.json` into the folder, a list of
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,7 +25,10 @@ from accelerate_grid import GridPrecision, GridSettings
 from accelerate_starter import StarterLauncher
 from accelerate_tally import TallyExtension, TallySettings
 
+from accelerate_checkpoint import DirectoryCheckpointer
 from accelerate_core import hookimpl
+from accelerate_core.errors import CheckpointError
+from accelerate_core.facade.training_state import RunState
 from accelerate_launch.simple import target_command
 from accelerate_testing import Lab, checks_of
 from accelerate_testing.suites import ending
@@ -520,6 +524,83 @@ for line in done.stdout.splitlines():
     print("[rank 0]", line)
 sys.exit(done.returncode)
 """
+
+
+# --- checkpointers -----------------------------------------------------------------------------------
+
+
+class Keeps(DirectoryCheckpointer):
+    """Sees the run through `seen`, which a mutant may spoil."""
+
+    seen: dict[str, Any] = {}
+
+    def attach(self, state):
+        own = type(state)
+        super().attach(type(own.__name__, (own,), self.seen)(state._accelerator))
+
+
+@passes("checkpointer", "resume", "failing", "damaged", "beside_training_on_ranks", "ending")
+class ChangesNothing(Keeps):
+    pass
+
+
+def seeds_anew(self, states, saved_by, gradients):
+    RunState.load_rank_state(self, states, saved_by, gradients)
+    torch.manual_seed(0)
+
+
+@caught_by("checkpointer", "resume")
+class ForgetsTheGenerators(Keeps):
+    seen = {"load_rank_state": seeds_anew}
+
+
+@caught_by("checkpointer", "resume")
+class ForgetsGradients(Keeps):
+    seen = {"pending_gradients": lambda self: {}}
+
+
+@caught_by("checkpointer", "failing")
+class WritesInPlace(DirectoryCheckpointer):
+    def save(self, target, **how):
+        shutil.rmtree(target, ignore_errors=True)
+        return super().save(target, **how)
+
+
+@caught_by("checkpointer", "failing_on_a_rank")
+class TellsTheFailedRankOnly(DirectoryCheckpointer):
+    def save(self, target, **how):
+        try:
+            return super().save(target, **how)
+        except CheckpointError:
+            if self._state.process.process_index:
+                raise
+            return target
+
+
+@caught_by("checkpointer", "damaged")
+class ComparesSizesOnly(DirectoryCheckpointer):
+    def load(self, source, *, verify, **how):
+        return super().load(source, verify=False, **how)
+
+
+@caught_by("checkpointer", "pickles")
+class UnpicklesAnything(DirectoryCheckpointer):
+    def load(self, source, *, trust, **how):
+        return super().load(source, trust=True, **how)
+
+
+@caught_by("checkpointer", "beside_training")
+class WritesWhatTrainingMadeOfIt(DirectoryCheckpointer):
+    def attach(self, state):
+        super().attach(state)
+        self.background.staging.copy = lambda held: held
+
+
+@caught_by("checkpointer", "ending")
+class LeavesItsThread(DirectoryCheckpointer):
+    def attach(self, state):
+        super().attach(state)
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 
 
 def main(place: str, folder: Path, only: str = "", times: str = "1") -> None:

@@ -14,6 +14,7 @@ from accelerate_core.cli import cli
 from accelerate_core.errors import ConfigurationError
 from accelerate_testing import (
     BackendSuite,
+    CheckpointerSuite,
     ExtensionSuite,
     LauncherSuite,
     PrecisionSuite,
@@ -28,6 +29,7 @@ SUITES = {
     "tracker": (TrackerSuite, "jsonl"),
     "launcher": (LauncherSuite, "simple"),
     "extension": (ExtensionSuite, "any"),
+    "checkpointer": (CheckpointerSuite, "directory"),
 }
 
 
@@ -53,6 +55,7 @@ def test_the_options_that_are_known_are_those_that_checks_read() -> None:
         ("tracker", "red", "read"),
         ("tracker", "read_conf", "read_config"),
         ("extension", "not_save", "not_saved"),
+        ("checkpointer", "targets", "target"),
     ],
 )
 def test_a_misspelt_option_is_refused_with_the_right_one(kind: str, key: str, right: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from accelerate_testing import (
     BackendSuite,
+    CheckpointerSuite,
     LauncherSuite,
     PrecisionSuite,
     TrackerSuite,
@@ -83,6 +84,17 @@ class TestFloat16OfDeepSpeed(PrecisionSuite):
     timeout = 40.0
     environ = {**TestDeepSpeed.environ, "ACCELERATE_USE_DEEPSPEED": "true"}
     prelude = "cpu_has_fp16"
+
+
+@pytest.mark.dist
+class TestDirectory(CheckpointerSuite):
+    plugin = "directory"
+
+
+@pytest.mark.dist
+class TestDirectoryOfShards(CheckpointerSuite):
+    plugin = "directory"
+    environ = {**TestFSDP2Sharded.environ, "ACCELERATE_BACKEND": "fsdp2"}
 
 
 @pytest.mark.dist

@@ -1,4 +1,4 @@
-"""Plugins of other people, from wheels of their own: a backend, a precision, a launcher, together."""
+"""Plugins of other people, from wheels of their own: backend, precision, launcher, checkpointer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from accelerate_testing.scaffold import write_repository
 
 ROOT = Path(__file__).parents[2]
 DILOCO = ROOT / "examples" / "third_party" / "accelerate-diloco"
+FSSPEC = ROOT / "examples" / "third_party" / "accelerate-fsspec"
 HERE = Path(__file__).parent
 SCRIPT = HERE / "third_party.py"
 
@@ -29,8 +30,10 @@ OUTER = {"ACCELERATE_DILOCO_OUTER_LR": "0.5", "ACCELERATE_DILOCO_OUTER_MOMENTUM"
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wheels built from their own repositories, installed beside ours."""
     folder = tmp_path_factory.mktemp("third_party")
-    sources = [folder / "accelerate-diloco"]
-    shutil.copytree(DILOCO, sources[0])
+    sources = []
+    for own in (DILOCO, FSSPEC):
+        sources.append(folder / own.name)
+        shutil.copytree(own, sources[-1])
     for name, kind in (("grid", "precision"), ("plain", "launcher")):
         write_repository(name, kind, folder / f"accelerate-{name}")
         sources.append(folder / f"accelerate-{name}")
@@ -40,20 +43,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         wheel = [*pip, "wheel", *how, "--wheel-dir", str(folder / "wheels"), str(source)]
         subprocess.run(wheel, check=True, timeout=120, capture_output=True)
     wheels = sorted(str(path) for path in (folder / "wheels").glob("*.whl"))
-    assert len(wheels) == 3
+    assert len(wheels) == 4
     install = [*pip, "install", *how, "--target", str(folder / "site"), *wheels]
     subprocess.run(install, check=True, timeout=120, capture_output=True)
     return folder / "site"
 
 
-def launch(site: Path, folder: Path, *options: str, **environ: str) -> list[dict[str, Any]]:
-    """Launch the script on two ranks with our own command; return what each of them said."""
+def launch(
+    site: Path, folder: Path, *options: str, script: Path = SCRIPT, **environ: str
+) -> list[dict[str, Any]]:
+    """Launch a script on two ranks with our own command; return what each of them said."""
     env = clean_environment(
         PYTHONPATH=f"{site}", ACCELERATE_TESTING_RESULTS=str(folder), OMP_NUM_THREADS="1", **environ
     )
     command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--num_processes", "2"]
     done = subprocess.run(
-        [*command, *options, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=150
+        [*command, *options, str(script)], env=env, capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
@@ -89,18 +94,15 @@ def test_a_precision_and_a_launcher_go_around_any_backend(
 
 
 @pytest.mark.dist
-def test_the_repository_of_diloco_passes_its_own_tests(site: Path) -> None:
+@pytest.mark.parametrize("repository", [DILOCO, FSSPEC], ids=lambda path: path.name)
+def test_a_repository_passes_its_own_tests(site: Path, repository: Path) -> None:
     env = clean_environment(PYTHONPATH=str(site), OMP_NUM_THREADS="1")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/test_diloco.py",
-    ]
-    done = subprocess.run(command, cwd=DILOCO, env=env, capture_output=True, text=True, timeout=200)
+    # The suite over DiLoCo is run below, for what it says.
+    tests = ["tests/test_diloco.py"] if repository == DILOCO else ["tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(
+        command, cwd=repository, env=env, capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -133,3 +135,44 @@ def test_diloco_learns_nearly_what_ddp_does_with_an_eighth_of_the_communication(
     assert ours["bytes"] == STEPS // 8 * ours["model"]
     assert ours["bytes"] == pytest.approx(theirs["bytes"] / 8, rel=0.001)
     assert ours["loss"] < 1.05 * theirs["loss"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("source", ["environment", "config file"])
+def test_a_checkpointer_is_chosen_by_configuration_and_blamed_by_name(
+    site: Path, tmp_path: Path, source: str
+) -> None:
+    url = f"file://{tmp_path}/run"
+    config = tmp_path / "config.yaml"
+    config.write_text(f"checkpointer: fsspec\nfsspec_config:\n  url: {url}\n")
+    environ, options = {}, ["--config_file", str(config)]
+    if source == "environment":
+        environ = {"ACCELERATE_CHECKPOINTER": "fsspec", "ACCELERATE_FSSPEC_URL": url}
+        options = []
+    script = HERE / "third_party_saving.py"
+    for rank in launch(site, tmp_path, *options, script=script, **environ):
+        assert rank["imported"] == []  # until it was needed
+        assert rank["where"] == f"{url}/step_1"
+        assert rank["same"]
+        assert not rank["here"]
+        wanted = "ACCELERATE_FSSPEC_URL" if source == "environment" else str(config)
+        told = {line.split(" = ")[0]: line for line in rank["explain"].splitlines()}
+        assert wanted in told["fsspec.url"]
+        assert "'fsspec'" in told["checkpointer"]
+        assert rank["refused"] == f"There is no checkpoint {url}/step_2: it has no manifest.json."
+        assert any("'load' of plugin fsspec (accelerate-fsspec 0.1.0)" in n for n in rank["notes"])
+    assert (tmp_path / "run" / "step_1" / "manifest.json").is_file()
+
+
+def test_the_choice_of_a_checkpointer_is_explained(site: Path) -> None:
+    command = [sys.executable, "-m", "accelerate_core", "plugins", "why"]
+    told = []
+    for name in ("fsspec", "directory"):
+        env = clean_environment(PYTHONPATH=str(site), ACCELERATE_CHECKPOINTER="fsspec")
+        done = subprocess.run([*command, name], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        told.append(" ".join(done.stdout.split()))
+    assert "fsspec: active, environment variable ACCELERATE_CHECKPOINTER" in told[0]
+    assert "accelerate-fsspec 0.1.0, entry point accelerate_fsspec:FsspecCheckpointer" in told[0]
+    assert "directory: available, not asked for" in told[1]
+    assert "chosen fsspec (accelerate-fsspec 0.1.0)" in told[1]

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accelerate_checkpoint
-from accelerate_core import Accelerator, Backend, hookimpl
+from accelerate_core import Accelerator, Backend, KwargsHandler, hookimpl, settings
 from accelerate_core.contract.parts import TrainingState
 from accelerate_core.errors import CheckpointError
-from accelerate_core.plugins import PluginRecord, parts
+from accelerate_core.plugins import PluginRecord, find, parts
 from accelerate_core.utils import ProjectConfiguration
 
 
@@ -35,7 +35,6 @@ def test_the_package_sees_no_accelerator() -> None:
     assert {m for m in seen if not m.startswith("accelerate_checkpoint")} == {
         "accelerate_core.contract.parts",
         "accelerate_core.errors",
-        "accelerate_core.distributed.torch_collectives",
     }
 
 
@@ -176,6 +175,55 @@ def test_what_asks_for_checkpoints_makes_one_at_once(
     with pytest.raises(KeyError), accelerator:
         raise KeyError
     assert in_memory.said == [f"made for {tmp_path}, None", "close True"]
+
+
+@settings
+class Shelf(KwargsHandler):
+    shelf: str = "lowest"
+
+
+class OnAShelf(InMemory):
+    Settings = Shelf
+
+    def __init__(self, project: Any, signals: str | None, settings: Shelf) -> None:
+        super().__init__(project, signals)
+        self.said.append(settings.shelf)
+
+
+def test_a_part_is_made_with_its_settings(
+    in_memory: type[InMemory], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = PluginRecord("checkpointer", "shelves", f"{__name__}:OnAShelf", "tests", "1.0")
+    monkeypatch.setattr(
+        parts,
+        "find",
+        lambda kind, name, because: (
+            record if kind == "checkpointer" else find(kind, name, because=because)
+        ),
+    )
+
+    def shelf_of(**arguments: Any) -> tuple[str, str]:
+        accelerator = Accelerator(cpu=True, **arguments)
+        accelerator.wait_for_checkpoint()
+        assert "shelves.shelf" not in accelerator.explain(), "not made yet, so not imported"
+        accelerator.save({}, "object")
+        told = next(x for x in accelerator.explain().splitlines() if "shelves.shelf" in x)
+        accelerator.end_training()
+        return in_memory.said[-2], told.partition("  ")[2]
+
+    assert shelf_of() == ("lowest", "(default)")
+    config = tmp_path / "config.yaml"
+    config.write_text("shelves_config:\n  shelf: middle\n")
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(config))
+    assert shelf_of() == ("middle", f"({config} line 2)")
+    variable = "ACCELERATE_SHELVES_SHELF"
+    monkeypatch.setenv(variable, "upper")
+    assert shelf_of() == ("upper", f"(environment variable {variable})")
+    monkeypatch.setattr(
+        "accelerate_core.assemble._refuse_unclaimed", lambda handlers, active: None
+    )  # the class would be the plugin's own package's
+    told = shelf_of(kwargs_handlers=[Shelf("top")])
+    assert told == ("top", "(constructor argument Shelf)")
 
 
 # --- none -----------------------------------------------------------------------------------------

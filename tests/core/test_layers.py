@@ -85,12 +85,13 @@ PUBLIC = (
     "accelerate_core.distributed.communicator",
     "accelerate_core.distributed.torch_collectives",
     "accelerate_core.distributed.tree",
+    "accelerate_core.contract.parts",
     "accelerate_launch",
     "accelerate_testing",
 )
 IMPORT = re.compile(
-    r"^\s*from (accelerate_(?:core|launch|testing)[\w.]*) import (.+)$"
-    r"|^\s*import (accelerate_(?:core|launch|testing)\S*)",
+    r"^\s*from (accelerate_(?:core|launch|testing|checkpoint)[\w.]*) import (.+)$"
+    r"|^\s*import (accelerate_(?:core|launch|testing|checkpoint)\S*)",
     re.M,
 )
 
@@ -102,7 +103,8 @@ def test_what_authors_are_shown_imports_public_names_only() -> None:
     templates = Path(accelerate_testing.__file__).parent.glob("scaffold/templates/**/*.py.in")
     examples = (ROOT / "examples").glob("*/**/src/**/*.py")
     pages = (
-        ROOT / "docs" / f"{name}.md" for name in ("plugins", "write_a_backend", "write_a_tracker")
+        ROOT / "docs" / f"{name}.md"
+        for name in ("plugins", "write_a_backend", "write_a_tracker", "write_a_checkpointer")
     )
     lent = set(installed().exports)  # public names of the plugins themselves
     found = set()

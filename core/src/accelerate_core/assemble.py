@@ -38,7 +38,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_core.plugins.manager import blame, blaming
+from accelerate_core.plugins.manager import blame, blame_methods, blaming
 from accelerate_core.plugins.parts import Part, select_part
 from accelerate_core.plugins.selection import (
     Request,
@@ -82,9 +82,10 @@ class Assembly:
     def plugin_settings(self) -> dict[str, Because]:
         """Return the settings of all active plugins as `plugin.field`, with their origins."""
         own = {self.selection.record.name: self.backend_because}
+        parts = {part.record.name: part.settings for part in self.parts.values() if part}
         return {
             f"{plugin}.{name}": value
-            for plugin, settings in {**self.plugin_because, **own}.items()
+            for plugin, settings in {**parts, **self.plugin_because, **own}.items()
             for name, value in settings.items()
         }
 
@@ -191,7 +192,11 @@ def assemble(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology
         project=arguments.project(given),
         dynamo=dynamo,
         parallelism=parallelism(given, sources, request, record.name, backend),
-        parts={kind: select_part(kind, values[kind]) for kind in ("checkpointer", "tracking")},
+        parts={
+            kind: part and part.reads(sources, maker.handlers)
+            for kind in ("checkpointer", "tracking")
+            for part in [select_part(kind, values[kind])]
+        },
         handlers=maker.handlers,
         timeout=arguments.timeout(values["process_group_timeout"].value, group),
     )

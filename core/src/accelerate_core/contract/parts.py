@@ -188,7 +188,12 @@ class TrainingState(Protocol):
 
 
 class Checkpointer(Protocol):
-    """Writes and reads checkpoints of one Accelerator."""
+    """Writes and reads checkpoints of one Accelerator.
+
+    The class states `name`, as its entry point has it, and `api_version`. With a `Settings`, made
+    by `accelerate_core.settings`, it is made with one of these as a third argument: from
+    `kwargs_handlers`, the environment and the config file.
+    """
 
     def __init__(self, project: Any, signals: str | None) -> None:
         """Refuse impossible settings.

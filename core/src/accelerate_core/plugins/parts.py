@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerate_core.configuration.provenance import Because
+from accelerate_core.configuration.resolve import Sources, resolve_settings
 from accelerate_core.errors import PluginError
 from accelerate_core.plugins import discovery
 from accelerate_core.plugins.discovery import (
@@ -29,17 +30,36 @@ class Part:
     def __init__(self, record: PluginRecord, because: str) -> None:
         self.record = record
         self.because = because
+        #: Fields of its `Settings`, once it is made: value and where that came from.
+        self.settings: dict[str, Because] = {}
+        self._sources, self._handlers = Sources({}), dict[type, Any]()
+
+    def reads(self, sources: Sources, handlers: Mapping[type, Any]) -> Part:
+        """Take the settings of the part from here, should it have any; return the part.
+
+        Args:
+            handlers: those of `kwargs_handlers`, by class.
+        """
+        self._sources, self._handlers = sources, dict(handlers)
+        return self
 
     def make(self, *arguments: Any) -> Any:
-        """Return the part, made with `arguments`.
+        """Return the part, made with `arguments`, and its `Settings` after them if it has some.
 
         Raises:
+            ConfigurationError: one of its settings has a value it cannot have.
             PluginError: the plugin is broken, no class, or of another version of the contract.
         """
         plugin = self.record.load()
         check_api_version(self.record, plugin)
         if not callable(plugin):
             raise PluginError(f"The {self.record.kind} plugin {self.record.label} is no class.")
+        own = getattr(plugin, "Settings", None)
+        if own is not None:
+            settings, self.settings = resolve_settings(
+                own, self._handlers.get(own), self._sources, owner=self.record.name
+            )
+            arguments += (settings,)
         try:
             made = plugin(*arguments)
         except BaseException as error:

@@ -1,4 +1,7 @@
-"""Saving and loading: models for others, and states to go on from."""
+"""Saving and loading: models for others, and states to go on from.
+
+What is public here serves other checkpointers, too.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accelerate_checkpoint.checkpointer import DirectoryCheckpointer as DirectoryCheckpointer
+    from accelerate_checkpoint.model import load_weights as load_weights
+    from accelerate_checkpoint.model import save_object as save_object
     from accelerate_checkpoint.model import save_weights as save_weights
     from accelerate_checkpoint.preemption import Preempted as Preempted
+    from accelerate_checkpoint.preemption import Preemption as Preemption
     from accelerate_checkpoint.preemption import read_signals as read_signals
+    from accelerate_checkpoint.replay import CycleStart as CycleStart
     from accelerate_checkpoint.shards import SafeReader as SafeReader
     from accelerate_checkpoint.shards import read_metadata as read_metadata
 
 #: Module -> its names; each is imported when one of them is first used: commands need no torch.
 _OF_MODULE = {
     "accelerate_checkpoint.checkpointer": ("DirectoryCheckpointer",),
-    "accelerate_checkpoint.model": ("save_weights",),
-    "accelerate_checkpoint.preemption": ("Preempted", "read_signals"),
+    "accelerate_checkpoint.model": ("load_weights", "save_object", "save_weights"),
+    "accelerate_checkpoint.preemption": ("Preempted", "Preemption", "read_signals"),
+    "accelerate_checkpoint.replay": ("CycleStart",),
     "accelerate_checkpoint.shards": ("SafeReader", "read_metadata"),
 }
 _HOMES = {name: module for module, names in _OF_MODULE.items() for name in names}

@@ -33,6 +33,7 @@ class DirectoryCheckpointer:
         ConfigurationError: one of the signals is none that can be caught.
     """
 
+    name = "directory"
     api_version = (1, 0)
 
     def __init__(self, project: Any, signals: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -17,7 +18,6 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
-from accelerate_core.distributed.torch_collectives import as_memory
 from accelerate_core.errors import CheckpointError
 
 __all__ = [
@@ -167,7 +167,8 @@ def write_safetensors(
             tensor = tensors[name]
             if tensor.numel():
                 host = tensor.detach().cpu().contiguous().reshape(-1)
-                file.write(as_memory(host))
+                # Its memory, without NumPy.
+                file.write((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr()))
 
     return write(path, put, durable=durable)
 

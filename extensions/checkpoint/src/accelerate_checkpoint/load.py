@@ -233,7 +233,7 @@ def _load_models(state: TrainingState, source: _Source, options: Mapping[str, An
     for stem, model in zip(stems, inner, strict=True):
         _compare_layout(source, stem, model, strict)
     for stem, wrapped, model in zip(stems, models, inner, strict=True):
-        weights = load_weights(source.directory, stem, model, source.listed)
+        weights = load_weights(source.directory, model, stem, source.listed)
         state.load_model_state(wrapped, weights, strict)
 
 

@@ -63,11 +63,15 @@ def _remove_earlier(directory: Path, keep: set[str]) -> None:
 
 
 def load_weights(
-    directory: Path, stem: str, into: torch.nn.Module, listed: Container[str] | None = None
+    directory: Path,
+    into: torch.nn.Module,
+    stem: str = files.MODEL,
+    listed: Container[str] | None = None,
 ) -> dict[str, Any]:
     """Read what `save_weights` wrote; names tied in `into` are filled in, as only one was kept.
 
     Args:
+        stem: what the names of the files begin with.
         listed: the files that may be read; all, if there is no manifest.
 
     Raises:
@@ -184,7 +188,7 @@ def save_model(
 
 
 def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
-    """Write one object with torch or safetensors."""
+    """Write one object with torch or safetensors: to a path, or into an open file."""
     if safe_serialization:
         state = clean_state_dict_for_safetensors(dict(obj))
         if hasattr(f, "write"):

@@ -15,6 +15,7 @@ from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch import devices
 from accelerate_launch.options import LAUNCH_OPTIONS, known_yaml_keys
+from accelerate_launch.schemas import WITH_SETTINGS
 from accelerate_launch.surroundings import Surroundings
 
 __all__ = [
@@ -44,7 +45,7 @@ def known_keys() -> list[str]:
     ours = [*known_yaml_keys(), *(key for key in installed().triggers if key == key.lower())]
     theirs = [*catalog.SECTIONS, *catalog.KEYS, *catalog.OBSOLETE_KEYS, *catalog.IGNORED_KEYS]
     theirs.append("parallelism_config")
-    named = [f"{record.name}_config" for record in installed().of_kind("backend")]
+    named = [f"{one.name}_config" for one in installed().plugins if one.kind in WITH_SETTINGS]
     return list(dict.fromkeys([*ours, *theirs, *named]))
 
 

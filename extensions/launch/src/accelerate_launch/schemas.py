@@ -30,8 +30,10 @@ from accelerate_core.plugins.discovery import (
     load_target,
 )
 
-__all__ = ["PluginSchema", "cache_file", "describe", "plugin_schemas"]
+__all__ = ["WITH_SETTINGS", "PluginSchema", "cache_file", "describe", "plugin_schemas"]
 
+#: Kinds of plugins that may have a section of a config file, `<name>_config`.
+WITH_SETTINGS = ("backend", "precision", "checkpointer", "extension")
 #: Raised with what is kept: older entries are then asked for anew.
 _FORMAT = 4
 
@@ -91,7 +93,7 @@ def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSche
     wanted = {
         _key(record): record
         for record in (*_core_records(), *installed().plugins)
-        if record.kind in ("backend", "precision", "extension", "core")
+        if record.kind in (*WITH_SETTINGS, "core")
         and record.name not in disabled
         and (record.kind == "core" or not record.target.startswith("accelerate_core."))
     }

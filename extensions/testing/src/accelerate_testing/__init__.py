@@ -27,12 +27,16 @@ if TYPE_CHECKING:
     from accelerate_testing.results import Result as Result
     from accelerate_testing.runner import run_suite as run_suite
     from accelerate_testing.suite import BackendSuite as BackendSuite
+    from accelerate_testing.suite import CheckpointerSuite as CheckpointerSuite
     from accelerate_testing.suite import ExtensionSuite as ExtensionSuite
     from accelerate_testing.suite import LauncherSuite as LauncherSuite
     from accelerate_testing.suite import PrecisionSuite as PrecisionSuite
     from accelerate_testing.suite import TrackerSuite as TrackerSuite
 
-_SUITES = ("BackendSuite", "ExtensionSuite", "LauncherSuite", "PrecisionSuite", "TrackerSuite")
+_SUITES = (
+    "BackendSuite", "CheckpointerSuite", "ExtensionSuite", "LauncherSuite", "PrecisionSuite",
+    "TrackerSuite",
+)  # fmt: skip
 _HOMES = {
     **dict.fromkeys(("Check", "Skip", "checks_of"), "checks"),
     **dict.fromkeys(("Communication", "count_communication"), "counting"),

@@ -60,6 +60,7 @@ _MODULES = {
     "tracker": ("general", "trackers"),
     "launcher": ("general", "configuring", "launchers"),
     "extension": ("general", "configuring", "extensions", "preparing", "ending"),
+    "checkpointer": ("general", "configuring", "checkpointers"),
 }  # fmt: skip
 #: Kinds of plugins for which there are checks.
 KINDS = tuple(_MODULES)
@@ -70,6 +71,7 @@ OPTIONS = {
     "tracker": ("read", "read_config", "init", "elsewhere", "overwrites"),
     "launcher": (),
     "extension": ("changes_training", "not_saved", "ranks_differ", "prints"),
+    "checkpointer": ("target", "one_process", "damage"),
 }
 _found: dict[str, list[tuple[tuple[str, ...], Check]]] = {}
 
@@ -203,7 +205,7 @@ _ABOUT = {
 
 def about(name: str, plugin: Any, kind: str = "backend") -> str:
     """Return which of a plugin's hooks a failed check is about, or else all it has."""
-    if kind in ("tracker", "launcher"):
+    if kind in ("tracker", "launcher", "checkpointer"):
         return ""
     own = [
         cls for cls in getattr(plugin, "__mro__", ()) if "accelerate_core." not in cls.__module__

@@ -6,7 +6,9 @@ import gc
 import os
 import random
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +26,8 @@ __all__ = ["BATCH", "Lab", "Net", "draw", "loss_of", "plain_training", "seed"]
 #: Samples in the batch of one rank.
 BATCH = 4
 RATE, MOMENTUM = 0.03, 0.9
+#: Seconds a thread is held back at most.
+_HELD = 20.0
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -146,6 +150,8 @@ class Lab:
             given["backend"] = self.plugin
         elif self.kind == "precision":
             given["mixed_precision"] = self.name
+        elif self.kind == "checkpointer":
+            given["checkpointer"] = self.name
         made = Accelerator(**{**given, **arguments})
         self._made.append(made)
         return made
@@ -260,6 +266,26 @@ class Lab:
         held = {key: value.detach().cpu().clone() for key, value in state.items()}
         sent = accelerator.communicator.broadcast_object(held, 0)
         return dict(sent)
+
+    @contextmanager
+    def held_threads(self) -> Iterator[None]:
+        """Let no thread that is started in the block work before its end.
+
+        So whatever a plugin does beside the training comes after the training in the block. Where
+        the block itself waits for a thread, that one begins after some seconds all the same.
+        """
+        ended, run = threading.Event(), threading.Thread.run
+
+        def later(thread: threading.Thread) -> None:
+            ended.wait(_HELD)
+            run(thread)
+
+        threading.Thread.run = later  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            threading.Thread.run = run  # type: ignore[method-assign]
+            ended.set()
 
     def scratch(self, name: str) -> Path:
         """Return a path in the folder all ranks share."""

@@ -225,6 +225,8 @@ class _Session:
             from accelerate_testing.devices import missing_device  # it imports torch
 
             lacking = missing_device(plugin)
+        if self.options.get("one_process", False):
+            lacking = "options say that it is for one process"
         for made in checks:
             why = missing_capability(made, supports, getattr(plugin, "owns", ())) or lacking
             if why:

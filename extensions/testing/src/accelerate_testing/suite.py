@@ -15,6 +15,7 @@ from accelerate_testing.runner import choose_plugin, run_suite
 
 __all__ = [
     "BackendSuite",
+    "CheckpointerSuite",
     "ExtensionSuite",
     "LauncherSuite",
     "PrecisionSuite",
@@ -165,3 +166,16 @@ class ExtensionSuite(_Suite):
     """
 
     kind = "extension"
+
+
+class CheckpointerSuite(_Suite):
+    """The suite of a checkpointer, in one process and over the installed backend for several.
+
+    `options`: `target`, where a checkpoint goes, with `{path}` for a path that is free, below a
+    directory all ranks share, and `{name}` for a name (default: "{path}"); `one_process`, True if
+    only one process can write there; `damage`, a generator function `module:name` of a target: it
+    damages the checkpoint, yields a text such as "without model.bin", repairs it, and so on
+    (default: each file below the target is taken away, cut off, changed).
+    """
+
+    kind = "checkpointer"

@@ -221,12 +221,13 @@ def _check_deeply(config: Any) -> None:
     from accelerate_core.configuration.resolve import Sources, resolve_core, resolve_settings
     from accelerate_core.plugins.discovery import disabled_names, installed
     from accelerate_core.plugins.parts import select_part
+    from accelerate_launch.schemas import WITH_SETTINGS
 
     sources = Sources({}, config)
     values = resolve_core({}, sources, {})
     if (signals := values["preemption_signals"].value) is not None:
         saves = select_part("checkpointer", values["checkpointer"])
-        make = NoCheckpointer if saves is None else saves.make
+        make = NoCheckpointer if saves is None else saves.reads(sources, {}).make
         make(ProjectConfiguration(), signals)  # refuses signals that cannot be caught
     device = values["torch_device"].value
     try:
@@ -239,7 +240,7 @@ def _check_deeply(config: Any) -> None:
     found: list[tuple[type[Any], str]] = [(ParallelismConfig, ""), (TorchDynamoPlugin, "")]
     for record in installed().plugins:
         mine = {f"{record.name}_config", *record.triggers} & set(config)
-        if record.kind in ("backend", "precision") and mine and record.name not in disabled_names():
+        if record.kind in WITH_SETTINGS and mine and record.name not in disabled_names():
             cls = getattr(record.load(), "Settings", None)
             if cls is not None:
                 found.append((cls, record.name))

@@ -18,6 +18,7 @@ from accelerate_core.configuration.schema import SettingField, settings_fields
 from accelerate_core.contract.capabilities import check_words
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import installed
+from accelerate_core.utils import ProjectConfiguration
 from accelerate_launch.contributed import contributed_options
 from accelerate_launch.resolve import make_plan
 from accelerate_testing.checks import check
@@ -53,7 +54,7 @@ def declarations(lab: Lab) -> str | None:
     return ", ".join(can) or None
 
 
-@check("backend", "precision", "launcher", "extension", place="alone")
+@check("backend", "precision", "launcher", "extension", "checkpointer", place="alone")
 def settings(lab: Lab) -> str | None:
     """Constructor, environment and config file give the same value; a wrong one is named with its source."""
     cls: Any = getattr(lab.found, "Settings", None)
@@ -129,7 +130,8 @@ def _is_kept(lab: Lab, cls: type[Any], field: SettingField, value: Any, expected
     object.__setattr__(given, "__class__", watched)
     held = weakref.ref(given)
     try:
-        made = lab.found(given)
+        before = (ProjectConfiguration(), None) if lab.kind == "checkpointer" else ()
+        made = lab.found(*before, given)
     except ConfigurationError:  # with other settings, perhaps
         return
     del given

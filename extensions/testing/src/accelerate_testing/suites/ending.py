@@ -42,7 +42,7 @@ def once_more(lab: Lab) -> str | None:
             losses, model = _life(lab, turn)
         lab.end()
         seen.append(losses)
-        held.append(_held())
+        held.append(held_now())
         lab.equal(model() is None, True, "the model is gone with its last user")
         if turn == 0:
             _restore(began)  # what a library does where it is first used is its own
@@ -54,7 +54,7 @@ def once_more(lab: Lab) -> str | None:
         lab.close(seen[turn], seen[0], "losses of a later Accelerator", 1e-6)
     # What is there for the whole process, such as one worker, was there after the second turn.
     until = time.monotonic() + _GRACE
-    while (left := _more(held[1], _held())) and time.monotonic() < until:
+    while (left := gained(held[1], held_now())) and time.monotonic() < until:
         time.sleep(0.05)
     if left:
         raise AssertionError(f"left of an Accelerator that has ended: {left}")
@@ -132,7 +132,7 @@ def _restore(to: Began) -> None:
     sys.path[:] = to.path
 
 
-def _held() -> list[str]:
+def held_now() -> list[str]:
     """Return the threads and processes this one has started, and the files it has open."""
     own = psutil.Process()
     return [
@@ -142,7 +142,7 @@ def _held() -> list[str]:
     ]
 
 
-def _more(earlier: list[str], now: list[str]) -> str:
+def gained(earlier: list[str], now: list[str]) -> str:
     return ", ".join(one for one in now if one not in earlier)
 
 

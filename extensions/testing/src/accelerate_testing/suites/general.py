@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from accelerate_core.contract.parts import Checkpointer
 from accelerate_core.errors import AccelerateError, did_you_mean, listing
 from accelerate_core.hookspecs import all_hooks
 from accelerate_core.plugins.discovery import (
@@ -26,7 +27,7 @@ from accelerate_core.plugins.discovery import (
 from accelerate_testing.checks import changed, check
 from accelerate_testing.lab import Lab
 
-KINDS = ("backend", "precision", "tracker", "launcher", "extension")
+KINDS = ("backend", "precision", "tracker", "launcher", "extension", "checkpointer")
 #: What brings its own requirements into the process of a training script anyway.
 _BROUGHT = ("accelerate-core", "torch", "numpy")
 #: What a plugin's import may bring beside that, of what its distribution requires: seconds of the
@@ -172,10 +173,12 @@ def _check_base(kind: str, plugin: Any, record: PluginRecord) -> None:
         raise AssertionError(f"{record.target} is {plugin!r}, and no class")
     if kind in bases and not issubclass(plugin, bases[kind]):
         raise AssertionError(f"{record.target} is no subclass of {bases[kind].__name__}")
-    if kind == "launcher":
-        for method in ("accepts", "launch_command"):
-            if not callable(getattr(plugin, method, None)):
-                raise AssertionError(f"{record.target} has no method {method!r}")
+    needed: tuple[str, ...] = ("accepts", "launch_command") if kind == "launcher" else ()
+    if kind == "checkpointer":
+        needed = tuple(name for name in vars(Checkpointer) if not name.startswith("_"))
+    for method in needed:
+        if not hasattr(plugin, method):
+            raise AssertionError(f"{record.target} has no {method!r}")
 
 
 @check(*KINDS, place="alone")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,12 +61,10 @@ def save_later(lab: Lab) -> str | None:
     accelerator, model, optimizer = objects(0)
     mine, _ = lab.batches(accelerator, 6)
     lab.train(accelerator, model, optimizer, mine[:2])
-    trained = threading.Event()
-    _hold(accelerator, trained)
-    path = accelerator.save_state(str(lab.scratch("save_later")), blocking=False)
-    lab.train(accelerator, model, optimizer, mine[2:])
-    expected = lab.weights(accelerator, model)
-    trained.set()
+    with lab.held_threads():
+        path = accelerator.save_state(str(lab.scratch("save_later")), blocking=False)
+        lab.train(accelerator, model, optimizer, mine[2:])
+        expected = lab.weights(accelerator, model)
     accelerator.wait_for_checkpoint()
     del accelerator, model, optimizer
     lab.end()
@@ -76,21 +73,6 @@ def save_later(lab: Lab) -> str | None:
     lab.train(accelerator, model, optimizer, mine[2:])
     lab.close(lab.weights(accelerator, model), expected, "weights four steps later", 1e-6)
     return None
-
-
-def _hold(accelerator: Accelerator, until: threading.Event) -> None:
-    """Let what writes beside training begin no earlier."""
-    background = accelerator.checkpointer.background  # type: ignore[attr-defined]
-    run = background.run
-
-    def later(work: Callable[[], Any]) -> Any:
-        def held() -> Any:
-            until.wait(60)
-            return work()
-
-        return run(held)
-
-    background.run = later
 
 
 def _is_strict(lab: Lab, accelerator: Accelerator, model: Any, state: dict[str, Any]) -> None:

@@ -1,0 +1,19 @@
+"""What users may say about where checkpoints are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate_core import KwargsHandler, option, settings
+
+
+@settings
+class FsspecSettings(KwargsHandler):
+    """Where checkpoints are, and how their file system is opened."""
+
+    url: str | None = option(
+        default=None, help="where relative targets and numbered checkpoints go: s3://bucket/run"
+    )
+    options: dict[str, Any] = option(
+        default_factory=dict, help="arguments of the file system, such as endpoint_url"
+    )

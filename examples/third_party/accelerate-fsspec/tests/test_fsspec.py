@@ -1,0 +1,109 @@
+"""What this checkpointer promises beyond the suite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from accelerate_core import Accelerator, FsspecSettings
+from accelerate_core.errors import CheckpointError
+from accelerate_core.utils import ProjectConfiguration
+from accelerate_testing import run_workers
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def prepared(**arguments: Any) -> tuple[Accelerator, torch.nn.Module]:
+    accelerator = Accelerator(cpu=True, checkpointer="fsspec", **arguments)
+    model = torch.nn.Linear(3, 1)
+    return accelerator, accelerator.prepare(model)
+
+
+def test_relative_targets_are_below_the_url() -> None:
+    settings = FsspecSettings(url="memory://below")
+    accelerator, model = prepared(kwargs_handlers=[settings])
+    assert accelerator.save_state("step_1") == "memory://below/step_1"
+    assert fsspec.filesystem("memory").exists("/below/step_1/manifest.json")
+    accelerator.save_model(model, "memory://below/model")
+    accelerator.save({"a": 1}, "memory://below/object")
+    with fsspec.open("memory://below/object") as file:
+        assert torch.load(file, weights_only=True) == {"a": 1}
+    assert fsspec.filesystem("memory").exists("/below/model/model.safetensors")
+    assert "fsspec.url = 'memory://below'" in accelerator.explain()
+    accelerator.end_training()
+
+
+def test_numbered_ones_are_below_it_too_and_a_damaged_one_is_passed_over() -> None:
+    project = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2)
+    settings = FsspecSettings(url="memory://numbered")
+    accelerator, model = prepared(project_config=project, kwargs_handlers=[settings])
+    saved = [accelerator.save_state() for _ in range(3)]
+    weights = model.weight.detach().clone()
+    fs = fsspec.filesystem("memory")
+    left = [path.rpartition("/")[2] for path in fs.ls("/numbered/checkpoints", detail=False)]
+    assert sorted(left) == ["checkpoint_1", "checkpoint_2"]
+    fs.pipe_file("/numbered/checkpoints/checkpoint_2/manifest.json", b"{}")
+    with torch.no_grad():
+        model.weight.zero_()
+    with pytest.warns(UserWarning, match=r"passed over .*checkpoint_2"):
+        assert accelerator.load_state() == saved[1]
+    assert torch.equal(model.weight, weights)
+    accelerator.end_training()
+
+
+def test_what_killed_saves_left_goes_with_the_next_one_and_nothing_else(tmp_path: Path) -> None:
+    accelerator, _ = prepared()
+    accelerator.save_state(tmp_path)
+    (tmp_path / "save-0123456789ab" / "0").mkdir(parents=True)
+    (tmp_path / "save-0123456789ab" / "0" / "rank.pt").write_text("half")
+    (tmp_path / "notes.txt").write_text("mine")
+    accelerator.save_state(tmp_path)
+    accelerator.end_training()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names[:2] == ["manifest.json", "notes.txt"]
+    assert len(names) == 3
+    assert names[2] != "save-0123456789ab"
+
+
+def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path) -> None:
+    from accelerate_fsspec.place import Manifest
+
+    accelerator, _ = prepared()
+    accelerator.save_state(tmp_path)
+    file = tmp_path / "manifest.json"
+    made = Manifest.of(file.read_bytes())
+    for name in ("../../outside", "/etc/outside"):
+        strange = Manifest(made.save, {0: {**made.files[0], name: (1, "0")}}, made.facts)
+        file.write_bytes(strange.to_bytes())
+        with pytest.raises(CheckpointError, match="names what is not its own"):
+            accelerator.load_state(tmp_path)
+    accelerator.end_training()
+
+
+def test_a_file_system_that_is_not_there_is_told() -> None:
+    accelerator, _ = prepared()
+    with pytest.raises(CheckpointError, match="nowhere://x cannot be opened") as failure:
+        accelerator.save_state("nowhere://x")
+    assert any("accelerate-fsspec 0.1.0" in note for note in failure.value.__notes__)
+    accelerator.end_training()
+
+
+def test_ranks_share_files_and_refuse_what_one_process_has(tmp_path: Path) -> None:
+    run = run_workers(WORKER, 2, [tmp_path], timeout=120)
+    assert run.ok, run.story
+    for rank in run.results:
+        assert "one process only" in rank["memory"]
+        assert rank["own"] == rank["rank"]
+    said = json.loads(json.loads((tmp_path / "run" / "manifest.json").read_bytes())["manifest"])
+    assert "hooks/note.txt" in said["files"]["1"]
+    assert "model_0/model.safetensors" not in said["files"]["1"]
+    # By fewer processes than wrote it: rank 0's states, and the whole model.
+    accelerator, model = prepared()
+    accelerator.load_state(tmp_path / "run")
+    assert model.weight.tolist() == run.results[0]["weight"]
+    accelerator.end_training()
