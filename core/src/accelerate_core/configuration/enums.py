@@ -27,21 +27,21 @@ class _OpenMeta(type):
         return cls(cls._spell(name))
 
     def __getitem__(cls, name: str) -> Any:
-        if name.upper() not in {value.upper() for value in cls._known}:
+        if name not in cls:
             raise KeyError(name)
         return cls(name)
 
     def __iter__(cls) -> Iterator[Any]:
-        return iter(cls(value) for value in cls._known)
+        return map(cls, cls._known)
 
     def __len__(cls) -> int:
         return len(cls._known)
 
     def __contains__(cls, item: object) -> bool:
-        return str(item).lower() in {value.lower() for value in cls._known}
+        return cls._spell(str(item)) in cls._known
 
     def __dir__(cls) -> list[str]:
-        return [*super().__dir__(), *(value.upper() for value in cls._known)]
+        return [*super().__dir__(), *map(str.upper, cls._known)]
 
 
 class OpenEnum(str, metaclass=_OpenMeta):
@@ -54,31 +54,27 @@ class OpenEnum(str, metaclass=_OpenMeta):
     _known: ClassVar[list[str]] = []
     _upper: ClassVar[bool] = False
 
+    _made: ClassVar[dict[tuple[type, str], Any]] = {}
+
     @classmethod
     def _spell(cls, name: str) -> str:
         return name.upper() if cls._upper else name.lower()
 
-    _made: ClassVar[dict[tuple[type, str], Any]] = {}
-
     def __new__(cls, value: object) -> Any:
         # One object per member: user code compares with `is`, too.
         spelt = cls._spell(str(value))
-        made = cls._made.get((cls, spelt))
-        if made is None:
-            made = cls._made.setdefault((cls, spelt), str.__new__(cls, spelt))
-        return made
+        return cls._made.setdefault((cls, spelt), str.__new__(cls, spelt))
 
     @classmethod
     def register(cls, *values: str) -> None:
         """Add members; naming one twice is harmless."""
-        for value in values:
-            if cls._spell(value) not in cls._known:
-                cls._known.append(cls._spell(value))
+        spelt = dict.fromkeys(map(cls._spell, values))
+        cls._known += [one for one in spelt if one not in cls._known]
 
     @classmethod
     def list(cls) -> list[str]:
         """Return the values of the known members."""
-        return [str(value) for value in cls._known]
+        return [*cls._known]
 
     @property
     def name(self) -> str:
@@ -89,9 +85,6 @@ class OpenEnum(str, metaclass=_OpenMeta):
     def value(self) -> str:
         """The member's value."""
         return str(self)
-
-    def __str__(self) -> str:
-        return str.__str__(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}.{self.name}: {str(self)!r}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accelerate_core.configuration.schema import KwargsHandler, option, settings
@@ -51,6 +52,14 @@ class TorchContextParallelConfig(KwargsHandler):
     cp_comm_strategy: Literal["allgather", "alltoall"] = option(
         default="allgather", help="allgather or alltoall"
     )
+
+
+def _active(*names: str) -> Any:
+    return property(lambda self: [name for name in names if self.size(name) > 1])
+
+
+def _enabled(name: str) -> Any:
+    return property(lambda self: self.size(name) > 1)
 
 
 def _size(what: str) -> Any:
@@ -108,10 +117,7 @@ class ParallelismConfig(KwargsHandler):
     @property
     def total_size(self) -> int:
         """Number of processes the sizes need."""
-        total = 1
-        for name in self.DIMENSIONS:
-            total *= self.size(name)
-        return total
+        return math.prod(self.size(name) for name in self.DIMENSIONS)
 
     @property
     def active_mesh_dims(self) -> list[str]:
@@ -128,50 +134,28 @@ class ParallelismConfig(KwargsHandler):
         """Number of ranks that get the same samples."""
         return self.total_size // self.data_parallel_size
 
-    @property
-    def dp_dim_names(self) -> list[str]:
-        """Dimensions whose ranks get different samples."""
-        return [name for name in ("dp_replicate", "dp_shard") if self.size(name) > 1]
+    #: Dimensions whose ranks get different samples.
+    dp_dim_names = _active("dp_replicate", "dp_shard")
+    #: Dimensions over which parameters are sharded.
+    dp_shard_cp_dim_names = _active("dp_shard", "cp", "sp")
+    #: Dimensions over which a loss is averaged.
+    dp_cp_dim_names = _active("dp_replicate", "dp_shard", "cp", "sp")
+
+    #: Whether shards are replicated.
+    dp_replicate_enabled = _enabled("dp_replicate")
+    #: Whether parameters are sharded over ranks with different samples.
+    dp_shard_enabled = _enabled("dp_shard")
+    #: Whether layers are computed by several ranks.
+    tp_enabled = _enabled("tp")
+    #: Whether sequences are shared by ring attention.
+    cp_enabled = _enabled("cp")
+    #: Whether sequences are shared by exchanging heads.
+    sp_enabled = _enabled("sp")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
         """Dimensions whose ranks get the same samples."""
         return [name for name in self.active_mesh_dims if name not in self.dp_dim_names]
-
-    @property
-    def dp_shard_cp_dim_names(self) -> list[str]:
-        """Dimensions over which parameters are sharded."""
-        return [name for name in ("dp_shard", "cp", "sp") if self.size(name) > 1]
-
-    @property
-    def dp_cp_dim_names(self) -> list[str]:
-        """Dimensions over which a loss is averaged."""
-        return [name for name in ("dp_replicate", "dp_shard", "cp", "sp") if self.size(name) > 1]
-
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether shards are replicated."""
-        return self.size("dp_replicate") > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether parameters are sharded over ranks with different samples."""
-        return self.size("dp_shard") > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether layers are computed by several ranks."""
-        return self.size("tp") > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether sequences are shared by ring attention."""
-        return self.size("cp") > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether sequences are shared by exchanging heads."""
-        return self.size("sp") > 1
 
     def arithmetic(self) -> str:
         """Return the product as a text, such as `dp_shard 2 x tp 2 = 4`."""
