@@ -42,8 +42,12 @@ def test_the_contract_holds_the_classes_plugins_are_made_of() -> None:
     public = surface()
     assert public["Precision"]["scaler"] == {
         "kind": "method",
-        "parameters": ["device", "options"],
-        "types": {"device": "torch.device", "options": "dict[str, Any]", "return": "Any | None"},
+        "parameters": ["accelerator", "options"],
+        "types": {
+            "accelerator": "AcceleratorView",
+            "options": "dict[str, Any]",
+            "return": "Any | None",
+        },
         "deprecated": {},
     }
     assert public["LaunchPlan"]["target"]["kind"] == "field"
@@ -157,11 +161,11 @@ NO_ARGUMENT = {"arguments": ["accelerator", "optimizer"], "deprecated": {}}
         ((1, 3), {"Target.shell": {"kind": "field"}}, "Target.shell is new: raise the minor"),
         ((1, 4), {"Target.shell": {"kind": "field"}}, None),
         ((1, 4), {"Backend.supports": {"kind": "property"}}, "from attribute to property"),
-        ((1, 4), {"Precision.check": {"parameters": ["device", "how"]}}, "demands the parameter"),
-        ((1, 4), {"Precision.check": {"parameters": ["device", "how="]}}, None),
-        ((1, 3), {"Precision.check": {"parameters": ["device", "how="]}}, "raise the minor"),
-        ((1, 4), {"Precision.check": {"parameters": []}}, "lost its parameter 'device'"),
-        ((1, 4), {"Precision.autocast": {"parameters": ["options", "device"]}}, "another order"),
+        ((1, 4), {"Precision.check": {"parameters": ["accelerator", "how"]}}, "demands the parameter"),
+        ((1, 4), {"Precision.check": {"parameters": ["accelerator", "how="]}}, None),
+        ((1, 3), {"Precision.check": {"parameters": ["accelerator", "how="]}}, "raise the minor"),
+        ((1, 4), {"Precision.check": {"parameters": []}}, "lost its parameter 'accelerator'"),
+        ((1, 4), {"Precision.autocast": {"parameters": ["options", "model", "accelerator"]}}, "another order"),
     ],
 )
 def test_a_change_against_the_policy_is_named(
