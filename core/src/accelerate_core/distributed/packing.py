@@ -100,8 +100,8 @@ def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the tensors in a buffer as views of it."""
     buffer = _aligned(buffer, layout)
     return [
-        buffer[place.start : place.stop].view(place.dtype).view(place.shape)
-        for place in layout.segments
+        buffer[segment.start : segment.stop].view(segment.dtype).view(segment.shape)
+        for segment in layout.segments
     ]
 
 
@@ -112,20 +112,20 @@ def unpack_rows(buffer: torch.Tensor, layout: Layout, rows: int) -> list[torch.T
     only one.
     """
     table = _aligned(buffer, layout).view(rows, layout.total)
-    places = layout.segments
-    joined: list[torch.Tensor] = [table] * len(places)
+    segments = layout.segments
+    joined: list[torch.Tensor] = [table] * len(segments)
     for run in layout.order:
-        dtype = places[run[0]].dtype
-        first, last = places[run[0]].start, places[run[-1]].stop
+        dtype = segments[run[0]].dtype
+        first, last = segments[run[0]].start, segments[run[-1]].stop
         # An empty view has arbitrary strides and cannot be seen as wider elements.
         bare = first == last or table.numel() == 0
         values = table.new_empty(rows, 0, dtype=dtype) if bare else table[:, first:last].view(dtype)
         if len(run) == 1:
-            joined[run[0]] = values.reshape(_joined(places[run[0]].shape, rows))
+            joined[run[0]] = values.reshape(_joined(segments[run[0]].shape, rows))
             continue
-        sizes = [(places[index].stop - places[index].start) // dtype.itemsize for index in run]
+        sizes = [(segments[index].stop - segments[index].start) // dtype.itemsize for index in run]
         for index, piece in zip(run, values.split_with_sizes(sizes, 1), strict=True):
-            joined[index] = piece.reshape(_joined(places[index].shape, rows))
+            joined[index] = piece.reshape(_joined(segments[index].shape, rows))
     return joined
 
 
