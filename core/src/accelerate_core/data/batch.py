@@ -34,6 +34,8 @@ __all__ = [
 
 
 def _is_array(data: Any) -> bool:
+    if isinstance(data, torch.Tensor):
+        return True
     return hasattr(data, "shape") and hasattr(data, "dtype") and hasattr(data, "__getitem__")
 
 

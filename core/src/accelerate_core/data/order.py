@@ -341,23 +341,19 @@ def is_plain(batch_sampler: Any) -> bool:
 
 
 def parts_of(
-    sampler: Any,
-    *,
-    width: int,
-    count: int,
-    index: int,
-    start: int,
-    drop_last: bool,
-    even: bool,
+    shard: Any, sampler: Any, width: int, start: int
 ) -> Iterator[tuple[list[Any], int | None]]:
     """Yield one rank's indices of each global step, and its real length if it was filled up.
 
-    A step is `count * width` indices, of which rank `index` has the `index`-th `width`. The first
-    begins at the index `start`. A last step that is short is left out (`drop_last`), filled up
-    from the start of the epoch (`even`), or given as it is.
+    A step is `width` indices per rank. The first begins at the index `start`. A last step that is
+    short is left out, filled up from the start of the epoch, or given as it is.
+
+    Args:
+        shard: says which rank (`process_index`) of how many (`num_processes`), and what becomes
+            of the last step (`drop_last`, `even_batches`).
     """
-    step, low = width * count, width * index
-    fills = even and not drop_last
+    step, low, drop_last = width * shard.num_processes, width * shard.process_index, shard.drop_last
+    fills = shard.even_batches and not drop_last
     cursor = cursor_over(sampler, keep=step if fills else 0)
     if start:
         cursor.skip(start)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import BatchSampler, IterableDataset
 
@@ -43,14 +43,13 @@ def check_rank(num_processes: int, process_index: int) -> None:
         )
 
 
-def steps_of(
-    total: int, num_processes: int, process_index: int, drop_last: bool, even: bool
-) -> int:
+def steps_of(total: int, shard: Any, process_index: int) -> int:
     """Return how many of the global steps made of `total` batches have one for this rank."""
-    whole, rest = divmod(total, num_processes)
-    if not rest or drop_last:
+    count: int = shard.num_processes
+    whole, rest = divmod(total, count)
+    if not rest or shard.drop_last:
         return whole
-    return whole + (1 if even else int(process_index < rest))
+    return whole + (1 if shard.even_batches else int(process_index < rest))
 
 
 @dataclass(eq=False, repr=False)
@@ -98,9 +97,7 @@ class BatchSamplerShard(Wrapper, BatchSampler):
         total = len(self.batch_sampler)
         if self.split_batches:
             return total - 1 if self._misses_last_part() else total
-        return steps_of(
-            total, self.num_processes, self.process_index, self.drop_last, self.even_batches
-        )
+        return steps_of(total, self, self.process_index)
 
     def _misses_last_part(self) -> bool:
         if self.even_batches or self.drop_last:
@@ -123,16 +120,9 @@ class BatchSamplerShard(Wrapper, BatchSampler):
 
     def _parts(self, start: int) -> Iterator[list[int]]:
         """Take the part out of the sampler's order: no other rank's batch is made."""
-        size, count = self.batch_sampler.batch_size, self.num_processes
-        parts = parts_of(
-            self.batch_sampler.sampler,
-            width=size // count if self.split_batches else size,
-            count=count,
-            index=self.process_index,
-            start=start * size,
-            drop_last=self.drop_last,
-            even=self.even_batches,
-        )
+        size = self.batch_sampler.batch_size
+        width = size // self.num_processes if self.split_batches else size
+        parts = parts_of(self, self.batch_sampler.sampler, width, start * size)
         for part, self.tail in parts:
             yield part
 
@@ -198,6 +188,7 @@ class ItemShard(Wrapper):
     """
 
     own_names = ("sampler",)
+    drop_last: ClassVar[bool] = False
 
     sampler: Any
     num_processes: int = 1
@@ -206,8 +197,7 @@ class ItemShard(Wrapper):
     tail: int | None = field(default=None, init=False)
 
     def __len__(self) -> int:
-        total = len(self.sampler)
-        return steps_of(total, self.num_processes, self.process_index, False, self.even_batches)
+        return steps_of(len(self.sampler), self, self.process_index)
 
     def __iter__(self) -> Iterator[Any]:
         return self.iterate()
@@ -215,15 +205,7 @@ class ItemShard(Wrapper):
     def iterate(self, start: int = 0) -> Iterator[Any]:
         """Yield this rank's items of the epoch from the single-process item `start` on."""
         self.tail = None
-        parts = parts_of(
-            self.sampler,
-            width=1,
-            count=self.num_processes,
-            index=self.process_index,
-            start=start,
-            drop_last=False,
-            even=self.even_batches,
-        )
+        parts = parts_of(self, self.sampler, 1, start)
         for part, self.tail in parts:
             yield part[0]
 
@@ -289,14 +271,6 @@ class IterableDatasetShard(Wrapper, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         self.real = None
         skip, self.skip = self.skip, 0
-        parts = parts_of(
-            self.dataset,
-            width=self._width,
-            count=self.num_processes,
-            index=self.process_index,
-            start=skip,
-            drop_last=self.drop_last,
-            even=self.even_batches,
-        )
+        parts = parts_of(self, self.dataset, self._width, skip)
         for part, self.real in parts:
             yield from part

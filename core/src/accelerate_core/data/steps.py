@@ -107,7 +107,7 @@ class StepReader:
         """Return how many of the steps made of so many batches have a part for a rank."""
         if self.split_batches:
             return batches
-        return steps_of(batches, self.num_processes, rank, self.drop_last, self.even_batches)
+        return steps_of(batches, self, rank)
 
     def _remember(self, group: list[Any]) -> None:
         """Note the size of a batch, and the start of the epoch if it may be needed."""

@@ -272,7 +272,7 @@ def _sign(tree: Any, into: list[Any], tensors: list[torch.Tensor]) -> bool:
     into.append((kind, tuple(children)))
     plain = [_sign(child, into, tensors) for child in children.values()]
     # A mapping class of someone's may carry attributes beside its items.
-    carries = kind is not dict and isinstance(tree, Mapping) and getattr(tree, "__dict__", None)
+    carries = getattr(tree, "__dict__", None) and isinstance(tree, Mapping)
     return all(plain) and not carries
 
 
