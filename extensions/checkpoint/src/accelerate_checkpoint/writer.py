@@ -35,7 +35,7 @@ class Writer:
         self.error: str | None = None
         self.cause: Exception | None = None
         self._staging = staging
-        self._later: list[tuple[str, Callable[[], None]]] = []
+        self._later: list[Callable[[], None]] = []
 
     @property
     def puts_off(self) -> bool:
@@ -74,19 +74,25 @@ class Writer:
         self._put(stem, lambda: write_weights(self.directory, held, stem, max_shard_size, safe))
 
     def later(self, what: str, job: Callable[[], None]) -> None:
-        """Run a job that writes files by itself: now, or with the others."""
+        """Run a job that writes files by itself: now, or with the others.
 
-        def run() -> Mapping[str, Entry]:
-            job()
-            return {}
+        Also after a failure here: it may meet the other ranks.
+        """
 
-        self._put(what, run)
+        def run() -> None:
+            with self.part(what):
+                job()
+
+        if self._staging is None:
+            run()
+        else:
+            self._later.append(run)
 
     def finish(self) -> None:
         """Write what was put off."""
         jobs, self._later = self._later, []
-        for what, job in jobs:
-            self._run(what, job)
+        for job in jobs:
+            job()
 
     def _held(self, state: Any) -> Any:
         return state if self._staging is None else self._staging.copy(state)
@@ -98,7 +104,7 @@ class Writer:
         if self._staging is None:
             self._run(what, run)
         else:
-            self._later.append((what, run))
+            self._later.append(lambda: self._run(what, run))
 
     def _run(self, what: str, job: Callable[[], None]) -> None:
         if self.error is None:
