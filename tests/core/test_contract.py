@@ -161,11 +161,19 @@ NO_ARGUMENT = {"arguments": ["accelerator", "optimizer"], "deprecated": {}}
         ((1, 3), {"Target.shell": {"kind": "field"}}, "Target.shell is new: raise the minor"),
         ((1, 4), {"Target.shell": {"kind": "field"}}, None),
         ((1, 4), {"Backend.supports": {"kind": "property"}}, "from attribute to property"),
-        ((1, 4), {"Precision.check": {"parameters": ["accelerator", "how"]}}, "demands the parameter"),
+        (
+            (1, 4),
+            {"Precision.check": {"parameters": ["accelerator", "how"]}},
+            "demands the parameter",
+        ),
         ((1, 4), {"Precision.check": {"parameters": ["accelerator", "how="]}}, None),
         ((1, 3), {"Precision.check": {"parameters": ["accelerator", "how="]}}, "raise the minor"),
         ((1, 4), {"Precision.check": {"parameters": []}}, "lost its parameter 'accelerator'"),
-        ((1, 4), {"Precision.autocast": {"parameters": ["options", "model", "accelerator"]}}, "another order"),
+        (
+            (1, 4),
+            {"Precision.autocast": {"parameters": ["options", "model", "accelerator"]}},
+            "another order",
+        ),
     ],
 )
 def test_a_change_against_the_policy_is_named(
