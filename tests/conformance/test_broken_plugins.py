@@ -226,6 +226,7 @@ RAISING = """
 import inspect
 import torch
 from accelerate_core import Accelerator, Backend, hookimpl
+from accelerate_core import Backend
 from accelerate_core.hookspecs import HookSpecs, all_hooks, hook_kind
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins import discovery
@@ -238,7 +239,7 @@ for name in all_hooks():
         plugins = {"backend": "raiser"} if hook_kind(name) == "owner" else {}
         accelerator = Accelerator(cpu=True, **plugins)
         if hook_kind(name) == "owner":
-            count = len(inspect.signature(getattr(HookSpecs, name)).parameters) - 1
+            count = len(inspect.signature((getattr(Backend, name, None) or getattr(HookSpecs, name))).parameters) - 1
             getattr(accelerator.hooks, name)(*[None] * count)
         else:
             with accelerator:
@@ -277,9 +278,10 @@ def make(hook, arguments, owner):
     exec(body, globals(), scope)
     return hookimpl(scope[hook])
 import inspect
+from accelerate_core import Backend
 from accelerate_core.hookspecs import HookSpecs, all_hooks, hook_kind
 for name in all_hooks():
-    arguments = list(inspect.signature(getattr(HookSpecs, name)).parameters)[1:]
+    arguments = list(inspect.signature((getattr(Backend, name, None) or getattr(HookSpecs, name))).parameters)[1:]
     owner = hook_kind(name) == "owner"
     setattr(Raiser if owner else Extension, name, make(name, arguments, owner))
 Extension.state_attributes = hookimpl(lambda self: {} if BROKEN != "state_attributes" else 1 / 0)
