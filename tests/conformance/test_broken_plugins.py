@@ -15,6 +15,7 @@ from support import clean_environment
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 import dummies
 
+import accelerate_core.backend  # noqa: F401  # it declares the owner hooks
 from accelerate_core.hookspecs import all_hooks, hook_kind
 
 HEAD = """
@@ -226,7 +227,6 @@ RAISING = """
 import inspect
 import torch
 from accelerate_core import Accelerator, Backend, hookimpl
-from accelerate_core import Backend
 from accelerate_core.hookspecs import HookSpecs, all_hooks, hook_kind
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins import discovery
@@ -239,7 +239,7 @@ for name in all_hooks():
         plugins = {"backend": "raiser"} if hook_kind(name) == "owner" else {}
         accelerator = Accelerator(cpu=True, **plugins)
         if hook_kind(name) == "owner":
-            count = len(inspect.signature((getattr(Backend, name, None) or getattr(HookSpecs, name))).parameters) - 1
+            count = len(inspect.signature(getattr(Backend, name)).parameters) - 1
             getattr(accelerator.hooks, name)(*[None] * count)
         else:
             with accelerator:
@@ -281,7 +281,8 @@ import inspect
 from accelerate_core import Backend
 from accelerate_core.hookspecs import HookSpecs, all_hooks, hook_kind
 for name in all_hooks():
-    arguments = list(inspect.signature((getattr(Backend, name, None) or getattr(HookSpecs, name))).parameters)[1:]
+    spec = getattr(Backend, name, None) or getattr(HookSpecs, name)
+    arguments = list(inspect.signature(spec).parameters)[1:]
     owner = hook_kind(name) == "owner"
     setattr(Raiser if owner else Extension, name, make(name, arguments, owner))
 Extension.state_attributes = hookimpl(lambda self: {} if BROKEN != "state_attributes" else 1 / 0)
