@@ -200,7 +200,7 @@ def test_every_template_launches_or_says_what_is_missing(template: Path, tmp_pat
     plugin = template.stem.partition("_")[0]
     here = {record.name for record in installed().plugins}
     if template.stem in MISSING and plugin not in here:
-        assert f"pip install {MISSING[template.stem]}" in result.output
+        assert f'pip install "{MISSING[template.stem]}"' in result.output
     else:
         assert result.exit_code == 0, result.output
         assert "train.py" in result.output

@@ -90,7 +90,7 @@ PUBLIC = (
     "accelerate_testing",
 )
 IMPORT = re.compile(
-    r"^\s*from (accelerate_(?:core|launch|testing|checkpoint)[\w.]*) import (.+)$"
+    r"^\s*from (accelerate_(?:core|launch|testing|checkpoint)[\w.]*) import (\([^)]*\)|.+)$"
     r"|^\s*import (accelerate_(?:core|launch|testing|checkpoint)\S*)",
     re.M,
 )
@@ -111,8 +111,8 @@ def test_what_authors_are_shown_imports_public_names_only() -> None:
     for path in (*templates, *examples, *pages):
         for module, imported, whole in IMPORT.findall(path.read_text()):
             assert not whole or whole == "accelerate_core", f"{path}: import {whole}"
-            for name in imported.split(",") if imported else ():
-                name = name.strip().split(" as ")[0]
+            for name in filter(None, map(str.strip, imported.strip("()").split(","))):
+                name = name.split(" as ")[0]
                 found.add((module, name))
                 known = "@" in name or (
                     module == "accelerate_core" and (name in lent or name.startswith("DiLoCo"))

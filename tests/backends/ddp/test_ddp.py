@@ -79,7 +79,7 @@ def test_what_a_handler_leaves_out_comes_from_elsewhere(monkeypatch):
     ("variable", "value", "parts"),
     [
         (VARIABLE, "maybe", [VARIABLE, "'maybe'", "find_unused_parameters", "true"]),
-        ("ACCELERATE_DDP_BUCKET_CAP_MB", "0", ["ACCELERATE_DDP_BUCKET_CAP_MB", "greater than"]),
+        ("ACCELERATE_DDP_BUCKET_CAP_MB", "0", ["ACCELERATE_DDP_BUCKET_CAP_MB", "at least 1"]),
         ("ACCELERATE_DDP_COMM_HOOK", "fp61", ["ACCELERATE_DDP_COMM_HOOK", "'fp61'", "'fp16'"]),
     ],
 )
