@@ -42,7 +42,6 @@ KINDS = {
     "accelerate_core.commands": "command",
     "accelerate_core.checkpointers": "checkpointer",
     "accelerate_core.tracking": "tracking",
-    "accelerate_core.loaders": "loader",
 }
 _EXPORTS = "accelerate_core.exports"
 _TRIGGERS = "accelerate_core.triggers"

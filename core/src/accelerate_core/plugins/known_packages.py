@@ -47,7 +47,6 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "checkpointer": {"directory": "checkpoint"},
     "tracking": {"queued": "tracking"},
-    "loader": {},
 }
 
 #: Command -> its line in the help.

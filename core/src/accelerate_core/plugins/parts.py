@@ -21,7 +21,7 @@ from accelerate_core.plugins.manager import blame
 __all__ = ["DEFAULTS", "Part", "select_part"]
 
 #: Kind -> the plugin that is taken where none is named.
-DEFAULTS = {"checkpointer": "directory", "tracking": "queued", "loader": ""}
+DEFAULTS = {"checkpointer": "directory", "tracking": "queued"}
 
 
 class Part:
