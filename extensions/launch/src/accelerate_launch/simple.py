@@ -18,7 +18,7 @@ class SimpleLauncher:
 
     def accepts(self, plan: LaunchPlan) -> bool:
         """Whether this launcher can start the plan."""
-        if plan.launcher == self.name:  # a rank that somebody else has started
+        if "RANK" in plan.environment:  # this process is one that somebody else has started
             return True
         watched = plan.max_restarts > 0 or plan.log_dir or plan.tee
         return plan.num_processes == 1 and not watched
