@@ -144,6 +144,7 @@ class Stepping(Place):
             self.lomo_backward(self._divided(loss), learning_rate)
             return
         counted = self._items.open
+        # As `_divided`, without its call: this runs in every step.
         if counted:
             loss = self._items.divided(loss)
         elif self._divides_loss and self.gradient_state.num_steps > 1:
