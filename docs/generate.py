@@ -13,9 +13,9 @@ import textwrap
 import tomllib
 from pathlib import Path
 
-from accelerate_core.configuration import handlers, parallelism
-from accelerate_core.configuration.core import CORE_SETTINGS
-from accelerate_core.configuration.schema import settings_fields
+from accelerate_core.config import handlers, parallelism
+from accelerate_core.config.core import CORE_SETTINGS
+from accelerate_core.config.schema import settings_fields
 from accelerate_core.hookspecs import HookSpecs
 from accelerate_core.plugins import discovery
 from accelerate_ddp.settings import DistributedDataParallelKwargs
@@ -72,7 +72,8 @@ def configuration() -> str:
         [f"`{s.name}`", f"`{s.env[0]}`", f"`{s.yaml[0]}`", s.default, s.help] for s in CORE_SETTINGS
     ]
     lines += table(["setting", "environment", "YAML key", "default", "meaning"], rows)
-    classes = [getattr(handlers, name) for name in handlers.__all__]
+    made = (one for one in vars(handlers).values() if hasattr(one, "__settings_names__"))
+    classes = [one for one in made if one.__module__ == handlers.__name__]
     classes += [parallelism.ParallelismConfig, parallelism.TorchTensorParallelConfig]
     classes += [parallelism.TorchContextParallelConfig]
     for cls in [

@@ -13,26 +13,26 @@ CORE = ROOT / "core" / "src" / "accelerate_core"
 
 #: Part of the core -> (its budget, what it has now at most).
 BUDGET = {
-    "accelerator": (1500, 2250),
-    "prepare": (280, 365),
-    "data": (2200, 2340),
-    "training": (350, 380),
-    "builtin": (350, 780),
-    "distributed": (1150, 1250),
-    "plugins": (1250, 1270),
-    "config": (850, 990),
-    "contract": (570, 880),
+    "accelerator": (1500, 2209),
+    "prepare": (280, 354),
+    "data": (2200, 2284),
+    "training": (350, 366),
+    "builtin": (350, 738),
+    "distributed": (1150, 1227),
+    "plugins": (1250, 1206),
+    "config": (850, 863),
+    "contract": (570, 856),
 }
 #: Where the modules of today belong.
 PARTS = {
     "accelerator": r"accelerator|assemble|arguments|compatibility|facade|state|utils|__init__|__main__",
     "prepare": r"prepare",
     "data": r"data|feeding",
-    "training": r"step",
+    "training": r"training",
     "builtin": r"builtin|compilation|profiling|logging|local_sgd",
     "distributed": r"distributed",
     "plugins": r"plugins|cli",
-    "config": r"configuration",
+    "config": r"config",
     "contract": r"contract|hookspecs|backend|precision|errors",
 }
 DEPENDENCIES = {"torch", "pluggy", "packaging", "pydantic", "PyYAML"}

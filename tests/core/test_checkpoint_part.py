@@ -21,7 +21,8 @@ import accelerate_checkpoint
 from accelerate_core import Accelerator, Backend, KwargsHandler, hookimpl, settings
 from accelerate_core.contract.parts import TrainingState
 from accelerate_core.errors import CheckpointError
-from accelerate_core.plugins import PluginRecord, find, parts
+from accelerate_core.plugins import parts
+from accelerate_core.plugins.discovery import PluginRecord, find
 from accelerate_core.utils import ProjectConfiguration
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accelerate_core.cli import cli
-from accelerate_core.configuration.files import parse_config, read_config
+from accelerate_core.config.files import parse_config, read_config
 from accelerate_core.errors import AccelerateError
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.resolve import decide

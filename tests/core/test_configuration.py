@@ -21,8 +21,9 @@ from accelerate_core import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accelerate_core.configuration import Sources, read_config, resolve_settings
-from accelerate_core.configuration.provenance import encode
+from accelerate_core.config.files import read_config
+from accelerate_core.config.provenance import encode
+from accelerate_core.config.resolve import Sources, resolve_settings
 
 
 def test_the_strongest_source_wins_and_says_so(

@@ -189,9 +189,9 @@ FUTURE = "    def of_the_future(self, accelerator): raise AssertionError\n"
 MATRIX = """
 import os, warnings
 from accelerate_core import Accelerator
-from accelerate_core.configuration.provenance import Because
+from accelerate_core.config.provenance import Because
 from accelerate_launch import LaunchPlan, Target, choose_launcher
-from accelerate_core.plugins import installed
+from accelerate_core.plugins.discovery import installed
 from accelerate_launch.explain.report import report
 def attempt(f):
     try:

@@ -16,14 +16,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate_core.data import (
-    DataLoaderShard,
-    SeedableRandomSampler,
-    SkipBatchSampler,
-    override_even_batches,
-    prepare_data_loader,
-    skip_first_batches,
-)
+from accelerate_core.data.loader import DataLoaderShard
+from accelerate_core.data.order import SeedableRandomSampler
+from accelerate_core.data.prepare import prepare_data_loader
+from accelerate_core.data.skip import SkipBatchSampler, override_even_batches, skip_first_batches
 from accelerate_core.distributed.process import current_runtime
 from accelerate_core.errors import ConfigurationError, MissingPluginError
 

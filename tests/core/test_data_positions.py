@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accelerate_core.data import prepare_data_loader, skip_first_batches
+from accelerate_core.data.prepare import prepare_data_loader
+from accelerate_core.data.skip import skip_first_batches
 from accelerate_core.errors import ConfigurationError
 
 

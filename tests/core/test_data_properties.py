@@ -20,9 +20,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate_core.data import BatchSamplerShard, prepare_data_loader, skip_first_batches
 from accelerate_core.data.order import cursor_over, iterate_from
-from accelerate_core.step.gradient_state import GradientState
+from accelerate_core.data.prepare import prepare_data_loader
+from accelerate_core.data.shard import BatchSamplerShard
+from accelerate_core.data.skip import skip_first_batches
+from accelerate_core.training.gradient_state import GradientState
 
 
 class Stream(IterableDataset):

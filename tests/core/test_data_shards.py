@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from accelerate_core.data import BatchSamplerShard, IterableDatasetShard, prepare_data_loader
+from accelerate_core.data.prepare import prepare_data_loader
 from accelerate_core.data.resumable import TaggedBatch
+from accelerate_core.data.shard import BatchSamplerShard, IterableDatasetShard
 from accelerate_core.data.sources import IndexStream
 from accelerate_core.data.steps import NOTHING, StepReader
 from accelerate_core.errors import ConfigurationError

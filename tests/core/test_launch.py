@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from launched import clean_environment, run_cli
 
-from accelerate_core.configuration.files import read_config
-from accelerate_core.configuration.provenance import BECAUSE_VARIABLE
+from accelerate_core.config.files import read_config
+from accelerate_core.config.provenance import BECAUSE_VARIABLE
 from accelerate_core.errors import AccelerateError, ConfigurationError, RuntimeConflictError
 from accelerate_core.logging import get_logger
 from accelerate_launch import (

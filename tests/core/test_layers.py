@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import accelerate_testing
-from accelerate_core.plugins import installed
+from accelerate_core.plugins.discovery import installed
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "accelerate_core"
@@ -55,7 +55,7 @@ def test_the_word_search_finds_what_it_looks_for() -> None:
     "code",
     [
         "import accelerate_core",
-        "import accelerate_core.plugins; accelerate_core.plugins.installed()",
+        "from accelerate_core.plugins.discovery import installed; installed()",
         "import accelerate_core.cli",
         "import accelerate_core.utils",
         "from accelerate_launch import LaunchPlan, Launcher, Target, target_command",

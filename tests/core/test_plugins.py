@@ -143,7 +143,7 @@ def test_every_kind_of_trigger_fires(tmp_path: Path) -> None:
     from accelerate_core import Accelerator, DistributedType
     from accelerate_core.plugins.selection import Request, select_backend
     from accelerate_core.contract.topology import Topology
-    from accelerate_core.configuration import read_config
+    from accelerate_core.config.files import read_config
     def asked(request):
         sys.asked = []
         try: select_backend(None, "", request)

@@ -15,7 +15,8 @@ from torch.nn.functional import mse_loss
 from accelerate_core import Accelerator, Backend, Precision, assemble, set_seed
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import PrepareError
-from accelerate_core.plugins import PluginRecord, discovery, installed
+from accelerate_core.plugins import discovery
+from accelerate_core.plugins.discovery import PluginRecord, installed
 
 X, Y = torch.randn(16, 4), torch.randn(16, 2)
 

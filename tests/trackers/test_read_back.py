@@ -221,7 +221,7 @@ def test_the_peers_class_names_are_lent_and_import_no_library() -> None:
     code = """
 import sys
 import accelerate_tracking as tracking
-from accelerate_core.plugins import installed
+from accelerate_core.plugins.discovery import installed
 for record in installed().of_kind("tracker"):
     cls = record.load()
     if record.name != "jsonl":

@@ -12,60 +12,58 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator as Accelerator
     from accelerate_core.backend import Backend as Backend
-    from accelerate_core.backend import Precision as Precision
-    from accelerate_core.configuration import AutocastKwargs as AutocastKwargs
-    from accelerate_core.configuration import BackendSettings as BackendSettings
-    from accelerate_core.configuration import DataLoaderConfiguration as DataLoaderConfiguration
-    from accelerate_core.configuration import DistributedType as DistributedType
-    from accelerate_core.configuration import (
+    from accelerate_core.config.enums import DistributedType as DistributedType
+    from accelerate_core.config.handlers import AutocastKwargs as AutocastKwargs
+    from accelerate_core.config.handlers import DataLoaderConfiguration as DataLoaderConfiguration
+    from accelerate_core.config.handlers import (
         GradientAccumulationPlugin as GradientAccumulationPlugin,
     )
-    from accelerate_core.configuration import GradScalerKwargs as GradScalerKwargs
-    from accelerate_core.configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from accelerate_core.configuration import KwargsHandler as KwargsHandler
-    from accelerate_core.configuration import ParallelismConfig as ParallelismConfig
-    from accelerate_core.configuration import ProfileKwargs as ProfileKwargs
-    from accelerate_core.configuration import ProjectConfiguration as ProjectConfiguration
-    from accelerate_core.configuration import TorchDynamoPlugin as TorchDynamoPlugin
-    from accelerate_core.configuration import option as option
-    from accelerate_core.configuration import origin_of as origin_of
-    from accelerate_core.configuration import settings as settings
+    from accelerate_core.config.handlers import GradScalerKwargs as GradScalerKwargs
+    from accelerate_core.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from accelerate_core.config.handlers import ProfileKwargs as ProfileKwargs
+    from accelerate_core.config.handlers import ProjectConfiguration as ProjectConfiguration
+    from accelerate_core.config.handlers import TorchDynamoPlugin as TorchDynamoPlugin
+    from accelerate_core.config.parallelism import ParallelismConfig as ParallelismConfig
+    from accelerate_core.config.schema import BackendSettings as BackendSettings
+    from accelerate_core.config.schema import KwargsHandler as KwargsHandler
+    from accelerate_core.config.schema import option as option
+    from accelerate_core.config.schema import origin_of as origin_of
+    from accelerate_core.config.schema import settings as settings
     from accelerate_core.contract.view import AcceleratorView as AcceleratorView
     from accelerate_core.distributed.process import once as once
     from accelerate_core.hookspecs import hookimpl as hookimpl
     from accelerate_core.plugins.selection import Claim as Claim
     from accelerate_core.plugins.selection import Request as Request
+    from accelerate_core.precision import Precision as Precision
 
 __version__ = "0.1.0"
 
-_SETTINGS = (
-    "AutocastKwargs BackendSettings ComputeEnvironment DataLoaderConfiguration DistributedType "
-    "GradScalerKwargs TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin "
-    "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType "
-    "ParallelismConfig PrecisionType ProfileKwargs ProjectConfiguration RNGType TorchDynamoPlugin "
-    "option origin_of settings"
-)
+#: Module -> the public names that live there.
+_MODULES = {
+    "accelerator": "Accelerator",
+    "backend": "Backend",
+    "builtin.memory": "find_executable_batch_size release_memory",
+    "builtin.seed": "set_seed",
+    "compilation": "compile_regions",
+    "config.enums": "ComputeEnvironment DistributedType LoggerType PrecisionType RNGType",
+    "config.handlers": "AutocastKwargs DataLoaderConfiguration GradScalerKwargs "
+    "GradientAccumulationPlugin InitProcessGroupKwargs ProfileKwargs ProjectConfiguration "
+    "TorchDynamoPlugin",
+    "config.parallelism": "ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig "
+    "TorchTensorParallelPlugin",
+    "config.schema": "BackendSettings KwargsHandler option origin_of settings",
+    "contract.view": "AcceleratorView",
+    "data.skip": "skip_first_batches",
+    "distributed.process": "once",
+    "hookspecs": "API_VERSION hookimpl",
+    "local_sgd": "LocalSGD",
+    "logging": "get_logger",
+    "plugins.selection": "Claim Request",
+    "precision": "Precision",
+    "state": "AcceleratorState GradientState PartialState",
+}
 _HOMES = {
-    **dict.fromkeys(_SETTINGS.split(), "accelerate_core.configuration"),
-    "API_VERSION": "accelerate_core.hookspecs",
-    "Accelerator": "accelerate_core.accelerator",
-    "AcceleratorView": "accelerate_core.contract.view",
-    "Backend": "accelerate_core.backend",
-    "Claim": "accelerate_core.plugins.selection",
-    "GradientState": "accelerate_core.state",
-    "LocalSGD": "accelerate_core.local_sgd",
-    "PartialState": "accelerate_core.state",
-    "AcceleratorState": "accelerate_core.state",
-    "Precision": "accelerate_core.backend",
-    "Request": "accelerate_core.plugins.selection",
-    "compile_regions": "accelerate_core.compilation",
-    "find_executable_batch_size": "accelerate_core.builtin.memory",
-    "get_logger": "accelerate_core.logging",
-    "hookimpl": "accelerate_core.hookspecs",
-    "once": "accelerate_core.distributed.process",
-    "release_memory": "accelerate_core.builtin.memory",
-    "skip_first_batches": "accelerate_core.data",
-    "set_seed": "accelerate_core.builtin.seed",
+    name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_core import data
 from accelerate_core.assemble import assemble
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.affinity import follow_cpu_affinity
 from accelerate_core.builtin.memory import release_memory
 from accelerate_core.builtin.no_tracking import NoTracking, asks
 from accelerate_core.compatibility import check_device
-from accelerate_core.configuration import (
+from accelerate_core.config.enums import DistributedType
+from accelerate_core.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedType,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.contract.parts import Tracking
 from accelerate_core.contract.topology import Topology, read_topology
+from accelerate_core.data.rng import check_rng_types
 from accelerate_core.distributed import failures
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
@@ -45,16 +45,14 @@ from accelerate_core.facade.recording import Recording
 from accelerate_core.facade.stepping import Stepping
 from accelerate_core.facade.talking import Talking
 from accelerate_core.facade.training_state import RunState
-from accelerate_core.plugins import ActivePlugins
-from accelerate_core.plugins.manager import blaming
+from accelerate_core.plugins.manager import ActivePlugins, blaming
 from accelerate_core.plugins.selection import plugin_arguments
 from accelerate_core.state import absent_attribute
-from accelerate_core.step import GradientState, ItemCount
+from accelerate_core.training.gradient_state import GradientState
+from accelerate_core.training.items import ItemCount
 
 if TYPE_CHECKING:
     from accelerate_core.contract.parts import Checkpointer
-
-__all__ = ["Accelerator"]
 
 
 class _ShowsPluginArguments(type):
@@ -220,7 +218,7 @@ class Accelerator(
         built = self._built
         self.closed = False
         self.device_placement = arguments["device_placement"]
-        self.rng_types = data.check_rng_types(arguments["rng_types"])
+        self.rng_types = check_rng_types(arguments["rng_types"])
         self.step_scheduler_with_optimizer = arguments["step_scheduler_with_optimizer"]
         self.dataloader_config = built.dataloader
         self.project_configuration = built.project

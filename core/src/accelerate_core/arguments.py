@@ -9,37 +9,22 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from accelerate_core.configuration import (
+from accelerate_core.config.handlers import (
     AutocastKwargs,
-    Because,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    KwargsHandler,
-    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
-    Sources,
     TorchDynamoPlugin,
-    TorchTensorParallelPlugin,
-    resolve_settings,
 )
+from accelerate_core.config.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+from accelerate_core.config.provenance import Because
+from accelerate_core.config.resolve import Sources, resolve_settings
+from accelerate_core.config.schema import KwargsHandler
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import installed
-
-__all__ = [
-    "OLDER",
-    "accumulation",
-    "dataloader",
-    "dynamo",
-    "expect",
-    "prepare_arguments",
-    "project",
-    "refuse_unclaimed",
-    "sort_handlers",
-    "timeout",
-]
 
 #: Arguments of older versions that the signature does not show, mapped with one warning.
 OLDER = ("fp16", "torch_tp_plugin", "even_batches", "dispatch_batches")

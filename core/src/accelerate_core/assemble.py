@@ -13,21 +13,18 @@ from typing import Any
 from accelerate_core import arguments
 from accelerate_core.backend import Backend
 from accelerate_core.compatibility import check_needs, check_supported, parallelism
-from accelerate_core.configuration import (
-    CORE_SETTINGS,
-    Because,
+from accelerate_core.config.core import CORE_SETTINGS
+from accelerate_core.config.handlers import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    ParallelismConfig,
     ProjectConfiguration,
-    Sources,
     TorchDynamoPlugin,
-    resolve_core,
-    resolve_settings,
 )
-from accelerate_core.configuration.resolve import warn_near_misses
-from accelerate_core.configuration.schema import settings_fields
+from accelerate_core.config.parallelism import ParallelismConfig
+from accelerate_core.config.provenance import Because
+from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings, warn_near_misses
+from accelerate_core.config.schema import settings_fields
 from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
@@ -48,8 +45,6 @@ from accelerate_core.plugins.selection import (
     select_backend,
     select_extensions,
 )
-
-__all__ = ["Assembly", "assemble"]
 
 
 @dataclass

@@ -17,18 +17,18 @@ import torch.distributed as dist
 
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
+from accelerate_core.contract.topology import GroupStart, Topology
 from accelerate_core.distributed import process as runtime
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.feeding import feed
 from accelerate_core.hookspecs import API_VERSION, Scope, owner
 from accelerate_core.plugins.selection import Claim, Request
-from accelerate_core.precision import Precision, mark_hooks
+from accelerate_core.precision import mark_hooks
 
 if TYPE_CHECKING:
     from accelerate_core.contract.view import AcceleratorView
 
-__all__ = ["Backend", "Precision", "SingleProcess"]
 
 #: Mesh dimensions whose ranks have different samples, and different terms of a loss.
 _DATA = ("dp_replicate", "dp_shard")
@@ -111,7 +111,7 @@ class Backend(TorchCollectives):
     # --- start --------------------------------------------------------------------------------
 
     @owner
-    def init_process_group(self, accelerator: AcceleratorView, start: runtime.GroupStart) -> None:
+    def init_process_group(self, accelerator: AcceleratorView, start: GroupStart) -> None:
         """Start the default process group; `start` is the `GroupStart` with ranks and store.
 
         Default: start torch.distributed's default group.
@@ -119,9 +119,7 @@ class Backend(TorchCollectives):
         runtime.start_group(start)
 
     @owner
-    def device(
-        self, accelerator: AcceleratorView, topology: runtime.Topology, cpu: bool
-    ) -> torch.device:
+    def device(self, accelerator: AcceleratorView, topology: Topology, cpu: bool) -> torch.device:
         """Choose and select the device of this process; called before the group starts.
 
         Default: take the local device of this rank, or the CPU.

@@ -13,8 +13,6 @@ from typing import Any
 from accelerate_core.errors import AccelerateError, PluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 
-__all__ = ["Commands", "cli", "main"]
-
 try:
     import click
 except ModuleNotFoundError as missing:

@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accelerate_core.configuration import (
+from accelerate_core.config.parallelism import (
     ParallelismConfig,
-    Sources,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
-    resolve_settings,
 )
+from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, NEEDS, check_words, lacking
 from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.plugins.discovery import PluginRecord
@@ -21,8 +20,6 @@ from accelerate_core.precision import Precision
 
 if TYPE_CHECKING:
     from accelerate_core.assemble import Assembly
-
-__all__ = ["check_device", "check_needs", "check_supported", "parallelism"]
 
 
 def parallelism(

@@ -20,17 +20,6 @@ from torch import nn
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.hookspecs import API_VERSION, hookimpl
 
-__all__ = [
-    "TorchCompiler",
-    "canonical_key",
-    "compile_model",
-    "compile_regions",
-    "has_compiled_regions",
-    "is_compiled_module",
-    "strip_compiled",
-    "uncompiled",
-]
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PREFIX = "_orig_mod."
 _CALLS: weakref.WeakKeyDictionary[type, types.CodeType] = weakref.WeakKeyDictionary()

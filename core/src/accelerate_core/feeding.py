@@ -9,8 +9,6 @@ import torch
 
 from accelerate_core.distributed.tree import flatten, recursively_apply, send_to_device
 
-__all__ = ["feed"]
-
 
 def feed(
     batches: Iterator[Any], device: torch.device, non_blocking: bool = False, streams: Any = None

@@ -23,19 +23,6 @@ if TYPE_CHECKING:
 
     from accelerate_core.contract.view import AcceleratorView
 
-__all__ = [
-    "API_VERSION",
-    "DEPRECATED",
-    "PROJECT",
-    "Deprecation",
-    "HookSpecs",
-    "all_hooks",
-    "hook_kind",
-    "hook_since",
-    "hookimpl",
-    "hooks_of_kind",
-    "owner",
-]
 
 PROJECT = "accelerate_core"
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from accelerate_core.accelerator import Accelerator
 
-__all__ = ["LocalSGD"]
-
 
 class LocalSGD:
     """A context in which gradients stay on their rank and parameters are averaged instead.

@@ -9,8 +9,6 @@ from typing import Any
 
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
-__all__ = ["LOG_LEVEL_VARIABLE", "MultiProcessAdapter", "get_logger"]
-
 LOG_LEVEL_VARIABLE = "ACCELERATE_LOG_LEVEL"
 
 

@@ -14,8 +14,6 @@ from accelerate_core.hookspecs import API_VERSION, hook_kind, hookimpl
 if TYPE_CHECKING:
     from accelerate_core.contract.view import AcceleratorView
 
-__all__ = ["BFloat16", "DowncastBFloat16", "Float16", "FullPrecision", "Precision"]
-
 
 class Precision:
     """Base of a precision plugin.

@@ -14,7 +14,6 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["build_profiler", "profile"]
 
 _FLAGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")

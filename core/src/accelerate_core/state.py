@@ -10,22 +10,13 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 
-from accelerate_core.configuration import DistributedType
+from accelerate_core.config.enums import DistributedType
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives
 from accelerate_core.errors import RuntimeConflictError
 from accelerate_core.plugins import catalog
-from accelerate_core.step.gradient_state import GradientState as _GradientState
-
-__all__ = [
-    "AcceleratorState",
-    "GradientState",
-    "PartialState",
-    "ProcessVerbs",
-    "current_communicator",
-    "split_between",
-]
+from accelerate_core.training.gradient_state import GradientState as _GradientState
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from support import clean_environment
 
 from accelerate_core import GradScalerKwargs
-from accelerate_core.configuration import Sources, resolve_settings
-from accelerate_core.configuration.files import read_config
+from accelerate_core.config.files import read_config
+from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.errors import CheckpointError, ConfigurationError
 from accelerate_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
 from accelerate_deepspeed import resolve as steps

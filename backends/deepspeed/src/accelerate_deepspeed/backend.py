@@ -20,9 +20,9 @@ from accelerate_core import (
     ParallelismConfig,
     Request,
 )
-from accelerate_core.configuration import Sources, resolve_settings
+from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
-from accelerate_core.step.forward import wrap_forward
+from accelerate_core.training.forward import wrap_forward
 from accelerate_deepspeed import engines, half, keeping, library, resolve, zero
 from accelerate_deepspeed.boundary import joint_norm
 from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler

@@ -69,7 +69,7 @@ def _resolve(config: str | None, options: dict[str, Any]) -> Any:
 
     import torch
 
-    from accelerate_core.configuration import Sources, resolve_core, resolve_settings
+    from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings
     from accelerate_deepspeed import resolve
     from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
     from accelerate_deepspeed.engines import check_sections, settle_engine

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
-from accelerate_core.step import AcceleratedScheduler
+from accelerate_core.training.scheduler import AcceleratedScheduler
 from accelerate_deepspeed import half, resolve
 from accelerate_deepspeed.boundary import Boundary
 from accelerate_deepspeed.config import HfDeepSpeedConfig

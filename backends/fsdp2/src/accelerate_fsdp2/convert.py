@@ -8,7 +8,7 @@ from typing import Any
 import click
 import yaml
 
-from accelerate_core.configuration import default_config_path, read_config
+from accelerate_core.config.files import default_config_path, read_config
 from accelerate_core.errors import ConfigurationError
 
 __all__ = ["command", "converted"]

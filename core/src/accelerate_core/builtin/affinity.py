@@ -9,9 +9,7 @@ from pathlib import Path
 
 import torch
 
-from accelerate_core.configuration.truth import flag
-
-__all__ = ["follow_cpu_affinity", "parse_cpu_list", "set_numa_affinity"]
+from accelerate_core.config.truth import flag
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console"]
 
 #: Columns where there is no terminal: a log should not break lines as a narrow window does.
 _WIDTH = 160

@@ -12,13 +12,6 @@ import torch
 
 from accelerate_core.errors import ConfigurationError
 
-__all__ = [
-    "clear_device_cache",
-    "find_executable_batch_size",
-    "release_memory",
-    "should_reduce_batch_size",
-]
-
 _OUT_OF_MEMORY = (
     "out of memory",
     "cudnn error: cudnn_status_not_supported",

@@ -7,8 +7,6 @@ from typing import Any, NoReturn
 from accelerate_core.errors import MissingPluginError
 from accelerate_core.plugins import catalog
 
-__all__ = ["NoCheckpointer", "without_checkpointer"]
-
 
 def without_checkpointer() -> str:
     """Return how to get a checkpointer."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from accelerate_core.errors import MissingPluginError
 
-__all__ = ["NoTracking", "Nothing", "asks"]
-
 _Kwargs = Mapping[str, Mapping[str, Any]] | None
 
 

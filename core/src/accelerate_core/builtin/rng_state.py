@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["capture", "restore"]
-
 
 def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """Return the state of Python's, NumPy's, torch's and the given devices' generators.

@@ -11,8 +11,6 @@ import torch
 
 from accelerate_core.distributed.process import current_runtime, current_user
 
-__all__ = ["set_seed"]
-
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python, NumPy (where installed) and torch on the CPU and every accelerator.

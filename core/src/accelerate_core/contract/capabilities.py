@@ -7,8 +7,6 @@ from typing import Any
 
 from accelerate_core.errors import PluginError, did_you_mean, listing
 
-__all__ = ["ACCEPTED_BY_DEFAULT", "NEEDS", "check_words", "lacking"]
-
 #: Word -> what happens to a model or its training under a precision that needs it.
 NEEDS = {
     "autocast": "forward runs inside of an autocast context",

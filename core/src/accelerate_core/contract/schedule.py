@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ScheduleResult", "ScheduleStep"]
-
 
 @dataclass(frozen=True)
 class ScheduleStep:

@@ -12,7 +12,6 @@ from accelerate_core.errors import ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GroupStart", "Topology", "read_topology"]
 
 #: Rank, world size, local rank and local world size, as torchrun and each MPI spell them.
 _RANK_VARIABLES = (

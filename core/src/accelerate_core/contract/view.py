@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AcceleratorView"]
-
 
 class AcceleratorView(Protocol):
     """The names of an Accelerator that are there for plugins, from when its group has started.

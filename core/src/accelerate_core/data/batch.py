@@ -23,15 +23,6 @@ from accelerate_core.distributed.tree import (
     record_items,
 )
 
-__all__ = [
-    "batch_size_of",
-    "children_of",
-    "concat_batches",
-    "gather_samples",
-    "needs_move",
-    "slice_batch",
-]
-
 
 def _is_array(data: Any) -> bool:
     if isinstance(data, torch.Tensor):

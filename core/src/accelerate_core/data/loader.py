@@ -19,9 +19,7 @@ from accelerate_core.data.rng import find_generator, synchronize_rng_states
 from accelerate_core.data.sources import Item
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.feeding import feed
-from accelerate_core.step.gradient_state import GradientState, Served
-
-__all__ = ["DataLoaderDispatcher", "DataLoaderShard", "Feed", "PreparedLoader"]
+from accelerate_core.training.gradient_state import GradientState, Served
 
 Feed = Callable[[Iterator[Any]], Iterator[Any]]
 

@@ -23,8 +23,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-__all__ = ["Cursor", "SeedableRandomSampler", "SharedOrderSampler", "Wrapper", "iterate_from"]
-
 Run = Any  # of indices: has a length and can be sliced
 
 

@@ -11,8 +11,6 @@ import torch
 
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["OrderState", "Position"]
-
 VERSION = 1
 
 

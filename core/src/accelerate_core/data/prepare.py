@@ -45,9 +45,7 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import current_runtime
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.errors import ConfigurationError, MissingPluginError
-from accelerate_core.step.gradient_state import GradientState
-
-__all__ = ["prepare_data_loader"]
+from accelerate_core.training.gradient_state import GradientState
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,6 @@ from accelerate_core.data.batch import batch_size_of
 from accelerate_core.data.shard import IterableDatasetShard
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["ResumableReader", "TaggedBatch"]
-
 
 def _has_state(obj: Any) -> bool:
     """Say whether an object can tell its state and take it back."""

@@ -14,8 +14,6 @@ from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["RankedWorkerInit", "check_rng_types", "find_generator", "synchronize_rng_states"]
-
 
 def share_from_main(comm: Communicator) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that takes a 1-d CPU tensor and returns rank 0's, on the CPU."""

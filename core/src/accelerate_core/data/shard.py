@@ -17,8 +17,6 @@ from torch.utils.data import BatchSampler, IterableDataset
 from accelerate_core.data.order import Wrapper, is_plain, parts_of
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["BatchSamplerShard", "IterableDatasetShard", "ItemShard"]
-
 
 def check_split(batch_size: int | None, num_processes: int) -> None:
     """Raise `ConfigurationError` unless a batch can be split equally between the processes."""

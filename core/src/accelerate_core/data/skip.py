@@ -16,8 +16,6 @@ from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.prepare import prepare_data_loader
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["SkipBatchSampler", "override_even_batches", "skip_first_batches"]
-
 
 @dataclass(eq=False, repr=False)
 class SkipBatchSampler(Wrapper, BatchSampler):

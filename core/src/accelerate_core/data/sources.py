@@ -10,14 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from accelerate_core.data.batch import batch_size_of
-from accelerate_core.data.dispatch import SOURCE, Dispatch, Reading
+from accelerate_core.data.dispatch.prefetch import Dispatch, Reading
+from accelerate_core.data.dispatch.transport import SOURCE
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.resumable import ResumableReader
 from accelerate_core.data.shard import ItemShard, IterableDatasetShard
 from accelerate_core.data.steps import NOTHING, Step, StepReader
 from accelerate_core.distributed.communicator import Communicator
-
-__all__ = ["DealtSource", "DispatchedSource", "IndexStream", "IndexedSource", "StreamSource"]
 
 Item = tuple[Any, bool, int | None]
 _END: Any = object()

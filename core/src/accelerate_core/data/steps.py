@@ -11,8 +11,6 @@ from typing import Any
 from accelerate_core.data.batch import batch_size_of, concat_batches, slice_batch
 from accelerate_core.data.shard import check_split, steps_of
 
-__all__ = ["NOTHING", "SliceFn", "Step", "StepReader"]
-
 SliceFn = Callable[..., Any]
 NOTHING: Any = object()
 _CANNOT_JOIN = (TypeError, ValueError, RuntimeError, KeyError, IndexError)

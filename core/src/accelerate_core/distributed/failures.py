@@ -19,8 +19,6 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["happened", "install", "is_failure", "wait_for_culprit"]
-
 #: Seconds an echo waits; the launcher polls ten times a second by default.
 _ECHO_WAIT = 3.0
 

@@ -19,8 +19,6 @@ import torch
 from accelerate_core.distributed.torch_collectives import as_bytes
 from accelerate_core.distributed.tree import TensorInformation
 
-__all__ = ["Layout", "Segment", "layout_of", "pack", "unpack", "unpack_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -26,20 +26,6 @@ from accelerate_core.errors import ConfigurationError, RuntimeConflictError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "close_before_end",
-    "GroupStart",
-    "Runtime",
-    "Topology",
-    "acquire",
-    "current_runtime",
-    "current_user",
-    "default_device",
-    "once",
-    "release",
-    "running",
-    "start_group",
-]
 
 T = TypeVar("T")
 

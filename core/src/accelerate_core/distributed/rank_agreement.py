@@ -10,8 +10,6 @@ from typing import Any
 from accelerate_core.distributed.process import Runtime
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError
 
-__all__ = ["agree"]
-
 
 def agree(runtime: Runtime, facts: Mapping[str, Any]) -> None:
     """Compare `facts` with rank 0's through the store; every rank learns the verdict.

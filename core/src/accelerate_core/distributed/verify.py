@@ -15,8 +15,6 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.tree import children, is_sequence, iterate_leaves, record_items
 from accelerate_core.errors import DistributedOperationException
 
-__all__ = ["describe", "verify"]
-
 _ADVICE = {
     "gather": (
         "Bring the tensors to one shape first (pad_across_processes), or use gather_uneven if "

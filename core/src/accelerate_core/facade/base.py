@@ -11,32 +11,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core.assemble import Assembly
 from accelerate_core.backend import Backend
-from accelerate_core.configuration import (
+from accelerate_core.config.handlers import (
     AutocastKwargs,
-    Because,
     DataLoaderConfiguration,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accelerate_core.config.provenance import Because
 from accelerate_core.contract.parts import Tracking
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import Runtime
-from accelerate_core.plugins import ActivePlugins, Hooks
+from accelerate_core.plugins.manager import ActivePlugins, Hooks
 from accelerate_core.precision import Precision
 from accelerate_core.state import ProcessVerbs
-from accelerate_core.step import (
-    AcceleratedOptimizer,
-    AcceleratedScheduler,
-    GradientState,
-    ItemCount,
-)
+from accelerate_core.training.gradient_state import GradientState
+from accelerate_core.training.items import ItemCount
+from accelerate_core.training.optimizer import AcceleratedOptimizer
+from accelerate_core.training.scheduler import AcceleratedScheduler
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
     from accelerate_core.contract.parts import Checkpointer
-
-__all__ = ["FacadeBase"]
 
 
 class FacadeBase(ProcessVerbs):

@@ -17,7 +17,6 @@ from accelerate_core.facade.training_state import RunState
 if TYPE_CHECKING:
     from accelerate_core.contract.parts import Checkpointer
 
-__all__ = ["Keeping"]
 
 #: Seconds a save waits for trackers.
 SAVE_WAIT = 2.0

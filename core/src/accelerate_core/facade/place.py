@@ -5,12 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, cast
 
-from accelerate_core.configuration import DistributedType
+from accelerate_core.config.enums import DistributedType
 from accelerate_core.facade.base import FacadeBase
 from accelerate_core.plugins.manager import blaming
 from accelerate_core.state import AcceleratorState
-
-__all__ = ["Place"]
 
 
 class Place(FacadeBase):

@@ -10,18 +10,18 @@ from typing import Any, cast
 
 import torch
 
-from accelerate_core import data
-from accelerate_core import prepare as preparing
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.no_checkpointer import without_checkpointer
 from accelerate_core.compilation import strip_compiled, uncompiled
-from accelerate_core.configuration.truth import flag
+from accelerate_core.config.truth import flag
+from accelerate_core.data.prepare import prepare_data_loader
+from accelerate_core.data.skip import skip_first_batches
 from accelerate_core.errors import PrepareError
 from accelerate_core.facade.place import Place
-from accelerate_core.step import AcceleratedOptimizer, AcceleratedScheduler
-from accelerate_core.step.forward import unwrap_forward
-
-__all__ = ["Preparing"]
+from accelerate_core.prepare import run as preparing
+from accelerate_core.training.forward import unwrap_forward
+from accelerate_core.training.optimizer import AcceleratedOptimizer
+from accelerate_core.training.scheduler import AcceleratedScheduler
 
 
 class Preparing(Place):
@@ -78,7 +78,7 @@ class Preparing(Place):
         place = self.device_placement if device_placement is None else device_placement
         # The default only moves batches; another one may do more, also where they are in place.
         own_feed = type(self.backend).feed_device is not Backend.feed_device
-        prepared = data.prepare_data_loader(
+        prepared = prepare_data_loader(
             data_loader,
             self.device,
             num_processes=count,
@@ -210,7 +210,7 @@ class Preparing(Place):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that leaves out its first batches, without loading them where it can."""
-        return data.skip_first_batches(dataloader, num_batches)
+        return skip_first_batches(dataloader, num_batches)
 
     def init_model_context(self) -> AbstractContextManager[Any]:
         """Return the context in which the active backend wants models constructed."""

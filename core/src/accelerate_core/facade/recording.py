@@ -8,8 +8,6 @@ from typing import Any
 
 from accelerate_core.facade.place import Place
 
-__all__ = ["Recording"]
-
 LogKwargs = Mapping[str, Mapping[str, Any]] | None
 
 

@@ -8,14 +8,13 @@ from typing import Any, cast
 
 import torch
 
-from accelerate_core import data, profiling
-from accelerate_core.configuration import AutocastKwargs, ProfileKwargs
+from accelerate_core import profiling
+from accelerate_core.config.handlers import AutocastKwargs, ProfileKwargs
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
+from accelerate_core.data.skip import override_even_batches
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.facade.place import Place
-from accelerate_core.step import AcceleratedOptimizer
-
-__all__ = ["Stepping"]
+from accelerate_core.training.optimizer import AcceleratedOptimizer
 
 
 class Stepping(Place):
@@ -125,7 +124,7 @@ class Stepping(Place):
         stack = ExitStack()
         if self.use_distributed and self.backend.supports.get("join", False):
             if even_batches is not None:
-                stack.enter_context(data.override_even_batches(self.loaders, even_batches))
+                stack.enter_context(override_even_batches(self.loaders, even_batches))
             stack.enter_context(self.hooks.join_uneven_inputs(self, joinables))
         return stack
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from accelerate_core import data
+from accelerate_core.data.batch import gather_samples
 from accelerate_core.distributed import collectives, tree
 from accelerate_core.facade.place import Place
-
-__all__ = ["Talking"]
 
 
 class Talking(Place):
@@ -44,7 +42,7 @@ class Talking(Place):
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
         real, whole = self.gradient_state.metrics_cut() if comm.size > 1 else (0, None)
         if as_objects:
-            return data.gather_samples(input_data, real, whole, comm)
+            return gather_samples(input_data, real, whole, comm)
         if comm.size > 1 and not self.even_batches:
             # Sizes may differ at any step: a rank's last batch is not another's.
             return collectives.gather_uneven(input_data, comm)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
     from accelerate_core.contract.parts import Contributor, LoopEvents, Process, Stateful
 
-__all__ = ["RunState"]
 
 #: Under this key a rank's state has what no other library would read.
 OWN = "accelerate_core"

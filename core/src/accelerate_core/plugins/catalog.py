@@ -6,28 +6,6 @@ from collections.abc import Iterable
 
 from accelerate_core.plugins import known_packages
 
-__all__ = [
-    "ABSENT_ATTRIBUTES",
-    "ARGUMENTS",
-    "DISTRIBUTED_TYPES",
-    "EXPORTS",
-    "IGNORED_KEYS",
-    "KEYS",
-    "OBSOLETE_KEYS",
-    "OPTIONS",
-    "PROBES",
-    "REFUSED_OPTIONS",
-    "SECTIONS",
-    "SUMMARIES",
-    "SWITCHES",
-    "VARIABLES",
-    "extra_for",
-    "extras",
-    "known_names",
-    "owner_of_option",
-    "pip_command",
-]
-
 #: Plugin name -> extra of accelerate-core, per kind.
 NAMES: dict[str, dict[str, str]] = {
     **known_packages.NAMES,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate_core.configuration.enums import LoggerType, PrecisionType
+from accelerate_core.config.enums import LoggerType, PrecisionType
 from accelerate_core.errors import (
     MissingPluginError,
     PluginError,
@@ -20,18 +20,6 @@ from accelerate_core.errors import (
 )
 from accelerate_core.hookspecs import API_VERSION
 from accelerate_core.plugins import catalog
-
-__all__ = [
-    "KINDS",
-    "OWN_DISTRIBUTION",
-    "Installed",
-    "PluginRecord",
-    "check_api_version",
-    "disabled_names",
-    "find",
-    "installed",
-    "without_entry_point",
-]
 
 KINDS = {
     "accelerate_core.backends": "backend",

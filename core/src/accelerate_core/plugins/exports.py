@@ -10,8 +10,6 @@ from accelerate_core.errors import MissingPluginError, PluginError
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, installed, load_target
 
-__all__ = ["exported_names", "resolve"]
-
 
 def resolve(name: str) -> Any:
     """Return what an installed plugin exports under `name`.

@@ -24,8 +24,6 @@ from accelerate_core.hookspecs import (
 )
 from accelerate_core.plugins.discovery import PluginRecord
 
-__all__ = ["ActivePlugins", "Hooks", "blame", "blame_methods", "blaming"]
-
 
 class Hooks:
     """The owner hooks of one backend, bound: `hooks.backward(accelerator, loss, {})`."""

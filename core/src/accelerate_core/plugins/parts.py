@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from accelerate_core.configuration.provenance import Because
-from accelerate_core.configuration.resolve import Sources, resolve_settings
+from accelerate_core.config.provenance import Because
+from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.errors import PluginError
 from accelerate_core.plugins import discovery
 from accelerate_core.plugins.discovery import (
@@ -17,8 +17,6 @@ from accelerate_core.plugins.discovery import (
     find,
 )
 from accelerate_core.plugins.manager import blame
-
-__all__ = ["DEFAULTS", "Part", "select_part"]
 
 #: Kind -> the plugin that is taken where none is named.
 DEFAULTS = {"checkpointer": "directory", "tracking": "queued"}

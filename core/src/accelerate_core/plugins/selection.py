@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate_core.configuration.files import ConfigFile
-from accelerate_core.configuration.truth import truth
+from accelerate_core.config.files import ConfigFile
+from accelerate_core.config.truth import truth
 from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import (
     AccelerateError,
@@ -28,8 +28,6 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-
-__all__ = ["Claim", "Request", "Selection", "fired_triggers", "select_backend", "select_extensions"]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader
 
 from accelerate_core.errors import PrepareError
 
-__all__ = ["KINDS", "Kind", "classify"]
-
 Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
 KINDS: tuple[Kind, ...] = ("model", "optimizer", "scheduler", "loader", "other")
 

@@ -15,8 +15,6 @@ from accelerate_core.compilation import canonical_key
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import Kind
 
-__all__ = ["Entry", "PreparePlan", "named_parameters", "repoint"]
-
 
 @dataclass(eq=False)
 class Entry:

@@ -12,12 +12,10 @@ from accelerate_core.compilation import uncompiled
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import classify
 from accelerate_core.prepare.plan import Entry, PreparePlan, repoint
-from accelerate_core.step.forward import wrap_forward
+from accelerate_core.training.forward import wrap_forward
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
-
-__all__ = ["prepare"]
 
 
 def prepare(

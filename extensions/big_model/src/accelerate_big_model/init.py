@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accelerate_big_model.tensors import Device, as_device
-from accelerate_core.configuration.truth import flag
+from accelerate_core.config.truth import flag
 
 __all__ = ["init_empty_weights", "init_on_device"]
 

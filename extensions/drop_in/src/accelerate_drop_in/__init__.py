@@ -30,14 +30,17 @@ _HOMES = {
     "accelerator": ("accelerate_core.accelerator",),
     "big_modeling": ("accelerate_big_model",),
     "checkpointing": ("accelerate_checkpoint", "accelerate_core.utils"),
-    "data_loader": ("accelerate_core.data",),
+    "data_loader": tuple(
+        f"accelerate_core.data.{name}"
+        for name in ("loader", "prepare", "shard", "order", "skip", "rng")
+    ),
     "hooks": ("accelerate_big_model.hooks", "accelerate_big_model"),
     "launchers": ("accelerate_launch",),
     "local_sgd": ("accelerate_core.local_sgd",),
     "logging": ("accelerate_core.logging",),
-    "optimizer": ("accelerate_core.step",),
-    "scheduler": ("accelerate_core.step",),
-    "state": ("accelerate_core.state", "accelerate_core.configuration"),
+    "optimizer": ("accelerate_core.training.optimizer",),
+    "scheduler": ("accelerate_core.training.scheduler",),
+    "state": ("accelerate_core.state", "accelerate_core.config.enums"),
     "tracking": ("accelerate_tracking", "accelerate_core.utils"),
     "utils": ("accelerate_core.utils", "accelerate_core"),
 }

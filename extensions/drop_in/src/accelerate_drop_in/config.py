@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from accelerate_core.configuration import default_config_path
-from accelerate_core.plugins import find
+from accelerate_core.config.files import default_config_path
+from accelerate_core.plugins.discovery import find
 from accelerate_drop_in.environment import get_current_device_type
 
 __all__ = ["write_basic_config"]

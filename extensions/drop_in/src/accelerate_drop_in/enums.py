@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from accelerate_core.configuration import OpenEnum
+from accelerate_core.config.enums import OpenEnum
 
 __all__ = ["DynamoBackend", "SageMakerDistributedType"]
 

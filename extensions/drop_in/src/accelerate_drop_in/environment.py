@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate_core.configuration.truth import OFF, ON, flag, truth
+from accelerate_core.config.truth import OFF, ON, flag, truth
 from accelerate_core.errors import ConfigurationError, listing
 
 __all__ = [

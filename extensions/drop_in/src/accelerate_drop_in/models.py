@@ -15,7 +15,7 @@ from accelerate_big_model.tensors import default_device
 from accelerate_core.compilation import strip_compiled
 from accelerate_core.distributed.process import current_user
 from accelerate_core.distributed.tree import convert_to_fp32
-from accelerate_core.step.forward import unwrap_forward
+from accelerate_core.training.forward import unwrap_forward
 
 __all__ = [
     "convert_outputs_to_fp32",

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate_core.configuration.files import ConfigFile
-from accelerate_core.configuration.provenance import Because
-from accelerate_core.configuration.truth import truth
+from accelerate_core.config.files import ConfigFile
+from accelerate_core.config.provenance import Because
+from accelerate_core.config.truth import truth
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed

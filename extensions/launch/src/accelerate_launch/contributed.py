@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accelerate_core.configuration.files import ConfigFile
-from accelerate_core.configuration.provenance import Because
-from accelerate_core.configuration.resolve import converted
-from accelerate_core.configuration.schema import SettingField
-from accelerate_core.configuration.truth import truth
+from accelerate_core.config.files import ConfigFile
+from accelerate_core.config.provenance import Because
+from accelerate_core.config.resolve import converted
+from accelerate_core.config.schema import SettingField
+from accelerate_core.config.truth import truth
 from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed

@@ -105,7 +105,7 @@ def notebook_launcher(
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
             failed; the text has the rank and its traceback.
     """
-    from accelerate_core.plugins import find
+    from accelerate_core.plugins.discovery import find
 
     if not callable(function):
         raise ConfigurationError(f"function must be callable, not {type(function).__name__}.")

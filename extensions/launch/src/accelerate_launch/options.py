@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from accelerate_core.configuration.core import CORE_SETTINGS
-from accelerate_core.configuration.handlers import TorchDynamoPlugin
-from accelerate_core.configuration.schema import SettingField, option, settings, settings_fields
+from accelerate_core.config.core import CORE_SETTINGS
+from accelerate_core.config.handlers import TorchDynamoPlugin
+from accelerate_core.config.schema import SettingField, option, settings, settings_fields
 
 __all__ = ["LAUNCH_OPTIONS", "OWN", "TRAINING", "known_yaml_keys"]
 

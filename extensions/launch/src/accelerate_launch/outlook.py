@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from accelerate_core.configuration.files import ConfigFile
+from accelerate_core.config.files import ConfigFile
 from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.errors import AccelerateError
 from accelerate_launch.explain.situation import Situation

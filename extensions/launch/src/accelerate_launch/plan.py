@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accelerate_core.configuration.provenance import Because
+from accelerate_core.config.provenance import Because
 
 __all__ = ["LaunchPlan", "Target"]
 

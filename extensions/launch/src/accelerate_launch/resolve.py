@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.configuration.files import (
+from accelerate_core.config.files import (
     CONFIG_VARIABLE,
     ConfigFile,
     default_config_path,
     read_config,
 )
-from accelerate_core.configuration.provenance import BECAUSE_VARIABLE, Because, encode
-from accelerate_core.configuration.resolve import Sources, look_up
-from accelerate_core.configuration.schema import SettingField
+from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because, encode
+from accelerate_core.config.resolve import Sources, look_up
+from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.plugins.discovery import find, installed
 from accelerate_launch import checks, devices, mpi

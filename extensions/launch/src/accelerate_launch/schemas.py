@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate_core
-from accelerate_core.configuration.schema import SettingField, settings_fields
+from accelerate_core.config.schema import SettingField, settings_fields
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
     PluginRecord,
@@ -39,9 +39,9 @@ _FORMAT = 4
 
 #: The core's own settings that have a group of options, like a plugin's.
 _CORE_CLASSES = {
-    "compiler": "accelerate_core.configuration.handlers:TorchDynamoPlugin",
-    "mesh": "accelerate_core.configuration.parallelism:ParallelismConfig",
-    "context parallelism": "accelerate_core.configuration.parallelism:TorchContextParallelConfig",
+    "compiler": "accelerate_core.config.handlers:TorchDynamoPlugin",
+    "mesh": "accelerate_core.config.parallelism:ParallelismConfig",
+    "context parallelism": "accelerate_core.config.parallelism:TorchContextParallelConfig",
 }
 
 _SECONDS = 120

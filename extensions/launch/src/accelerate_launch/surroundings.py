@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from accelerate_core.configuration.provenance import Because
+from accelerate_core.config.provenance import Because
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch import mpi, slurm
 

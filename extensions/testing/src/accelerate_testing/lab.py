@@ -177,7 +177,7 @@ class Lab:
         """The plugin's class."""
         if not isinstance(self.plugin, str):
             return self.plugin
-        from accelerate_core.plugins import find
+        from accelerate_core.plugins.discovery import find
 
         return find(self.kind, self.plugin, because="the conformance suite").load()
 

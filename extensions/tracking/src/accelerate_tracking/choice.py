@@ -15,7 +15,7 @@ from accelerate_core.errors import (
     TrackerError,
     did_you_mean,
 )
-from accelerate_core.plugins import installed
+from accelerate_core.plugins.discovery import installed
 from accelerate_tracking import registry
 from accelerate_tracking.tracker import GeneralTracker
 

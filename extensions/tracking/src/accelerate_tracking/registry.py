@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from accelerate_core.configuration.enums import LoggerType
+from accelerate_core.config.enums import LoggerType
 from accelerate_core.errors import ConfigurationError, TrackerError
-from accelerate_core.plugins import find, installed
-from accelerate_core.plugins.discovery import check_api_version
+from accelerate_core.plugins.discovery import check_api_version, find, installed
 from accelerate_tracking.tracker import GeneralTracker
 
 __all__ = ["available_names", "get_available_trackers", "register_tracker_class", "tracker_class"]

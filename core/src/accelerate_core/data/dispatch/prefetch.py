@@ -20,8 +20,6 @@ from accelerate_core.data.steps import NOTHING, Step, StepReader
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import close_before_end
 
-__all__ = ["Dispatch", "Prefetcher", "Reading"]
-
 T = TypeVar("T")
 _END: Any = object()
 # Seconds of work on a batch below which handing over to the thread and back costs more.

@@ -31,8 +31,6 @@ from accelerate_core.distributed.tree import (
 )
 from accelerate_core.errors import AccelerateError
 
-__all__ = ["Channel", "DispatchError", "Message", "sendable"]
-
 # Part or not, last, more, failed; real samples, bytes of description, bytes that follow.
 _HEADER = struct.Struct("=4?4xqqq")
 _HEADER_SIZE = 64  # bytes

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from accelerate_core.distributed.communicator import Communicator
 
-__all__ = ["SOURCE", "CollectiveTransport", "GroupTransport", "Transport"]
-
 SOURCE = 0  # the rank that reads
 
 

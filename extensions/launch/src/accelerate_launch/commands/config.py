@@ -74,7 +74,7 @@ def default_command(
 @click.pass_context
 def set_command(ctx: click.Context, key: str, value: str, config_file: str | None) -> None:
     """Set KEY, or SECTION.KEY, to VALUE; the rest of the file stays as it is, comments too."""
-    from accelerate_core.configuration.files import parse_config
+    from accelerate_core.config.files import parse_config
     from accelerate_launch.editing import with_value
 
     environ = dict(os.environ)
@@ -122,7 +122,7 @@ def show_command(ctx: click.Context, config_file: str | None, as_json: bool) -> 
 @click.pass_context
 def validate_command(ctx: click.Context, file: str | None, config_file: str | None) -> None:
     """Check FILE as a run would, with the settings of its plugins; status 2 if anything is wrong."""
-    from accelerate_core.configuration.files import read_config
+    from accelerate_core.config.files import read_config
 
     environ = dict(os.environ)
     path = Path(file or _path(config_file or ctx.obj, environ))
@@ -137,7 +137,7 @@ def validate_command(ctx: click.Context, file: str | None, config_file: str | No
 @click.pass_context
 def update_command(ctx: click.Context, config_file: str | None) -> None:
     """Rewrite a file of an older version in today's keys; the old one is kept beside it."""
-    from accelerate_core.configuration.files import read_config
+    from accelerate_core.config.files import read_config
 
     environ = dict(os.environ)
     path = _path(config_file or ctx.obj, environ)
@@ -159,7 +159,7 @@ def update_command(ctx: click.Context, config_file: str | None) -> None:
 
 
 def _path(named: str | None, environ: Mapping[str, str]) -> Path:
-    from accelerate_core.configuration.files import CONFIG_VARIABLE, default_config_path
+    from accelerate_core.config.files import CONFIG_VARIABLE, default_config_path
 
     return Path(named or environ.get(CONFIG_VARIABLE) or default_config_path(environ))
 
@@ -167,7 +167,7 @@ def _path(named: str | None, environ: Mapping[str, str]) -> Path:
 def _write(path: Path, values: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     import yaml
 
-    from accelerate_core.configuration.files import parse_config
+    from accelerate_core.config.files import parse_config
 
     text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
     _check(parse_config(text, path), environ)
@@ -213,12 +213,9 @@ def _check_deeply(config: Any) -> None:
     import torch
 
     from accelerate_core.builtin.no_checkpointer import NoCheckpointer
-    from accelerate_core.configuration import (
-        ParallelismConfig,
-        ProjectConfiguration,
-        TorchDynamoPlugin,
-    )
-    from accelerate_core.configuration.resolve import Sources, resolve_core, resolve_settings
+    from accelerate_core.config.handlers import ProjectConfiguration, TorchDynamoPlugin
+    from accelerate_core.config.parallelism import ParallelismConfig
+    from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings
     from accelerate_core.plugins.discovery import disabled_names, installed
     from accelerate_core.plugins.parts import select_part
     from accelerate_launch.schemas import WITH_SETTINGS

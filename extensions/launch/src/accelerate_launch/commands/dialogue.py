@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from accelerate_core.builtin.console import console
-from accelerate_core.configuration.schema import SettingField
+from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, installed
@@ -120,7 +120,7 @@ def _take_over(asker: Asker, environ: Mapping[str, str]) -> dict[str, Any] | Non
         return None
     if not asker.confirm(f"There is {theirs}, made for another tool. Take it over?", True):
         return None
-    from accelerate_core.configuration.files import read_config
+    from accelerate_core.config.files import read_config
 
     config = read_config(theirs)
     dropped = (*catalog.OBSOLETE_KEYS, *catalog.IGNORED_KEYS)

@@ -36,7 +36,7 @@ _DISTRIBUTIONS = ("torch", "numpy", "safetensors", "pydantic", "pluggy")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(config_file: str | None, as_json: bool) -> None:
     """Show versions, devices, plugins and the configuration in force."""
-    from accelerate_core.configuration.files import CONFIG_VARIABLE
+    from accelerate_core.config.files import CONFIG_VARIABLE
     from accelerate_launch.resolve import find_config
 
     environ = dict(os.environ)
@@ -103,7 +103,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _plugins(environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    from accelerate_core.configuration.files import CONFIG_VARIABLE, read_config
+    from accelerate_core.config.files import CONFIG_VARIABLE, read_config
     from accelerate_launch.explain.report import survey
     from accelerate_launch.outlook import outlook
 
@@ -113,8 +113,8 @@ def _plugins(environ: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _configuration(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    from accelerate_core.configuration.files import CONFIG_VARIABLE, read_config
-    from accelerate_core.configuration.resolve import Sources, resolve_core
+    from accelerate_core.config.files import CONFIG_VARIABLE, read_config
+    from accelerate_core.config.resolve import Sources, resolve_core
     from accelerate_launch.resolve import decide
 
     named = environ.get(CONFIG_VARIABLE)
@@ -134,7 +134,7 @@ def _configuration(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    from accelerate_core.configuration.core import CORE_SETTINGS
+    from accelerate_core.config.core import CORE_SETTINGS
     from accelerate_launch.contributed import contributed_options
 
     known = {name for setting in CORE_SETTINGS for name in setting.env}

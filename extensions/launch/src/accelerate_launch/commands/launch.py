@@ -53,7 +53,7 @@ def print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from accelerate_core.configuration.provenance import decode
+    from accelerate_core.config.provenance import decode
     from accelerate_launch.start import child_environment, command_of
 
     click.echo(shlex.join(command_of(plan)))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_core.accelerator import Accelerator
-from accelerate_core.configuration import DataLoaderConfiguration
+from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.distributed.collectives import broadcast
 
 __all__ = ["main"]

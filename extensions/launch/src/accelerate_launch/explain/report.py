@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from accelerate_core.configuration.provenance import Because
+from accelerate_core.config.provenance import Because
 from accelerate_core.errors import AccelerateError, PluginError
 from accelerate_core.hookspecs import API_VERSION
 from accelerate_core.plugins.discovery import (
@@ -106,7 +106,7 @@ _States = dict[tuple[str, str], tuple[str, str]]
 def _chosen(situation: Situation) -> tuple[_States, dict[str, str]]:
     """Return what became of the plugins that were looked at, and why a kind has no choice."""
     # Here, not above: the launcher imports this package, and not what resolving costs.
-    from accelerate_core.configuration.resolve import Sources, resolve_core
+    from accelerate_core.config.resolve import Sources, resolve_core
 
     failed = {}
     if situation.problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accelerate_core.configuration.files import ConfigFile
+from accelerate_core.config.files import ConfigFile
 from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.plugins.selection import Considered, Request
 
@@ -33,7 +33,7 @@ class Situation:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Situation:
         """Return that of a script which is started with this environment."""
-        from accelerate_core.configuration.resolve import Sources
+        from accelerate_core.config.resolve import Sources
 
         return cls(dict(environ), Sources.of(environ).config, read_topology(environ))
 

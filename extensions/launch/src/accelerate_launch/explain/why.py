@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate_core.configuration.provenance import Because
-from accelerate_core.configuration.resolve import Sources, resolve_core
+from accelerate_core.config.provenance import Because
+from accelerate_core.config.resolve import Sources, resolve_core
 from accelerate_core.errors import AccelerateError, MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (

@@ -15,7 +15,7 @@ from accelerate_core.builtin.console import console
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from accelerate_core.plugins import PluginRecord
+    from accelerate_core.plugins.discovery import PluginRecord
     from accelerate_testing.results import Result
 
 __all__ = ["command"]

@@ -12,9 +12,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.configuration.files import read_config
-from accelerate_core.configuration.resolve import Sources, resolve_settings
-from accelerate_core.configuration.schema import SettingField, settings_fields
+from accelerate_core.config.files import read_config
+from accelerate_core.config.resolve import Sources, resolve_settings
+from accelerate_core.config.schema import SettingField, settings_fields
 from accelerate_core.contract.capabilities import check_words
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import installed

@@ -55,7 +55,7 @@ def _plan(
     port: int | None = None,
     target: Any = None,
 ) -> Any:
-    from accelerate_core.configuration.provenance import Because
+    from accelerate_core.config.provenance import Because
     from accelerate_launch.plan import LaunchPlan, Target
 
     path = lab.scratch(f"script_{abs(hash(script)) % 10**8}.py")

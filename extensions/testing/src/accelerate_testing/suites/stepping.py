@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_core.configuration import AutocastKwargs, GradScalerKwargs
+from accelerate_core.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate_core.contract.capabilities import lacking
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.precision import BFloat16, Float16, Precision

@@ -15,7 +15,7 @@ from accelerate_launch.commands.plugins.table import STYLES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from accelerate_core.configuration.files import ConfigFile
+    from accelerate_core.config.files import ConfigFile
     from accelerate_launch.explain.why import Decision
 
 __all__ = ["command"]

@@ -5,18 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from accelerate_core.configuration.schema import KwargsHandler, option, settings
+from accelerate_core.config.schema import KwargsHandler, option, settings
 from accelerate_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "ParallelismConfig",
-    "TorchContextParallelConfig",
-    "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin",
-]
 
 
 @settings(env_prefix="PARALLELISM_CONFIG_TP_")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate_core.step.gradient_state import GradientState
-from accelerate_core.step.optimizer import AcceleratedOptimizer
-
-__all__ = ["AcceleratedScheduler"]
+from accelerate_core.training.gradient_state import GradientState
+from accelerate_core.training.optimizer import AcceleratedOptimizer
 
 
 class AcceleratedScheduler:

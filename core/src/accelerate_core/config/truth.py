@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
-__all__ = ["OFF", "ON", "flag", "truth"]
-
 ON = ("yes", "true", "on", "y", "t", "1")
 OFF = ("no", "false", "off", "n", "f", "0")
 

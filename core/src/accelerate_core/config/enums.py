@@ -6,15 +6,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-__all__ = [
-    "ComputeEnvironment",
-    "DistributedType",
-    "LoggerType",
-    "OpenEnum",
-    "PrecisionType",
-    "RNGType",
-]
-
 _MEMBER = re.compile(r"[A-Z][A-Z0-9_]*")
 
 

@@ -19,16 +19,6 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 if TYPE_CHECKING:
     import pydantic
 
-__all__ = [
-    "BackendSettings",
-    "KwargsHandler",
-    "SettingField",
-    "given_fields",
-    "option",
-    "origin_of",
-    "settings",
-    "settings_fields",
-]
 
 T = TypeVar("T")
 

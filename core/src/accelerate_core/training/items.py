@@ -19,7 +19,6 @@ from accelerate_core.errors import ConfigurationError
 if TYPE_CHECKING:
     from accelerate_core.distributed.communicator import Communicator
 
-__all__ = ["ItemCount"]
 
 Count = int | float | torch.Tensor
 

@@ -12,8 +12,6 @@ import torch
 
 from accelerate_core.distributed.tree import convert_to_fp32
 
-__all__ = ["MixedForward", "unwrap_forward", "wrap_forward"]
-
 
 class MixedForward:
     """A model's `forward` under autocast, its outputs converted to fp32 if asked for.

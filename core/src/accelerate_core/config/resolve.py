@@ -17,21 +17,12 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from accelerate_core.configuration.core import CORE_SETTINGS
-from accelerate_core.configuration.files import CONFIG_VARIABLE, ConfigFile, read_config
-from accelerate_core.configuration.provenance import BECAUSE_VARIABLE, Because, variable_origin
-from accelerate_core.configuration.schema import SettingField, given_fields, settings_fields
-from accelerate_core.configuration.truth import OFF, ON, truth
+from accelerate_core.config.core import CORE_SETTINGS
+from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
+from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because, variable_origin
+from accelerate_core.config.schema import SettingField, given_fields, settings_fields
+from accelerate_core.config.truth import OFF, ON, truth
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-
-__all__ = [
-    "Sources",
-    "converted",
-    "look_up",
-    "resolve_core",
-    "resolve_settings",
-    "warn_near_misses",
-]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,14 +10,6 @@ import yaml
 
 from accelerate_core.errors import ConfigurationError
 
-__all__ = [
-    "CONFIG_VARIABLE",
-    "ConfigFile",
-    "default_config_path",
-    "parse_config",
-    "read_config",
-]
-
 #: Names the config file for a script that is not started by the launcher.
 CONFIG_VARIABLE = "ACCELERATE_CONFIG_FILE"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from accelerate_core.configuration.schema import option, settings, settings_fields
-from accelerate_core.configuration.truth import truth
-
-__all__ = ["CORE_SETTINGS", "CoreSettings"]
+from accelerate_core.config.schema import option, settings, settings_fields
+from accelerate_core.config.truth import truth
 
 
 def _precision(text: str, variable: str) -> str:

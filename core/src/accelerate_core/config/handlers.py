@@ -7,19 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from accelerate_core.configuration.schema import KwargsHandler, option, settings
+from accelerate_core.config.schema import KwargsHandler, option, settings
 from accelerate_core.errors import ConfigurationError
-
-__all__ = [
-    "AutocastKwargs",
-    "DataLoaderConfiguration",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "TorchDynamoPlugin",
-]
 
 #: What torch.compile may aim at.
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.step.gradient_state import GradientState
-
-__all__ = ["AcceleratedOptimizer"]
+from accelerate_core.training.gradient_state import GradientState
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BECAUSE_VARIABLE", "Because", "decode", "encode", "variable_origin"]
-
 #: JSON of {environment variable: origin}, set by the launcher for its children.
 BECAUSE_VARIABLE = "ACCELERATE_BECAUSE"
 

@@ -1,0 +1,1 @@
+"""Typed settings and where each value came from. Nothing here imports torch."""

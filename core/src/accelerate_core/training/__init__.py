@@ -1,0 +1,1 @@
+"""The step: optimizer and scheduler wrappers, accumulation, mixed precision forward."""
