@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,6 @@ from accelerate_core.plugins.discovery import (
     PluginRecord,
     disabled_names,
     installed,
-    load_target,
 )
 
 __all__ = ["WITH_SETTINGS", "PluginSchema", "cache_file", "describe", "plugin_schemas"]
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str]) -> None:
     for named in targets:
         name, _, target = named.partition("=")
         try:
-            answers[target] = describe(load_target(target), name)
+            answers[target] = describe(pkgutil.resolve_name(target), name)
         except (Exception, SystemExit) as error:
             answers[target] = {"problem": f"{type(error).__name__}: {error}"}
     Path(file).write_text(json.dumps(answers), encoding="utf-8")
