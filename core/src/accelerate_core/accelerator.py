@@ -187,13 +187,16 @@ class Accelerator(
 
     def _start_runtime(self) -> None:
         built, values = self._built, self.because
-        group = built.handler(InitProcessGroupKwargs)
+        group, plugin = (
+            built.handler(InitProcessGroupKwargs),
+            (built.backend, built.selection.record),
+        )
         if (running := runtimes.running()) is not None:
-            check_device(built, running.device.type, "where this process runs already")
+            check_device(*plugin, running.device.type, "where this process runs already")
 
         def choose(topology: Topology, cpu: bool) -> Any:
             chosen = self.hooks.device(self, topology, cpu)
-            check_device(built, chosen.type, "what torch finds on this machine")
+            check_device(*plugin, chosen.type, "what torch finds on this machine")
             return chosen
 
         self._process = runtimes.acquire(

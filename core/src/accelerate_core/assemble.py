@@ -193,7 +193,7 @@ def assemble(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology
         handlers=maker.handlers,
         timeout=arguments.timeout(values["process_group_timeout"].value, group),
     )
-    check_supported(assembly)
+    check_supported(backend, record, precision, values, dynamo, assembly.parallelism)
     return assembly
 
 
