@@ -205,8 +205,11 @@ def known_packages() -> str:
         for name, target in points.get("backends", {}).items():
             for table, entry in _options(pkgutil.resolve_name(target), name):
                 found[table][entry] = extra
-        for name in points.get("triggers", ()):
-            if name.startswith("ACCELERATE_USE_"):
+        of_extensions = points.get("extensions", {}).values()
+        for name, target in points.get("triggers", {}).items():
+            if target in of_extensions:
+                found["VARIABLES"][name] = extra
+            elif name.startswith("ACCELERATE_USE_"):
                 found["VARIABLES"][name] = extra
                 found["SWITCHES"][name.removeprefix("ACCELERATE_").lower()] = extra
             elif name.endswith("_config") and name not in _ARGUMENTS:

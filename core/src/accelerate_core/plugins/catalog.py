@@ -22,7 +22,7 @@ SEVERAL_PROCESSES = "ddp"
 NAMES: dict[str, dict[str, str]]
 #: Constructor arguments that belong to a plugin.
 ARGUMENTS: dict[str, str]
-#: Environment variables by which a peer's launcher switches a backend on.
+#: Environment variables that ask for a plugin; those of backends begin with ACCELERATE_USE_.
 VARIABLES: dict[str, str]
 #: Sections of a peer's config file that belong to a plugin.
 SECTIONS: dict[str, str]
