@@ -27,8 +27,8 @@ from accelerate_tally import TallyExtension, TallySettings
 
 from accelerate_checkpoint import DirectoryCheckpointer
 from accelerate_core import hookimpl
+from accelerate_core.accelerator.run_state import RunState
 from accelerate_core.errors import CheckpointError
-from accelerate_core.facade.training_state import RunState
 from accelerate_launch.simple import target_command
 from accelerate_testing import Lab, checks_of
 from accelerate_testing.suites import ending

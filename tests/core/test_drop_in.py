@@ -24,7 +24,7 @@ from accelerate.launchers import debug_launcher
 from accelerate.local_sgd import LocalSGD
 import accelerate.utils
 a = accelerate.Accelerator(cpu=True)
-assert type(a).__module__ == "accelerate_core.accelerator"
+assert type(a).__module__.startswith("accelerate_core.")
 print("served", sys.argv[1:], accelerate.__version__)
 """
 

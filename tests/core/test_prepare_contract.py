@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from accelerate_core import Accelerator, Backend, Precision, assemble, set_seed
+from accelerate_core import Accelerator, Backend, Precision, set_seed
+from accelerate_core.accelerator import construction
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import PrepareError
 from accelerate_core.plugins import discovery
@@ -306,7 +307,7 @@ def test_a_precision_may_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) 
     record = PluginRecord("precision", "own_optimizer", target, "tests", "1.0")
     found = dataclasses.replace(installed(), plugins=(*installed().plugins, record))
     monkeypatch.setattr(discovery, "installed", lambda: found)
-    monkeypatch.setattr(assemble, "installed", lambda: found)
+    monkeypatch.setattr(construction, "installed", lambda: found)
     accelerator = Accelerator(cpu=True, mixed_precision="own_optimizer")
     net = nn.Linear(4, 2)
     sgd = torch.optim.SGD(net.parameters(), 1.0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from accelerate_core import Accelerator
-from accelerate_core.facade import keeping
+from accelerate_core.accelerator import saving
 from accelerate_tracking import GeneralTracker, TrackerHub, writer
 from accelerate_tracking.runs import read_run
 
@@ -148,7 +148,7 @@ def test_a_tracker_that_cannot_flush_is_switched_off() -> None:
 def test_a_save_brings_values_to_the_trackers_and_waits_a_while_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "SAVE_WAIT", 0.5)
+    monkeypatch.setattr(saving, "SAVE_WAIT", 0.5)
     tracker = Buffered()
     accelerator = Accelerator(cpu=True, log_with=tracker)
     accelerator.prepare(torch.nn.Linear(1, 1))

@@ -1,53 +1,79 @@
-"""Saving, loading and tracking."""
+"""Checkpoints, handed to the part that writes and reads them."""
 
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from accelerate_core.builtin.no_checkpointer import NoCheckpointer
+from accelerate_core.config.handlers import ProjectConfiguration
+from accelerate_core.config.provenance import Because
+from accelerate_core.contract.parts import Checkpointer, Tracking, TrainingState
 from accelerate_core.errors import ConfigurationError, listing
-from accelerate_core.facade.place import Place
-from accelerate_core.facade.training_state import RunState
-
-if TYPE_CHECKING:
-    from accelerate_core.contract.parts import Checkpointer
-
+from accelerate_core.plugins.parts import Part
 
 #: Seconds a save waits for trackers.
 SAVE_WAIT = 2.0
 
 
-class Keeping(Place):
-    """Saving, loading and tracking."""
+class Saving:
+    """The verbs of checkpoints, and the checkpointer, which is made when it is first needed.
 
-    def _make_checkpointer(self, signals: str | None) -> Checkpointer:
-        chosen, project = self._built.parts["checkpointer"], self._built.project
-        make: Callable[..., Checkpointer] = NoCheckpointer if chosen is None else chosen.make
-        return make(project, signals)
+    Args:
+        chosen: the plugin that makes the checkpointer, None where none is installed.
+        project: directories, naming and retention.
+        signals: `preemption_signals`.
+        needed: whether the backend needs the checkpointer from the start.
+
+    Raises:
+        ConfigurationError: settings of checkpoints contradict each other.
+        MissingPluginError: settings ask for checkpoints, and no checkpointer is installed.
+    """
+
+    def __init__(
+        self, chosen: Part | None, project: ProjectConfiguration, signals: Because, needed: bool
+    ) -> None:
+        self._make: Callable[..., Checkpointer] = NoCheckpointer if chosen is None else chosen.make
+        self.project = project
+        #: The checkpointer if it is made, else None.
+        self.made: Checkpointer | None = None
+        self.registered: list[Any] = []
+        self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        numbered = project.automatic_checkpoint_naming
+        if signals.value or numbered or project.total_limit is not None or needed:
+            self.made = self._make(project, signals.value)
+        if signals.value and (project.project_dir is None or not numbered):
+            raise ConfigurationError(
+                f"preemption_signals ({signals.origin}) needs a place to save to: "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+            )
+
+    def attach(
+        self, state: TrainingState, tracking: Tracking, note_once: Callable[..., None]
+    ) -> None:
+        """Take the run that is to be saved.
+
+        Args:
+            tracking: what is to be delivered before a save.
+            note_once: warns, once per text.
+        """
+        self._state, self._tracking, self._note_once = state, tracking, note_once
+        if self.made is not None:
+            self.made.attach(state)
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """The part that saves and loads, made when it is first needed."""
-        if self._checkpointer is None:
-            self._checkpointer = self._make_checkpointer(None)
-            self._checkpointer.attach(RunState(self._whole))
-        return self._checkpointer
-
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole state dict of a prepared model.
-
-        Args:
-            unwrap: keys as the user's own model has them; False: as the wrapper has them.
-        """
-        if not unwrap:
-            return dict(model.state_dict())
-        state: dict[str, Any] = self.hooks.consolidate(self, model)
-        return self.precision.plain_state(self.inner_model(model), state)  # type: ignore[attr-defined]
+        """The part that saves and loads."""
+        if self.made is None:
+            self.made = self._make(self.project, None)
+            self.made.attach(self._state)
+        return self.made
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`."""
@@ -70,14 +96,14 @@ class Keeping(Place):
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, weights, output_dir)` before models are saved by `save_state`."""
-        handle = RemovableHandle(self.save_state_pre_hooks)
-        self.save_state_pre_hooks[handle.id] = hook
+        handle = RemovableHandle(self.save_hooks)
+        self.save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, input_dir)` before models are loaded by `load_state`."""
-        handle = RemovableHandle(self.load_state_pre_hooks)
-        self.load_state_pre_hooks[handle.id] = hook
+        handle = RemovableHandle(self.load_hooks)
+        self.load_hooks[handle.id] = hook
         return handle
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -95,10 +121,11 @@ class Keeping(Place):
                 f"register_for_checkpointing needs objects with state_dict and load_state_dict; "
                 f"these lack them: {names}."
             )
-        self.registered_objects.extend(objects)
+        self.registered.extend(objects)
 
     def save_state(
         self,
+        /,
         output_dir: Any = None,
         safe_serialization: bool = True,
         *,
@@ -136,7 +163,7 @@ class Keeping(Place):
         """Bring to the trackers what a script that goes on from this checkpoint logs no more."""
         late = self._tracking.flush(SAVE_WAIT)
         if late:
-            self._whole.note_once(
+            self._note_once(
                 f"Saving waits {SAVE_WAIT:.0f} s for trackers, and {listing(late)} had not taken "
                 "everything: if the run is killed now, that tracker may lack values from before "
                 "the checkpoint. To have every value after a kill, add 'jsonl' to log_with.",
@@ -146,15 +173,16 @@ class Keeping(Place):
     @property
     def preemption_requested(self) -> bool:
         """Whether one of `preemption_signals` has come: the run ends at the next step boundary."""
-        return self._checkpointer is not None and self._checkpointer.preemption_requested
+        return self.made is not None and self.made.preemption_requested
 
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint being written stands; raise what it failed with, if it did."""
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
+        if self.made is not None:
+            self.made.wait()
 
     def load_state(
         self,
+        /,
         input_dir: Any = None,
         load_kwargs: dict[str, Any] | None = None,
         *,
@@ -189,47 +217,12 @@ class Keeping(Place):
             options=load_model_func_kwargs,
         )
 
-    @property
-    def resumed_runs(self) -> dict[str, str]:
-        """Ids of the trackers' runs of the checkpoint that was loaded, by tracker name."""
-        return self._tracking.resumed_runs
+    def release(self) -> None:
+        """Wait, and give back the memory kept for saving beside the training."""
+        if self.made is not None:
+            self.made.release()
 
-    @property
-    def log_with(self) -> list[str]:
-        """Names of the trackers asked for."""
-        return self._tracking.names
-
-    @property
-    def trackers(self) -> list[Any]:
-        """The trackers that run."""
-        return self._tracking.trackers
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Start a run in every tracker asked for, with a configuration.
-
-        Args:
-            init_kwargs: per tracker name, arguments of its constructor.
-        """
-        self._tracking.init(project_name, config, init_kwargs)
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by name, or with `unwrap` the library's own object."""
-        return self._tracking.get(name, unwrap)
-
-    def log(
-        self,
-        values: dict[str, Any],
-        step: int | None = None,
-        log_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Log values to all trackers, on the main process.
-
-        Args:
-            log_kwargs: per tracker name, arguments of its `log`.
-        """
-        self._tracking.log(values, step, log_kwargs)
+    def close(self, failed: bool) -> None:
+        """End; `failed`: the other ranks may be gone, so meet nobody."""
+        if self.made is not None:
+            self.made.close(failed)

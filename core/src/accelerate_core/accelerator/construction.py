@@ -8,11 +8,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from accelerate_core import arguments
 from accelerate_core.backend import Backend
-from accelerate_core.compatibility import check_needs, check_supported, parallelism
+from accelerate_core.compatibility import check_device, check_needs, check_supported, parallelism
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.handlers import (
     DataLoaderConfiguration,
@@ -26,6 +27,9 @@ from accelerate_core.config.provenance import Because
 from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings, warn_near_misses
 from accelerate_core.config.schema import settings_fields
 from accelerate_core.contract.topology import Topology
+from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.distributed import process
+from accelerate_core.distributed.process import Runtime
 from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
@@ -35,7 +39,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_core.plugins.manager import blame, blame_methods, blaming
+from accelerate_core.plugins.manager import ActivePlugins, blame, blame_methods, blaming
 from accelerate_core.plugins.parts import Part, select_part
 from accelerate_core.plugins.selection import (
     Request,
@@ -48,7 +52,7 @@ from accelerate_core.plugins.selection import (
 
 
 @dataclass
-class Assembly:
+class Construction:
     """All that is known before the process group starts."""
 
     because: dict[str, Because]
@@ -69,6 +73,25 @@ class Assembly:
     parts: dict[str, Part | None] = field(default_factory=dict)
     handlers: dict[type, Any] = field(default_factory=dict)
     timeout: timedelta | None = None
+
+    def active_plugins(self) -> ActivePlugins:
+        """Register the active plugins."""
+        plugins = ActivePlugins(Backend)
+        plugins.add(self.backend, self.selection.record, self.selection.because)
+        why = self.because["mixed_precision"].origin
+        plugins.add(self.precision, self.precision_record, why)
+        for record, extension, reason in self.extensions:
+            plugins.add(extension, record, reason)
+        return plugins
+
+    def explain(self, plugins: ActivePlugins) -> str:
+        """Tell every value in force and where it came from, one per line."""
+        values = {**self.because, **self.plugin_settings()}
+        lines = [f"{name} = {value.value!r}  ({value.origin})" for name, value in values.items()]
+        active = [(record, why) for record, _, why in plugins.plugins]
+        active += [(part.record, part.because) for part in self.parts.values() if part]
+        lines += [f"plugin {record.kind} {record.label}: {why}" for record, why in active]
+        return "\n".join(lines)
 
     def handler(self, cls: type) -> Any | None:
         """Return the handler of that class, None if none was given."""
@@ -105,7 +128,7 @@ class Assembly:
         return facts
 
 
-def assemble(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology) -> Assembly:
+def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology) -> Construction:
     """Resolve every argument of `Accelerator`.
 
     Args:
@@ -173,7 +196,7 @@ def assemble(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology
         maker.handlers, [backend, precision, *(one for _, one, _ in extensions)]
     )
     group = maker.handlers.get(InitProcessGroupKwargs)
-    assembly = Assembly(
+    made = Construction(
         because=values,
         selection=selection,
         backend=backend,
@@ -195,8 +218,8 @@ def assemble(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology
         handlers=maker.handlers,
         timeout=arguments.timeout(values["process_group_timeout"].value, group),
     )
-    check_supported(assembly)
-    return assembly
+    check_supported(made)
+    return made
 
 
 def _warn_of_unknown_plugins(environ: Mapping[str, str]) -> None:
@@ -283,3 +306,33 @@ def _find_precision(wanted: Because) -> PluginRecord:
             f"{did_you_mean(name, [*names, *catalog.known_names('precision')])}"
         )
     return find("precision", name, because=wanted.origin)
+
+
+def start_process(accelerator: AcceleratorView, built: Construction) -> Runtime:
+    """Start this process's device and group, or take those that run.
+
+    Raises:
+        ConfigurationError: the backend does not run on the device there is.
+        RuntimeConflictError: what runs already does not fit.
+    """
+    values, group = built.because, built.handler(InitProcessGroupKwargs)
+    if (running := process.running()) is not None:
+        check_device(built, running.device.type, "where this process runs already")
+
+    def choose(topology: Topology, cpu: bool) -> Any:
+        chosen = accelerator.hooks.device(accelerator, topology, cpu)
+        check_device(built, chosen.type, "what torch finds on this machine")
+        return chosen
+
+    return process.acquire(
+        accelerator,
+        cpu=values["cpu"].value,
+        debug=values["debug"].value,
+        device=values["torch_device"].value,
+        timeout=built.timeout,
+        comm_backend=group.backend if group else None,
+        init_method=group.init_method if group else None,
+        needs_group=built.backend.needs_group,
+        choose_device=choose,
+        init_group=partial(accelerator.hooks.init_process_group, accelerator),
+    )

@@ -7,65 +7,83 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from accelerate_core.accelerator.saving import Saving
 from accelerate_core.builtin import rng_state
-
-if TYPE_CHECKING:
-    from accelerate_core.accelerator import Accelerator
-    from accelerate_core.contract.parts import Contributor, LoopEvents, Process, Stateful
-
+from accelerate_core.contract.parts import Contributor, LoopEvents, Process, Stateful, Tracking
+from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.plugins.manager import ActivePlugins
+from accelerate_core.prepare.prepared import Prepared
+from accelerate_core.training.loop import TrainingLoop
 
 #: Under this key a rank's state has what no other library would read.
 OWN = "accelerate_core"
 
 
 class RunState:
-    """The `TrainingState` of one Accelerator."""
+    """The `TrainingState` of one Accelerator.
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    Args:
+        accelerator: for the hooks.
+        process, training, prepared, saving, tracking: its parts.
+        end_training: ends the run.
+    """
+
+    def __init__(
+        self,
+        accelerator: AcceleratorView,
+        *,
+        process: Process,
+        training: TrainingLoop,
+        prepared: Prepared,
+        saving: Saving,
+        tracking: Tracking,
+        end_training: Callable[[], None],
+    ) -> None:
         self._accelerator = accelerator
         self._hooks = accelerator.hooks
-        self.process: Process = accelerator._process
+        self._training = training
+        self._prepared = prepared
+        self._saving = saving
+        self._tracking = tracking
+        self.process = process
         self.collectives: Any = accelerator.communicator
+        self.project: Any = saving.project
         self.backend = accelerator.backend.name
         self.owns_format = "checkpoint" in accelerator.backend.owns
         self.gives_gradients = bool(accelerator.backend.supports.get("gradients", True))
-        self.events: LoopEvents = accelerator.gradient_state
-        self.models: Sequence[torch.nn.Module] = accelerator.models
-        self.schedulers: Sequence[Any] = accelerator.schedulers
-        self.registered: Sequence[Stateful] = accelerator.registered_objects
+        self.events: LoopEvents = training.state
+        self.models: Sequence[torch.nn.Module] = prepared.models
+        self.schedulers: Sequence[Any] = prepared.schedulers
+        self.registered: Sequence[Stateful] = saving.registered
         self.scaler: Stateful | None = accelerator.scaler
-        self.settle = accelerator.settle_scale
-        self.inner = accelerator.inner_model
-        self.whole_model_state = accelerator.get_state_dict
+        self.settle = training.settle
+        self.inner = prepared.inner_model
+        self.whole_model_state = prepared.get_state_dict
         self.note_once = accelerator.note_once
-        self.end_training = accelerator.end_training
+        self.end_training = end_training
 
     @property
     def optimizers(self) -> Sequence[Any]:
         """The optimizers as they were before `prepare` wrapped them."""
-        return [prepared.optimizer for prepared in self._accelerator.optimizers]
-
-    @property
-    def project(self) -> Any:
-        """Directories, naming and retention."""
-        return self._accelerator.project_configuration
+        return [prepared.optimizer for prepared in self._prepared.optimizers]
 
     @property
     def saves_here(self) -> bool:
-        """Whether this rank writes what is written once."""
-        return self._accelerator.saves_here
+        """Whether this rank writes what is written once (per machine, if so configured)."""
+        per_machine, process = self.project.save_on_each_node, self.process
+        return (process.local_process_index if per_machine else process.process_index) == 0
 
     # --- what the backend and the plugins keep ------------------------------------------------
 
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return a model's state as the backend gives it."""
         state: dict[str, Any] = self._hooks.model_state(self._accelerator, model)
-        state = self._accelerator.precision.plain_state(self.inner(model), state)
-        return state
+        plain: dict[str, Any] = self._accelerator.precision.plain_state(self.inner(model), state)
+        return plain
 
     def load_model_state(
         self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool
@@ -99,18 +117,20 @@ class RunState:
         """Return the plugins that have `on_save` or `on_load`, by name."""
         found: dict[str, _Contributor] = {}
         for hook in ("on_save", "on_load"):
-            for key, function, names in self._accelerator.plugins.implementations(hook):
-                one = found.setdefault(key, _Contributor(key, self._accelerator))
+            for key, function, names in self._prepared.plugins.implementations(hook):
+                one = found.setdefault(
+                    key, _Contributor(key, self._accelerator, self._prepared.plugins)
+                )
                 one.hooks[hook] = function, names
         return [one for _, one in sorted(found.items())]
 
     def save_hooks(self) -> list[Callable[..., None]]:
         """Return what `register_save_state_pre_hook` was given."""
-        return list(self._accelerator.save_state_pre_hooks.values())
+        return list(self._saving.save_hooks.values())
 
     def load_hooks(self) -> list[Callable[..., None]]:
         """Return what `register_load_state_pre_hook` was given."""
-        return list(self._accelerator.load_state_pre_hooks.values())
+        return list(self._saving.load_hooks.values())
 
     # --- what is this rank's own --------------------------------------------------------------
 
@@ -121,15 +141,15 @@ class RunState:
         devices.update(p.device for model in self.models for p in model.parameters())
         loaders = [
             loader.state_dict() if hasattr(loader, "state_dict") else None
-            for loader in accelerator.loaders
+            for loader in self._prepared.loaders
         ]
         return {
-            "step": accelerator.step,
+            "step": self._training.step,
             **rng_state.capture(sorted(devices, key=str)),
             OWN: {
                 "cycle": self._cycle(),
                 "loaders": loaders,
-                "trackers": accelerator._tracking.state_dict(),
+                "trackers": self._tracking.state_dict(),
                 "generators": dict(accelerator.hooks.rng_state(accelerator)),
             },
         }
@@ -145,7 +165,7 @@ class RunState:
         rank, count = self.process.process_index, self.process.num_processes
         first, own = states[0], states.get(rank)
         if OWN not in first:
-            accelerator.step = int(first.get("step", 0))
+            self._training.step = int(first.get("step", 0))
         else:
             if saved_by != count:
                 self.note_once(
@@ -159,7 +179,7 @@ class RunState:
             self._load_cycle(mine, None if saved_by == count else cycles)
             if own is not None:  # a rank that was not there has no runs to go on in
                 runs = own[OWN].get("trackers") or {}
-                accelerator._tracking.load_state_dict(runs)
+                self._tracking.load_state_dict(runs)
         self._load_gradients(gradients, saved_by)
         if own is not None and (generators := own.get(OWN, {}).get("generators")):
             accelerator.hooks.load_rng_state(accelerator, generators)
@@ -171,7 +191,7 @@ class RunState:
 
     def _load_positions(self, states: Sequence[Any]) -> None:
         """Put the loaders where they stood; one of other data stays at its beginning."""
-        loaders = self._accelerator.loaders
+        loaders = self._prepared.loaders
         if len(states) != len(loaders):
             self.note_once(
                 f"The checkpoint has the positions of {len(states)} loaders, and {len(loaders)} "
@@ -200,7 +220,7 @@ class RunState:
         events = self.events
         return [
             optimizer
-            for optimizer in self._accelerator.optimizers
+            for optimizer in self._prepared.optimizers
             if not events.sync_gradients or optimizer.seen_backwards < events.backwards
         ]
 
@@ -229,7 +249,7 @@ class RunState:
         Where items are counted it is the sum that does.
         """
         count = self.process.num_processes
-        others = count if self._accelerator._items.open else saved_by
+        others = count if self._training.tokens.open else saved_by
         factor = 1.0 if saved_by == count else 1.0 / others
         models = [self.inner(model) for model in self.models]
         for model in models:
@@ -248,30 +268,28 @@ class RunState:
                         parameter.grad += value
 
     def _cycle(self) -> dict[str, Any]:
-        accelerator = self._accelerator
         return {
-            "step": accelerator.step,
-            "sync_gradients": accelerator.sync_gradients,
-            "items": accelerator._items.state_dict(),
-            "steps_taken": [optimizer.steps_taken for optimizer in accelerator.optimizers],
+            "step": self._training.step,
+            "sync_gradients": self.events.sync_gradients,
+            "items": self._training.tokens.state_dict(),
+            "steps_taken": [optimizer.steps_taken for optimizer in self._prepared.optimizers],
         }
 
     def _load_cycle(
         self, state: Mapping[str, Any], all_ranks: Sequence[Mapping[str, Any]] | None
     ) -> None:
         """Go on in the cycle; `all_ranks`: the states of those that saved, if not as many as now."""
-        accelerator = self._accelerator
-        accelerator.step = int(state["step"])
-        accelerator.sync_gradients = bool(state["sync_gradients"])
+        self._training.step = int(state["step"])
+        self.events.sync_gradients = bool(state["sync_gradients"])
         items = dict(state["items"])
         if all_ranks is not None:
             counts = [float(one["items"]["local"]) for one in all_ranks]
-            items["local"] = sum(counts) if accelerator.is_main_process else 0
-        accelerator._items.load_state_dict(items)
+            items["local"] = sum(counts) if self.process.process_index == 0 else 0
+        self._training.tokens.load_state_dict(items)
         self.events.backwards += 1
-        for optimizer, steps in zip(accelerator.optimizers, state["steps_taken"], strict=False):
+        for optimizer, steps in zip(self._prepared.optimizers, state["steps_taken"], strict=False):
             optimizer.steps_taken = steps
-        for optimizer in accelerator.optimizers:
+        for optimizer in self._prepared.optimizers:
             optimizer.seen_backwards = self.events.backwards
 
     # --- what a reader of the checkpoint is told ----------------------------------------------
@@ -280,9 +298,11 @@ class RunState:
         """Return step, epoch, world, mesh, precision, plugins, versions and numbers of objects."""
         accelerator = self._accelerator
         mesh = accelerator.torch_device_mesh
-        epochs = [int(getattr(loader, "iteration", 0)) for loader in accelerator.loaders]
+        epochs = [int(getattr(loader, "iteration", 0)) for loader in self._prepared.loaders]
         return {
-            "step": max((optimizer.steps_taken for optimizer in accelerator.optimizers), default=0),
+            "step": max(
+                (optimizer.steps_taken for optimizer in self._prepared.optimizers), default=0
+            ),
             "epoch": max(epochs, default=0),
             "world_size": self.process.num_processes,
             "mesh": None
@@ -300,15 +320,15 @@ class RunState:
                         "distribution": record.distribution,
                         "version": record.version,
                     }
-                    for record, _, _ in accelerator.plugins.plugins
+                    for record, _, _ in self._prepared.plugins.plugins
                 ],
             },
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             "objects": {
                 "models": len(self.models),
-                "optimizers": len(accelerator.optimizers),
+                "optimizers": len(self._prepared.optimizers),
                 "schedulers": len(self.schedulers),
-                "loaders": len(accelerator.loaders),
+                "loaders": len(self._prepared.loaders),
                 "registered": len(self.registered),
             },
         }
@@ -319,7 +339,8 @@ class _Contributor:
     """One plugin's `on_save` and `on_load`, whichever it has."""
 
     key: str
-    accelerator: Accelerator
+    accelerator: AcceleratorView
+    plugins: ActivePlugins
     hooks: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
@@ -333,6 +354,6 @@ class _Contributor:
     def _call(self, hook: str, directory: Path) -> None:
         if hook in self.hooks:
             function, names = self.hooks[hook]
-            self.accelerator.plugins.call_one(
+            self.plugins.call_one(
                 hook, self.key, function, names, accelerator=self.accelerator, directory=directory
             )

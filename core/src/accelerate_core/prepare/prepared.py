@@ -1,62 +1,74 @@
-"""`prepare` and its parts."""
+"""What has been prepared, and how one object is."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core.backend import Backend
-from accelerate_core.builtin.no_checkpointer import without_checkpointer
 from accelerate_core.compilation import strip_compiled, uncompiled
+from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.config.truth import flag
+from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.data.prepare import prepare_data_loader
-from accelerate_core.data.skip import skip_first_batches
+from accelerate_core.data.skip import override_even_batches, skip_first_batches
+from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import PrepareError
-from accelerate_core.facade.place import Place
-from accelerate_core.prepare import run as preparing
+from accelerate_core.plugins.manager import ActivePlugins
 from accelerate_core.training.forward import unwrap_forward
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
 
 
-class Preparing(Place):
-    """`prepare` and its parts."""
+class Prepared:
+    """What has been prepared, and how one object is.
 
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Prepare models, optimizers, schedulers and loaders; return them in the same order.
+    Args:
+        accelerator: for the hooks.
+        plugins: the active ones.
+        config: how data is shared out.
+        rng_types: generators synchronised at the start of each iteration over a loader.
+        device_placement: whether models and batches are moved to the device.
+        data_comm: the ranks that read different samples.
+    """
 
-        Args:
-            args: any of these; other objects are returned as they are.
-            device_placement: per object, whether it is moved to the device.
-
-        Raises:
-            PrepareError: a model would be left that does not train as asked.
-        """
-        result = preparing.prepare(self._whole, args, device_placement)
-        return result[0] if len(result) == 1 else tuple(result)
-
-    def prepare_model(
+    def __init__(
         self,
-        model: torch.nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
-    ) -> torch.nn.Module:
-        """Prepare one model; `evaluation_mode` applies precision and compilation only."""
-        made = preparing.prepare(self._whole, [model], [device_placement], evaluation_mode)
-        return cast(torch.nn.Module, made[0])
+        accelerator: AcceleratorView,
+        plugins: ActivePlugins,
+        *,
+        config: DataLoaderConfiguration,
+        rng_types: Sequence[str],
+        device_placement: bool,
+        data_comm: Communicator,
+    ) -> None:
+        self.accelerator = accelerator
+        self._hooks = accelerator.hooks
+        self._rng_types = rng_types
+        self._data_comm = data_comm
+        self._step_listeners = plugins.implementations("on_step_end")
+        self.plugins = plugins
+        self.dataloader_config = config
+        self.device_placement = device_placement
+        self.models: list[torch.nn.Module] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.loaders: list[Any] = []
+        #: Parameters that were replaced: old -> (model as prepared, name).
+        self.replaced_parameters = WeakIdKeyDictionary()
 
-    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Prepare one optimizer, of models prepared before."""
-        return preparing.prepare(self._whole, [optimizer], [device_placement])[0]
-
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare one scheduler, of optimizers prepared before."""
-        return preparing.prepare(self._whole, [scheduler])[0]
+    def forget(self) -> None:
+        """Let go of everything that was prepared."""
+        held: list[list[Any]] = [self.models, self.optimizers, self.schedulers, self.loaders]
+        for one in held:
+            one.clear()
+        self.replaced_parameters = WeakIdKeyDictionary()
 
     def prepare_data_loader(
         self,
@@ -74,18 +86,19 @@ class Preparing(Place):
         if self.is_prepared(data_loader):
             return data_loader
         config = self.dataloader_config
-        index, count = self.hooks.data_shard(self)
+        accelerator = self.accelerator
+        index, count = accelerator.hooks.data_shard(accelerator)
         place = self.device_placement if device_placement is None else device_placement
         # The default only moves batches; another one may do more, also where they are in place.
-        own_feed = type(self.backend).feed_device is not Backend.feed_device
+        own_feed = type(accelerator.backend).feed_device is not Backend.feed_device
         prepared = prepare_data_loader(
             data_loader,
-            self.device,
+            accelerator.device,
             num_processes=count,
             process_index=index,
             split_batches=config.split_batches,
             put_on_device=place,
-            rng_types=list(self.rng_types),
+            rng_types=list(self._rng_types),
             dispatch_batches=config.dispatch_batches,
             even_batches=config.even_batches,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
@@ -93,20 +106,21 @@ class Preparing(Place):
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
-            comm=self._data_communicator,
-            order_comm=self._communicator,
-            gradient_state=self.gradient_state,
-            feed=partial(self._feed, self.hooks.feed_device) if place else None,
+            comm=self._data_comm,
+            order_comm=accelerator.communicator,
+            gradient_state=accelerator.gradient_state,
+            feed=self._feed if place else None,
             feed_always=own_feed,
             read_ahead=config.read_ahead,
         )
         self.loaders.append(prepared)
         return prepared
 
-    def _feed(
-        self, feed_device: Callable[..., Iterator[Any]], batches: Iterator[Any]
-    ) -> Iterator[Any]:
-        return feed_device(self, batches, self.non_blocking)
+    def _feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        fed = self._hooks.feed_device(
+            self.accelerator, batches, self.dataloader_config.non_blocking
+        )
+        return cast("Iterator[Any]", fed)
 
     def is_prepared(self, obj: Any) -> bool:
         """Tell whether this Accelerator has prepared exactly this object."""
@@ -119,16 +133,12 @@ class Preparing(Place):
             self.models.append(value)
         elif kind == "optimizer":
             self.optimizers.append(value)
-            if self._built.parts["checkpointer"] is None:
-                self._whole.note_once(f"This run cannot be saved: {without_checkpointer()}")
         elif kind == "scheduler":
             self.schedulers.append(value)
 
     def ask_classification(self, obj: Any) -> list[str]:
         """Ask the active plugins what kind of object this is."""
-        if not self.plugins.implementations("classify"):
-            return []
-        return self.plugins.call_each("classify", accelerator=self, obj=obj)
+        return self.plugins.call_each("classify", accelerator=self.accelerator, obj=obj)
 
     def wrap_optimizer(self, optimizer: Any) -> AcceleratedOptimizer:
         """Return the optimizer under the accumulation cycle."""
@@ -136,27 +146,27 @@ class Preparing(Place):
             return optimizer
         return AcceleratedOptimizer(
             optimizer,
-            gradient_state=self.gradient_state,
-            step=partial(self.hooks.optimizer_step, self),
-            zero_grad=partial(self.hooks.zero_grad, self),
+            gradient_state=self.accelerator.gradient_state,
+            step=partial(self._hooks.optimizer_step, self.accelerator),
+            zero_grad=partial(self._hooks.zero_grad, self.accelerator),
             after_step=self._tell_step_end if self._step_listeners else None,
         )
 
     def _tell_step_end(self, optimizer: Any) -> None:
-        self.plugins.call_each("on_step_end", accelerator=self, optimizer=optimizer)
+        self.plugins.call_each("on_step_end", accelerator=self.accelerator, optimizer=optimizer)
 
     def wrap_scheduler(self, scheduler: Any, optimizers: list[Any]) -> Any:
         """Return the scheduler following its optimizers."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
-        _, count = self.hooks.data_shard(self)
+        _, count = self._hooks.data_shard(self.accelerator)
         return AcceleratedScheduler(
             scheduler,
             optimizers,
-            gradient_state=self.gradient_state,
+            gradient_state=self.accelerator.gradient_state,
             num_processes=count,
-            step_with_optimizer=self.step_scheduler_with_optimizer,
-            split_batches=self.split_batches,
+            step_with_optimizer=self.accelerator.step_scheduler_with_optimizer,
+            split_batches=self.dataloader_config.split_batches,
         )
 
     def wrapper_of(self, optimizer: Any) -> AcceleratedOptimizer | None:
@@ -178,7 +188,7 @@ class Preparing(Place):
             PrepareError: with the way out.
         """
         bypass = flag(os.environ, "ACCELERATE_BYPASS_DEVICE_MAP")
-        if self.use_distributed and not bypass and self.verify_device_map(model):
+        if self.accelerator.num_processes > 1 and not bypass and self.verify_device_map(model):
             raise PrepareError(
                 "A model spread over devices by a device map such as 'auto' cannot be trained on several "
                 "processes; load it without device_map (or set ACCELERATE_BYPASS_DEVICE_MAP=true)."
@@ -186,7 +196,7 @@ class Preparing(Place):
 
     def inner_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model without the backend's wrapping and without `torch.compile`'s."""
-        return uncompiled(self.hooks.unwrap_model(self, uncompiled(model)))
+        return uncompiled(self._hooks.unwrap_model(self.accelerator, uncompiled(model)))
 
     def unwrap_model(
         self,
@@ -208,10 +218,41 @@ class Preparing(Place):
             unwrap_forward(inner)
         return inner
 
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state dict of a prepared model.
+
+        Args:
+            unwrap: keys as the user's own model has them; False: as the wrapper has them.
+        """
+        if not unwrap:
+            return dict(model.state_dict())
+        state: dict[str, Any] = self._hooks.consolidate(self.accelerator, model)
+        plain = self.accelerator.precision.plain_state(self.inner_model(model), state)
+        return cast("dict[str, Any]", plain)
+
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that leaves out its first batches, without loading them where it can."""
         return skip_first_batches(dataloader, num_batches)
 
     def init_model_context(self) -> AbstractContextManager[Any]:
         """Return the context in which the active backend wants models constructed."""
-        return cast("AbstractContextManager[Any]", self.hooks.init_model_context(self))
+        context = self._hooks.init_model_context(self.accelerator)
+        return cast("AbstractContextManager[Any]", context)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which ranks may run out of batches at different steps.
+
+        No effect on one process or where the backend cannot.
+
+        Args:
+            joinables: prepared models.
+            even_batches: overrides the loaders' setting inside the block.
+        """
+        accelerator, stack = self.accelerator, ExitStack()
+        if accelerator.num_processes > 1 and accelerator.backend.supports.get("join", False):
+            if even_batches is not None:
+                stack.enter_context(override_even_batches(self.loaders, even_batches))
+            stack.enter_context(self._hooks.join_uneven_inputs(accelerator, joinables))
+        return stack

@@ -7,13 +7,42 @@ from typing import Any
 
 import torch
 
+from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.data.batch import gather_samples
 from accelerate_core.distributed import collectives, tree
-from accelerate_core.facade.place import Place
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.training.gradient_state import GradientState
 
 
-class Talking(Place):
-    """Collectives on nested structures."""
+class Collectives:
+    """Collectives on nested structures.
+
+    Args:
+        comm: all ranks.
+        data_comm: those that read different samples.
+        loss_comm: those over which a loss is summed.
+        state: which batch was served last.
+        loaders: how data is shared out.
+        has_mesh: whether tensors may be distributed over a device mesh themselves.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        data_comm: Communicator,
+        loss_comm: Communicator,
+        *,
+        state: GradientState,
+        loaders: DataLoaderConfiguration,
+        has_mesh: bool,
+    ) -> None:
+        self.comm = comm
+        self.data_comm = data_comm
+        self.loss_comm = loss_comm
+        self._state = state
+        self._loaders = loaders
+        self._has_mesh = has_mesh
+        self.flag_tensor: torch.Tensor | None = None
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate each tensor of a nested structure over the ranks, along dimension 0.
@@ -22,7 +51,7 @@ class Talking(Place):
         result. One collective for the whole structure. Ranks that work on the same
         samples are counted once.
         """
-        return collectives.gather(self._joined(tensor), self._data_communicator)
+        return collectives.gather(self._joined(tensor), self.data_comm)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what was computed from a batch, without the samples repeated to fill the last one.
@@ -36,14 +65,14 @@ class Talking(Place):
             Tensors as `gather` does; objects as `gather_object` does, in one list. All ranks
             get the result, and nobody waits for more than this one collective.
         """
-        comm = self._data_communicator
+        comm = self.data_comm
         input_data = self._joined(input_data)
         leaves = tree.flatten(input_data)
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        real, whole = self.gradient_state.metrics_cut() if comm.size > 1 else (0, None)
+        real, whole = self._state.metrics_cut() if comm.size > 1 else (0, None)
         if as_objects:
             return gather_samples(input_data, real, whole, comm)
-        if comm.size > 1 and not self.even_batches:
+        if comm.size > 1 and not self._loaders.even_batches:
             # Sizes may differ at any step: a rank's last batch is not another's.
             return collectives.gather_uneven(input_data, comm)
         gathered = collectives.gather(input_data, comm)
@@ -66,7 +95,7 @@ class Talking(Place):
 
         Ranks that work on the same samples are counted once.
         """
-        return collectives.reduce(self._joined(tensor), reduction, comm=self._loss_communicator)
+        return collectives.reduce(self._joined(tensor), reduction, comm=self.loss_comm)
 
     def pad_across_processes(
         self,
@@ -84,24 +113,24 @@ class Talking(Place):
             pad_first: put them before the old ones instead of after.
         """
         return collectives.pad_across_processes(
-            tensor, dim, pad_index, pad_first, comm=self._data_communicator
+            tensor, dim, pad_index, pad_first, comm=self.data_comm
         )
 
     def set_trigger(self) -> None:
         """Set this process's flag for `check_trigger`."""
-        self.flag_tensor = torch.ones(1, dtype=torch.int32, device=self.device)
+        self.flag_tensor = torch.ones(1, dtype=torch.int32, device=self.comm.device)
 
     def check_trigger(self) -> bool:
         """Tell whether any process has set its flag, and reset it everywhere."""
         mine = self.flag_tensor
         if mine is None:
-            mine = torch.zeros(1, dtype=torch.int32, device=self.device)
+            mine = torch.zeros(1, dtype=torch.int32, device=self.comm.device)
         self.flag_tensor = None
-        return bool(self._communicator.reduce(mine, "max").item())
+        return bool(self.comm.reduce(mine, "max").item())
 
     def _joined(self, data: Any) -> Any:
         """Make tensors whole that are distributed themselves, as a loss over logits in parts is."""
-        if self.parallelism_config is None:
+        if not self._has_mesh:
             return data  # only a mesh has such
         from torch.distributed.tensor import DTensor
 

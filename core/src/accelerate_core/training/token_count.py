@@ -9,7 +9,7 @@ changes no digit, and keeps low precision formats in their range.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,28 +23,57 @@ if TYPE_CHECKING:
 Count = int | float | torch.Tensor
 
 
-class ItemCount:
+class TokenCount:
     """The items of one accumulation cycle.
 
     `open` says whether the current cycle counts. `factor` is a 0-d tensor once the cycle's last
     micro-batch has begun, and `applied` whether the gradients have been multiplied by it.
+
+    Args:
+        comm: the ranks over which a loss is summed.
+        scale_gradients: multiplies the gradients of models by a 0-d tensor.
+        refusal: why the backend cannot count, if it cannot.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        scale_gradients: Callable[[Sequence[torch.nn.Module], torch.Tensor], None],
+        refusal: str | None = None,
+    ) -> None:
+        self._comm = comm
+        self._scale_gradients = scale_gradients
+        self._refusal = refusal
         self.open = False
         self.applied = False
         self.factor: torch.Tensor | None = None
+        self._models: Sequence[torch.nn.Module] = ()
         self._local: Count = 0
         self._divisor: torch.Tensor | None = None
         self._next_divisor: torch.Tensor | None = None
 
-    def add(self, items: Count | None, first: bool) -> None:
-        """Count the items of one micro-batch on this rank; `first` of its cycle or not.
+    def begin(
+        self, items: Count | None, models: Sequence[torch.nn.Module], *, first: bool, last: bool
+    ) -> None:
+        """Count the items of one micro-batch on this rank.
+
+        Args:
+            items: how many; a tensor of one element is not read back.
+            models: those it trains.
+            first, last: whether the micro-batch begins or ends its cycle.
 
         Raises:
-            ConfigurationError: some micro-batches of a cycle give a number and others do not, or
-                it is negative or no number.
+            ConfigurationError: some micro-batches of a cycle give a number and others do not, it
+                is negative or no number, or the backend cannot count.
         """
+        if items is not None and self._refusal is not None:
+            raise ConfigurationError(self._refusal)
+        self._add(items, first)
+        self._models = models
+        if items is not None and last:
+            self._settle()
+
+    def _add(self, items: Count | None, first: bool) -> None:
         if first:
             self.open, self.applied, self.factor, self._local = items is not None, False, None, 0
             self._divisor = self._next_divisor
@@ -88,8 +117,9 @@ class ItemCount:
         self._local = state["local"]
         self._divisor, self._next_divisor = state["divisor"], state["next_divisor"]
 
-    def settle(self, comm: Communicator) -> None:
+    def _settle(self) -> None:
         """Add up the ranks' counts; no value is read back to the host."""
+        comm = self._comm
         exact = torch.float32 if comm.device.type == "mps" else torch.float64
         local = torch.as_tensor(self._local, dtype=exact, device=comm.device).reshape(1)
         per_rank = (comm.reduce(local) / comm.size).clamp(min=1.0 / comm.size).reshape(())
@@ -104,6 +134,12 @@ class ItemCount:
                 loss.device, torch.promote_types(loss.dtype, torch.float32)
             )
         return loss if self._divisor is None else loss / self._divisor.to(loss.device)
+
+    def apply(self) -> None:
+        """Multiply the gradients by the factor, once it is there and once per cycle."""
+        if not self.applied and self.factor is not None:
+            self._scale_gradients(self._models, self.factor)
+            self.applied = True
 
     def close(self) -> None:
         """End the cycle."""

@@ -1,4 +1,4 @@
-"""Tracking beyond values: images, tables, figures, files, texts, histograms."""
+"""What a script logs, handed to the part that feeds the trackers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,50 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate_core.facade.place import Place
+from accelerate_core.contract.parts import Tracking
 
 LogKwargs = Mapping[str, Mapping[str, Any]] | None
 
 
-class Recording(Place):
-    """The verbs beside `log`. A tracker that does not have one is skipped, and said so once."""
+class TrackingVerbs:
+    """The verbs of tracking. A tracker that does not have one is skipped, and said so once.
+
+    Args:
+        part: feeds the trackers.
+    """
+
+    def __init__(self, part: Tracking) -> None:
+        self.part = part
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start a run in every tracker asked for, with a configuration.
+
+        Args:
+            init_kwargs: per tracker name, arguments of its constructor.
+        """
+        self.part.init(project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker by name, or with `unwrap` the library's own object."""
+        return self.part.get(name, unwrap)
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Log values to all trackers, on the main process.
+
+        Args:
+            log_kwargs: per tracker name, arguments of its `log`.
+        """
+        self.part.log(values, step, log_kwargs)
 
     def log_images(
         self,
@@ -33,7 +70,7 @@ class Recording(Place):
             ConfigurationError: another shape, type or range, by name.
         """
         arguments = {"values": values, "channels_first": channels_first}
-        self._tracking.log_media("images", arguments, step, log_kwargs)
+        self.part.log_media("images", arguments, step, log_kwargs)
 
     def log_table(
         self,
@@ -51,13 +88,13 @@ class Recording(Place):
             "data": data,
             "dataframe": dataframe,
         }
-        self._tracking.log_media("table", arguments, step, log_kwargs)
+        self.part.log_media("table", arguments, step, log_kwargs)
 
     def log_figure(
         self, name: str, figure: Any, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Log a matplotlib figure, which must stay as it is until the trackers have it."""
-        self._tracking.log_media("figure", {"name": name, "figure": figure}, step, log_kwargs)
+        self.part.log_media("figure", {"name": name, "figure": figure}, step, log_kwargs)
 
     def log_artifact(
         self,
@@ -66,19 +103,19 @@ class Recording(Place):
         log_kwargs: LogKwargs = None,
     ) -> None:
         """Keep a file or directory with the run."""
-        self._tracking.log_media("artifact", {"path": path, "name": name}, None, log_kwargs)
+        self.part.log_media("artifact", {"path": path, "name": name}, None, log_kwargs)
 
     def log_text(
         self, name: str, text: str, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Log a text."""
-        self._tracking.log_media("text", {"name": name, "text": text}, step, log_kwargs)
+        self.part.log_media("text", {"name": name, "text": text}, step, log_kwargs)
 
     def log_histogram(
         self, name: str, values: Any, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Log the distribution of an array or tensor of any shape."""
-        self._tracking.log_media("histogram", {"name": name, "values": values}, step, log_kwargs)
+        self.part.log_media("histogram", {"name": name, "values": values}, step, log_kwargs)
 
     def flush_trackers(self, timeout: float | None = None) -> list[str]:
         """Wait until every tracker has taken what was logged so far; `end_training` does it too.
@@ -89,4 +126,4 @@ class Recording(Place):
         Returns:
             Names of the trackers that are not done.
         """
-        return self._tracking.flush(timeout)
+        return self.part.flush(timeout)
