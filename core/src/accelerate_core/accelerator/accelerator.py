@@ -33,6 +33,7 @@ from accelerate_core.config.handlers import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    InitProcessGroupKwargs,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
@@ -134,8 +135,8 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.because = built.because
         self.backend = built.backend
         self.precision = built.precision
-        self.plugins = built.active_plugins()
-        self.hooks = self.plugins.bind_owner(built.backend, built.selection.record, Backend)
+        self._plugins = built.active_plugins()
+        self.hooks = self._plugins.bind_owner(built.backend, built.selection.record, Backend)
         self.device_placement = device_placement
         self.rng_types = check_rng_types(rng_types)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -144,6 +145,8 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.dynamo_plugin = built.dynamo
         self.autocast_handler: AutocastKwargs | None = built.handler(AutocastKwargs)
         self.profile_handler: ProfileKwargs | None = built.handler(ProfileKwargs)
+        self.init_handler: InitProcessGroupKwargs | None = built.handler(InitProcessGroupKwargs)
+        self.scaler_handler: GradScalerKwargs | None = built.handler(GradScalerKwargs)
         said = self.autocast_handler and self.autocast_handler.upcast_outputs
         self.upcast_outputs = bool(self.because["upcast_outputs"].value if said is None else said)
         with blaming("check", built.selection.record):
@@ -157,7 +160,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             self.precision.check(self)
             agree(self._process, built.facts())
             self._make_parts(log_with)
-            self.plugins.call_each("on_start", accelerator=self)
+            self._plugins.call_each("on_start", accelerator=self)
             self._saving.attach(self._run_state, self._tracking, self.note_once)
         except BaseException:
             runtimes.release(self)
@@ -167,17 +170,10 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         built = self._built
         self.hooks.mesh(self)  # all ranks make its groups now, in the same order
         self.gradient_state = GradientState(**built.accumulation.to_dict())
-        self._collectives = Collectives(
-            self._communicator("world", self.process_index, self.num_processes),
-            self._communicator("data", *self.hooks.data_shard(self)),
-            self._communicator("loss", *self.hooks.loss_shard(self)),
-            state=self.gradient_state,
-            loaders=self.dataloader_config,
-            has_mesh=self.parallelism_config is not None,
-        )
+        self._collectives = Collectives(self, self.gradient_state, self.dataloader_config)
         self._prepared = Prepared(
             self,
-            self.plugins,
+            self._plugins,
             config=self.dataloader_config,
             rng_types=self.rng_types,
             device_placement=self.device_placement,
@@ -185,15 +181,10 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         )
         self.scaler: Any | None = None
         if "precision" not in self.backend.owns:
-            scaling = built.handler(GradScalerKwargs)
-            self.scaler = self.precision.scaler(self, scaling.to_kwargs() if scaling else {})
-        self._training = TrainingLoop(
-            self,
-            self.gradient_state,
-            self._collectives.loss_comm,
-            self.scaler,
-            self.autocast_handler,
-        )
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
+            self.scaler = self.precision.scaler(self, options)
+        loss_comm = self._collectives.loss_comm
+        self._training = TrainingLoop(self, self.gradient_state, loss_comm, self.scaler)
         DistributedType.register(str(self.distributed_type))
         part = built.parts["tracking"] if asks(log_with) else None
         make: Callable[..., Tracking] = NoTracking if part is None else part.make
@@ -208,18 +199,6 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             saving=self._saving,
             tracking=self._tracking,
             end_training=self.end_training,
-        )
-
-    def _communicator(self, scope: Any, rank: int, size: int) -> Communicator:
-        return Communicator(
-            rank=rank,
-            size=size,
-            device=self.device,
-            hooks=self.hooks,
-            accelerator=self,
-            scope=scope,
-            debug=bool(self.because["debug"].value),
-            new_group=lambda ranks: self.hooks.new_group(self, ranks, "cpu"),
         )
 
     # --- the setup ----------------------------------------------------------------------------
@@ -260,6 +239,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     communicator: Communicator = attribute("_collectives.comm", "The world, on flat tensors.")
     mixed_precision: str = attribute("_built.precision_record.name", "Name of the precision.")
     mixes_precision: bool = attribute("precision.mixes", "Whether forward runs under autocast.")
+    native_amp: bool = mixes_precision
     parallelism_config: ParallelismConfig | None = attribute(
         "_built.parallelism", "The sizes of the mesh's dimensions, None where there is no mesh."
     )
@@ -362,6 +342,9 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     optimizer_step_was_skipped: bool = attribute(
         "_training.optimizer_step_was_skipped", "Whether the last step was left out: an overflow."
     )
+    has_lomo_optimizer: bool = attribute(
+        "_training.has_lomo_optimizer", "Whether an optimizer steps inside backward."
+    )
     accumulate = method("_training", TrainingLoop.accumulate)
     no_sync = method("_training", TrainingLoop.no_sync)
     trigger_sync_in_backward = method("_training", TrainingLoop.trigger_sync_in_backward)
@@ -447,7 +430,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             self._tracking.finish(failed)
             return
         self._saving.close(failed=True)
-        self.plugins.call_each("on_error", accelerator=self, error=error)
+        self._plugins.call_each("on_error", accelerator=self, error=error)
         self._tracking.finish(failed)
         self._closed = True
         # The other ranks may be waiting for this one: leave without meeting them.
@@ -464,14 +447,14 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             return
         self._saving.close(failed=False)
         self._tracking.finish(failed)
-        self.plugins.call_each("on_end", accelerator=self)
+        self._plugins.call_each("on_end", accelerator=self)
         self._closed = True
         runtimes.release(self)
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release everything prepared, reset `step`, and return None for each object given."""
         self._saving.release()
-        self.plugins.call_each("on_free", accelerator=self)
+        self._plugins.call_each("on_free", accelerator=self)
         self._prepared.forget()
         self._training.settle()
         self.gradient_state.forget()
@@ -489,7 +472,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
 
     def explain(self) -> str:
         """Tell every value in force and where it came from, one per line."""
-        return self._built.explain(self.plugins)
+        return self._built.explain(self._plugins)
 
     def note_once(self, text: str, *, every_rank: bool = False) -> None:
         """Warn, once per text, on the main process."""
@@ -498,17 +481,17 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             warnings.warn(text, stacklevel=3)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "plugins" not in self.__dict__:
+        if name.startswith("_") or "_plugins" not in self.__dict__:
             raise AttributeError(name)
         if hasattr(type(self), name):
             # A property of ours failed inside with an AttributeError: let that one be seen.
             return object.__getattribute__(self, name)
-        return self.plugin_attribute(name, "Accelerator")
+        return self._plugin_attribute(name, "Accelerator")
 
-    def plugin_attribute(self, name: str, owner: str) -> Any:
+    def _plugin_attribute(self, name: str, owner: str) -> Any:
         """Return an attribute that an active plugin serves, or what stands for its absence."""
         served: dict[str, Any] = {}
-        for attributes in self.plugins.call_each("state_attributes", accelerator=self):
+        for attributes in self._plugins.call_each("state_attributes", accelerator=self):
             served.update(attributes)
         if name in served:
             return served[name]

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from accelerate_core.config.handlers import DataLoaderConfiguration
+from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.data.batch import gather_samples
 from accelerate_core.distributed import collectives, tree
 from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.hookspecs import Scope
 from accelerate_core.training.gradient_state import GradientState
 
 
@@ -18,31 +20,39 @@ class Collectives:
     """Collectives on nested structures.
 
     Args:
-        comm: all ranks.
-        data_comm: those that read different samples.
-        loss_comm: those over which a loss is summed.
+        accelerator: for the hooks.
         state: which batch was served last.
         loaders: how data is shared out.
-        has_mesh: whether tensors may be distributed over a device mesh themselves.
     """
 
     def __init__(
         self,
-        comm: Communicator,
-        data_comm: Communicator,
-        loss_comm: Communicator,
-        *,
+        accelerator: AcceleratorView,
         state: GradientState,
         loaders: DataLoaderConfiguration,
-        has_mesh: bool,
     ) -> None:
-        self.comm = comm
-        self.data_comm = data_comm
-        self.loss_comm = loss_comm
+        hooks = accelerator.hooks
+
+        def communicator(scope: Scope, shard: tuple[int, int]) -> Communicator:
+            return Communicator(
+                rank=shard[0],
+                size=shard[1],
+                device=accelerator.device,
+                hooks=hooks,
+                accelerator=accelerator,
+                scope=scope,
+                debug=bool(accelerator.because["debug"].value),
+                new_group=lambda ranks: hooks.new_group(accelerator, ranks, "cpu"),
+            )
+
+        #: All ranks; those that read different samples; those over which a loss is summed.
+        self.comm = communicator("world", (accelerator.process_index, accelerator.num_processes))
+        self.data_comm = communicator("data", hooks.data_shard(accelerator))
+        self.loss_comm = communicator("loss", hooks.loss_shard(accelerator))
+        self.flag_tensor: torch.Tensor | None = None
         self._state = state
         self._loaders = loaders
-        self._has_mesh = has_mesh
-        self.flag_tensor: torch.Tensor | None = None
+        self._has_mesh = accelerator.parallelism_config is not None
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate each tensor of a nested structure over the ranks, along dimension 0.

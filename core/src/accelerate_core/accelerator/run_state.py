@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ class RunState:
         tracking: Tracking,
         end_training: Callable[[], None],
     ) -> None:
+        hooks = accelerator.hooks
         self._accelerator = accelerator
-        self._hooks = accelerator.hooks
         self._training = training
         self._prepared = prepared
         self._saving = saving
@@ -60,6 +61,14 @@ class RunState:
         self.schedulers: Sequence[Any] = prepared.schedulers
         self.registered: Sequence[Stateful] = saving.registered
         self.scaler: Stateful | None = accelerator.scaler
+        # What the backend alone answers.
+        self.load_model_state = partial(hooks.load_model_state, accelerator)
+        self.optimizer_state = partial(hooks.optimizer_state, accelerator)
+        self.load_optimizer_state = partial(hooks.load_optimizer_state, accelerator)
+        self.backend_save = partial(hooks.save_state, accelerator)
+        self.backend_load = partial(hooks.load_state, accelerator)
+        self.save_hooks = saving.save_hooks.values
+        self.load_hooks = saving.load_hooks.values
         self.settle = training.settle
         self.inner = prepared.inner_model
         self.whole_model_state = prepared.get_state_dict
@@ -81,37 +90,9 @@ class RunState:
 
     def model_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return a model's state as the backend gives it."""
-        state: dict[str, Any] = self._hooks.model_state(self._accelerator, model)
+        state: dict[str, Any] = self._accelerator.hooks.model_state(self._accelerator, model)
         plain: dict[str, Any] = self._accelerator.precision.plain_state(self.inner(model), state)
         return plain
-
-    def load_model_state(
-        self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool
-    ) -> None:
-        """Load what `model_state` returned."""
-        self._hooks.load_model_state(self._accelerator, model, state, strict)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state as the backend gives it."""
-        state: dict[str, Any] = self._hooks.optimizer_state(self._accelerator, optimizer)
-        return state
-
-    def load_optimizer_state(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state` returned."""
-        self._hooks.load_optimizer_state(self._accelerator, optimizer, state)
-
-    def backend_save(
-        self, directory: Path, options: Mapping[str, Any], later: bool
-    ) -> Callable[[], None] | None:
-        """Let the backend write what is its own."""
-        job: Callable[[], None] | None = self._hooks.save_state(
-            self._accelerator, directory, options, later
-        )
-        return job
-
-    def backend_load(self, directory: Path, options: Mapping[str, Any]) -> None:
-        """Let the backend read what is its own."""
-        self._hooks.load_state(self._accelerator, directory, options)
 
     def contributors(self) -> Sequence[Contributor]:
         """Return the plugins that have `on_save` or `on_load`, by name."""
@@ -123,14 +104,6 @@ class RunState:
                 )
                 one.hooks[hook] = function, names
         return [one for _, one in sorted(found.items())]
-
-    def save_hooks(self) -> list[Callable[..., None]]:
-        """Return what `register_save_state_pre_hook` was given."""
-        return list(self._saving.save_hooks.values())
-
-    def load_hooks(self) -> list[Callable[..., None]]:
-        """Return what `register_load_state_pre_hook` was given."""
-        return list(self._saving.load_hooks.values())
 
     # --- what is this rank's own --------------------------------------------------------------
 

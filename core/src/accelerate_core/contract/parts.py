@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -144,9 +144,9 @@ class TrainingState(Protocol):
 
     def contributors(self) -> Sequence[Contributor]: ...
 
-    def save_hooks(self) -> list[Callable[..., None]]: ...
+    def save_hooks(self) -> Collection[Callable[..., None]]: ...
 
-    def load_hooks(self) -> list[Callable[..., None]]: ...
+    def load_hooks(self) -> Collection[Callable[..., None]]: ...
 
     def rank_state(self) -> dict[str, Any]:
         """Return this rank's own: step, generators, loaders, cycle, runs of trackers.

@@ -28,7 +28,6 @@ class TrainingLoop:
         state: where the loops are in their accumulation cycle.
         comm: the ranks over which a loss is summed.
         scaler: torch's gradient scaler, None where losses are not scaled.
-        autocast_handler: the settings of autocast.
     """
 
     def __init__(
@@ -37,13 +36,11 @@ class TrainingLoop:
         state: GradientState,
         comm: Communicator,
         scaler: Any | None,
-        autocast_handler: AutocastKwargs | None,
     ) -> None:
         backend, hooks = accelerator.backend, accelerator.hooks
         self._accelerator = accelerator
         self._hooks = hooks
         self.distributed = accelerator.num_processes > 1
-        self._autocast_handler = autocast_handler
         self._divides_loss = "accumulation" not in backend.owns
         self.models: Sequence[torch.nn.Module] = accelerator.models
         self.optimizers: Sequence[AcceleratedOptimizer] = accelerator.optimizers
@@ -164,6 +161,11 @@ class TrainingLoop:
     def _fused_optimizers(self) -> list[Any]:
         return [o.optimizer for o in self.optimizers if hasattr(o.optimizer, "fused_backward")]
 
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether an optimizer steps inside backward."""
+        return bool(self._fused_optimizers())
+
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Run backward of optimizers that step inside it (LOMO's `fused_backward`).
 
@@ -186,7 +188,7 @@ class TrainingLoop:
         Args:
             autocast_handler: used instead of the Accelerator's own.
         """
-        handler = autocast_handler or self._autocast_handler
+        handler = autocast_handler or self._accelerator.autocast_handler
         context = self._hooks.autocast(self._accelerator, None, handler)
         return cast("AbstractContextManager[Any]", context)
 
