@@ -15,14 +15,9 @@ import torch
 from accelerate_core import profiling
 from accelerate_core.accelerator.collectives import Collectives
 from accelerate_core.accelerator.construction import construct, start_process
-from accelerate_core.accelerator.delegation import (
-    ShowsPluginArguments,
-    attribute,
-    mesh_rank,
-    method,
-)
 from accelerate_core.accelerator.run_state import RunState
 from accelerate_core.accelerator.saving import Saving
+from accelerate_core.accelerator.signature import ShowsPluginArguments, mesh_rank
 from accelerate_core.accelerator.tracking import TrackingVerbs
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.no_checkpointer import without_checkpointer
@@ -42,6 +37,7 @@ from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.contract.parts import Tracking
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.data.rng import check_rng_types
+from accelerate_core.delegation import attribute, method
 from accelerate_core.distributed import failures
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
