@@ -42,7 +42,6 @@ __version__ = "0.1.0"
 _MODULES = {
     "accelerator": "Accelerator",
     "backend": "Backend",
-    "builtin.memory": "find_executable_batch_size release_memory",
     "builtin.seed": "set_seed",
     "compilation": "compile_regions",
     "config.enums": "ComputeEnvironment DistributedType LoggerType PrecisionType RNGType",
@@ -56,7 +55,6 @@ _MODULES = {
     "data.skip": "skip_first_batches",
     "distributed.process": "once",
     "hookspecs": "API_VERSION hookimpl",
-    "local_sgd": "LocalSGD",
     "logging": "get_logger",
     "plugins.selection": "Claim Request",
     "precision": "Precision",

@@ -15,8 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core.assemble import assemble
 from accelerate_core.backend import Backend
-from accelerate_core.builtin.affinity import follow_cpu_affinity
-from accelerate_core.builtin.memory import release_memory
+from accelerate_core.builtin.memory import clear_device_cache
 from accelerate_core.builtin.no_tracking import NoTracking, asks
 from accelerate_core.compatibility import check_device
 from accelerate_core.config.enums import DistributedType
@@ -208,7 +207,6 @@ class Accelerator(
             choose_device=choose,
             init_group=partial(self.hooks.init_process_group, self),
         )
-        follow_cpu_affinity(self._process.local_process_index, os.environ)
 
     def _agree(self) -> None:
         self.precision.check(self)
@@ -327,7 +325,10 @@ class Accelerator(
         self.replaced_parameters = WeakIdKeyDictionary()
         self.gradient_state.forget()
         self.step = 0
-        return cast("list[Any]", release_memory(*objects))
+        count = len(objects)
+        del objects
+        clear_device_cache(garbage_collection=True)
+        return [None] * count
 
     def clear(self, *objects: Any) -> list[Any]:
         """Do what `free_memory` does."""

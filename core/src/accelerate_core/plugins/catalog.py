@@ -36,6 +36,9 @@ ARGUMENTS = {
 #: Environment variables by which a peer's launcher switches a backend on.
 VARIABLES = {**known_packages.VARIABLES, "ACCELERATE_USE_MEGATRON_LM": "megatron"}
 
+#: Environment variables that ask for an extension.
+EXTENSION_VARIABLES = known_packages.EXTENSION_VARIABLES
+
 #: `distributed_type` of a peer's config file -> the backend it asks for.
 DISTRIBUTED_TYPES = {
     "FSDP": "fsdp2",

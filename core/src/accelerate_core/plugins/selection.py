@@ -252,7 +252,7 @@ def _missing_by_catalog(request: Request, claimed: set[str]) -> None:
                 f"The argument {name} of Accelerator belongs to a plugin that is not installed. "
                 f"Install it with: {catalog.pip_command(extra)}"
             )
-    for name, extra in catalog.VARIABLES.items():
+    for name, extra in {**catalog.VARIABLES, **catalog.EXTENSION_VARIABLES}.items():
         if request.flag(name) and extra not in have and name not in installed().triggers:
             raise MissingPluginError(
                 f"Environment variable {name} asks for a plugin that is not installed. "
