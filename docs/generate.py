@@ -168,8 +168,7 @@ def known_packages() -> str:
     names: dict[str, dict[str, str]] = {kind: {} for kind in kinds.values()}
     exports: dict[str, list[str]] = {}
     summaries: dict[str, str] = {}
-    tables = ("ARGUMENTS", "EXTENSION_VARIABLES", "SECTIONS", "VARIABLES")
-    triggers: dict[str, dict[str, str]] = {table: {} for table in tables}
+    triggers: dict[str, dict[str, str]] = {"ARGUMENTS": {}, "SECTIONS": {}, "VARIABLES": {}}
     extras = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text())["project"]
     extra_of = {
         packages[-1]: extra
@@ -192,10 +191,9 @@ def known_packages() -> str:
             elif group == "exports":
                 exports[extra] = sorted(points)
             for trigger in points if group == "triggers" else ():
-                if trigger.startswith("ACCELERATE_USE_"):
+                of_extension = points[trigger] in extensions.values()
+                if trigger.startswith("ACCELERATE_USE_") or of_extension:
                     triggers["VARIABLES"][trigger] = extra
-                elif points[trigger] in extensions.values():
-                    triggers["EXTENSION_VARIABLES"][trigger] = extra
                 elif trigger.endswith("_config") and trigger not in _ARGUMENTS:
                     triggers["SECTIONS"][trigger] = extra
                 elif trigger.isidentifier() and trigger.islower() and trigger not in _RESERVED:
@@ -221,8 +219,7 @@ def known_packages() -> str:
     for table, meaning in (
         ("ARGUMENTS", "Argument of `Accelerator`"),
         ("SECTIONS", "Section of the config file"),
-        ("VARIABLES", "Variable that switches a backend on"),
-        ("EXTENSION_VARIABLES", "Variable that asks for an extension"),
+        ("VARIABLES", "Variable that asks for a backend or an extension"),
     ):
         lines += ["", f"#: {meaning} -> extra.", f"{table}: dict[str, str] = {triggers[table]!r}"]
     return _formatted("\n".join(lines) + "\n")
@@ -235,6 +232,8 @@ def _summary(target: str) -> str:
 
 def _formatted(source: str) -> str:
     def wrap(found: re.Match[str]) -> str:
+        if len(found[1]) <= 80:
+            return f'"{found[1]}"'
         filled = textwrap.fill(found[1], 84, break_long_words=False)
         return '"""\n' + textwrap.indent(filled, " " * 8) + '\n    """'
 

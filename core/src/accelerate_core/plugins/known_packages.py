@@ -67,9 +67,7 @@ SUMMARIES: dict[str, str] = {
 }
 
 _LENT = {
-    "aim": """
-        AimTracker
-    """,
+    "aim": "AimTracker",
     "big-model": """
         AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook OffloadedWeightsLoader
         PrefixedDataset SequentialHook UserCpuOffloadHook add_hook_to_module
@@ -90,15 +88,9 @@ _LENT = {
         clean_state_dict_for_safetensors convert_file_size_to_int id_tensor_storage
         load_state_dict shard_state_dict
     """,
-    "clearml": """
-        ClearMLTracker
-    """,
-    "comet_ml": """
-        CometMLTracker
-    """,
-    "ddp": """
-        DDPCommunicationHookType DistributedDataParallelKwargs LocalSGD
-    """,
+    "clearml": "ClearMLTracker",
+    "comet_ml": "CometMLTracker",
+    "ddp": "DDPCommunicationHookType DistributedDataParallelKwargs LocalSGD",
     "deepspeed": """
         DeepSpeedEngineWrapper DeepSpeedPlugin DeepSpeedSequenceParallelConfig DummyOptim
         DummyScheduler GatheredParameters HfDeepSpeedConfig get_active_deepspeed_plugin
@@ -141,33 +133,15 @@ _LENT = {
         slice_tensors str_to_bool synchronize_rng_state synchronize_rng_states tqdm
         wait_for_everyone write_basic_config
     """,
-    "dvclive": """
-        DVCLiveTracker
-    """,
-    "fsdp2": """
-        FullyShardedDataParallelPlugin
-    """,
-    "launch": """
-        PrepareForLaunch debug_launcher notebook_launcher
-    """,
-    "mlflow": """
-        MLflowTracker
-    """,
-    "swanlab": """
-        SwanLabTracker
-    """,
-    "tensorboard": """
-        TensorBoardTracker
-    """,
-    "tracking": """
-        GeneralTracker on_main_process
-    """,
-    "trackio": """
-        TrackioTracker
-    """,
-    "wandb": """
-        WandBTracker
-    """,
+    "dvclive": "DVCLiveTracker",
+    "fsdp2": "FullyShardedDataParallelPlugin",
+    "launch": "PrepareForLaunch debug_launcher notebook_launcher",
+    "mlflow": "MLflowTracker",
+    "swanlab": "SwanLabTracker",
+    "tensorboard": "TensorBoardTracker",
+    "tracking": "GeneralTracker on_main_process",
+    "trackio": "TrackioTracker",
+    "wandb": "WandBTracker",
 }
 
 #: Public name -> extra.
@@ -184,12 +158,10 @@ ARGUMENTS: dict[str, str] = {
 #: Section of the config file -> extra.
 SECTIONS: dict[str, str] = {"deepspeed_config": "deepspeed", "fsdp_config": "fsdp2"}
 
-#: Variable that switches a backend on -> extra.
+#: Variable that asks for a backend or an extension -> extra.
 VARIABLES: dict[str, str] = {
     "ACCELERATE_USE_DEEPSPEED": "deepspeed",
     "ACCELERATE_USE_FSDP": "fsdp2",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "fsdp2",
+    "ACCELERATE_CPU_AFFINITY": "launch",
 }
-
-#: Variable that asks for an extension -> extra.
-EXTENSION_VARIABLES: dict[str, str] = {"ACCELERATE_CPU_AFFINITY": "launch"}

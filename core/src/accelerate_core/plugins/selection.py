@@ -147,7 +147,8 @@ def select_backend(wanted: Any, because: str, request: Request) -> Selection:
 def _asked_otherwise(request: Request) -> bool:
     """Tell whether an argument or a variable asks for a plugin: both are stronger than a file."""
     named = [name for name in installed().triggers if request.arguments.get(name) is not None]
-    return bool(named) or any(request.flag(name) for name in catalog.VARIABLES)
+    switches = [name for name in catalog.VARIABLES if name.startswith("ACCELERATE_USE_")]
+    return bool(named) or any(request.flag(name) for name in switches)
 
 
 def _selection_of_object(wanted: Any, because: str) -> Selection:
@@ -252,7 +253,7 @@ def _missing_by_catalog(request: Request, claimed: set[str]) -> None:
                 f"The argument {name} of Accelerator belongs to a plugin that is not installed. "
                 f"Install it with: {catalog.pip_command(extra)}"
             )
-    for name, extra in {**catalog.VARIABLES, **catalog.EXTENSION_VARIABLES}.items():
+    for name, extra in catalog.VARIABLES.items():
         if request.flag(name) and extra not in have and name not in installed().triggers:
             raise MissingPluginError(
                 f"Environment variable {name} asks for a plugin that is not installed. "
