@@ -4,8 +4,6 @@ from typing import Any
 
 from accelerate_core.accelerator import Accelerator as Accelerator
 from accelerate_core.backend import Backend as Backend
-from accelerate_core.builtin.memory import find_executable_batch_size as find_executable_batch_size
-from accelerate_core.builtin.memory import release_memory as release_memory
 from accelerate_core.builtin.seed import set_seed as set_seed
 from accelerate_core.compilation import compile_regions as compile_regions
 from accelerate_core.config.enums import ComputeEnvironment as ComputeEnvironment
@@ -41,7 +39,6 @@ from accelerate_core.data.skip import skip_first_batches as skip_first_batches
 from accelerate_core.distributed.process import once as once
 from accelerate_core.hookspecs import API_VERSION as API_VERSION
 from accelerate_core.hookspecs import hookimpl as hookimpl
-from accelerate_core.local_sgd import LocalSGD as LocalSGD
 from accelerate_core.logging import get_logger as get_logger
 from accelerate_core.plugins.selection import Claim as Claim
 from accelerate_core.plugins.selection import Request as Request

@@ -33,7 +33,7 @@ ARGUMENTS = {
     "megatron_lm_plugin": "megatron",
 }
 
-#: Environment variables by which a peer's launcher switches a backend on.
+#: Environment variables that ask for a plugin; those of backends begin with ACCELERATE_USE_.
 VARIABLES = {**known_packages.VARIABLES, "ACCELERATE_USE_MEGATRON_LM": "megatron"}
 
 #: `distributed_type` of a peer's config file -> the backend it asks for.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ARGUMENTS", "EXPORTS", "NAMES", "SECTIONS", "SUMMARIES", "VARIABLES"]
-
 #: Kind of plugin -> name -> extra of accelerate-core.
 NAMES: dict[str, dict[str, str]] = {
     "backend": {"ddp": "ddp", "deepspeed": "deepspeed", "fsdp2": "fsdp2"},
@@ -27,7 +25,7 @@ NAMES: dict[str, dict[str, str]] = {
         "simple": "launch",
         "torchrun": "launch",
     },
-    "extension": {},
+    "extension": {"cpu_affinity": "launch"},
     "command": {
         "deepspeed": "deepspeed",
         "to-fsdp2": "fsdp2",
@@ -69,9 +67,7 @@ SUMMARIES: dict[str, str] = {
 }
 
 _LENT = {
-    "aim": """
-        AimTracker
-    """,
+    "aim": "AimTracker",
     "big-model": """
         AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook OffloadedWeightsLoader
         PrefixedDataset SequentialHook UserCpuOffloadHook add_hook_to_module
@@ -92,15 +88,9 @@ _LENT = {
         clean_state_dict_for_safetensors convert_file_size_to_int id_tensor_storage
         load_state_dict shard_state_dict
     """,
-    "clearml": """
-        ClearMLTracker
-    """,
-    "comet_ml": """
-        CometMLTracker
-    """,
-    "ddp": """
-        DDPCommunicationHookType DistributedDataParallelKwargs
-    """,
+    "clearml": "ClearMLTracker",
+    "comet_ml": "CometMLTracker",
+    "ddp": "DDPCommunicationHookType DistributedDataParallelKwargs LocalSGD",
     "deepspeed": """
         DeepSpeedEngineWrapper DeepSpeedPlugin DeepSpeedSequenceParallelConfig DummyOptim
         DummyScheduler GatheredParameters HfDeepSpeedConfig get_active_deepspeed_plugin
@@ -118,57 +108,40 @@ _LENT = {
         check_os_kernel clear_device_cache clear_environment compare_versions concatenate
         convert_bytes convert_dict_to_env_variables convert_outputs_to_fp32 convert_to_fp32
         copy_tensor_to_devices extract_model_from_parallel find_batch_size find_device
-        gather gather_object get_cpu_distributed_information get_current_device_type
-        get_data_structure get_free_port get_gpu_info get_grad_scaler get_int_from_env
-        get_mixed_precision_context_manager get_module_children_bottom_up get_pretty_name
-        has_4bit_bnb_layers has_compiled_regions honor_type ignorant_find_batch_size
-        initialize_tensors is_4bit_bnb_available is_8bit_bnb_available is_amdsmi_available
-        is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available
-        is_boto3_available is_compiled_module is_cuda_available is_datasets_available
-        is_fp16_available is_habana_gaudi1 is_hpu_available is_import_timer_available
-        is_lomo_available is_matplotlib_available is_mlu_available is_mps_available
-        is_musa_available is_namedtuple is_neuron_available is_npu_available
-        is_numpy_available is_pandas_available is_peft_available is_peft_model
-        is_pippy_available is_port_in_use is_pynvml_available is_pytest_available
-        is_rich_available is_rocm_available is_sagemaker_available is_schedulefree_available
-        is_sdaa_available is_tensor_information is_timm_available is_torch_tensor
-        is_torch_version is_torchdata_available is_torchdata_stateful_dataloader_available
+        find_executable_batch_size gather gather_object get_cpu_distributed_information
+        get_current_device_type get_data_structure get_free_port get_gpu_info
+        get_grad_scaler get_int_from_env get_mixed_precision_context_manager
+        get_module_children_bottom_up get_pretty_name has_4bit_bnb_layers
+        has_compiled_regions honor_type ignorant_find_batch_size initialize_tensors
+        is_4bit_bnb_available is_8bit_bnb_available is_amdsmi_available is_bf16_available
+        is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available
+        is_compiled_module is_cuda_available is_datasets_available is_fp16_available
+        is_habana_gaudi1 is_hpu_available is_import_timer_available is_lomo_available
+        is_matplotlib_available is_mlu_available is_mps_available is_musa_available
+        is_namedtuple is_neuron_available is_npu_available is_numpy_available
+        is_pandas_available is_peft_available is_peft_model is_pippy_available
+        is_port_in_use is_pynvml_available is_pytest_available is_rich_available
+        is_rocm_available is_sagemaker_available is_schedulefree_available is_sdaa_available
+        is_tensor_information is_timm_available is_torch_tensor is_torch_version
+        is_torchdata_available is_torchdata_stateful_dataloader_available
         is_torchvision_available is_tqdm_available is_transformers_available
         is_triton_available is_weights_only_available is_xccl_available is_xpu_available
         listify load merge_dicts model_has_dtensor pad_across_processes pad_input_tensors
         parse_choice_from_env parse_flag_from_env patch_environment
-        purge_accelerate_environment recursive_getattr recursively_apply reduce save
-        send_to_device set_numa_affinity should_reduce_batch_size slice_tensors str_to_bool
-        synchronize_rng_state synchronize_rng_states tqdm wait_for_everyone
-        write_basic_config
+        purge_accelerate_environment recursive_getattr recursively_apply reduce
+        release_memory save send_to_device set_numa_affinity should_reduce_batch_size
+        slice_tensors str_to_bool synchronize_rng_state synchronize_rng_states tqdm
+        wait_for_everyone write_basic_config
     """,
-    "dvclive": """
-        DVCLiveTracker
-    """,
-    "fsdp2": """
-        FullyShardedDataParallelPlugin
-    """,
-    "launch": """
-        PrepareForLaunch debug_launcher notebook_launcher
-    """,
-    "mlflow": """
-        MLflowTracker
-    """,
-    "swanlab": """
-        SwanLabTracker
-    """,
-    "tensorboard": """
-        TensorBoardTracker
-    """,
-    "tracking": """
-        GeneralTracker on_main_process
-    """,
-    "trackio": """
-        TrackioTracker
-    """,
-    "wandb": """
-        WandBTracker
-    """,
+    "dvclive": "DVCLiveTracker",
+    "fsdp2": "FullyShardedDataParallelPlugin",
+    "launch": "PrepareForLaunch debug_launcher notebook_launcher",
+    "mlflow": "MLflowTracker",
+    "swanlab": "SwanLabTracker",
+    "tensorboard": "TensorBoardTracker",
+    "tracking": "GeneralTracker on_main_process",
+    "trackio": "TrackioTracker",
+    "wandb": "WandBTracker",
 }
 
 #: Public name -> extra.
@@ -185,9 +158,10 @@ ARGUMENTS: dict[str, str] = {
 #: Section of the config file -> extra.
 SECTIONS: dict[str, str] = {"deepspeed_config": "deepspeed", "fsdp_config": "fsdp2"}
 
-#: Variable that switches a backend on -> extra.
+#: Variable that asks for a backend or an extension -> extra.
 VARIABLES: dict[str, str] = {
     "ACCELERATE_USE_DEEPSPEED": "deepspeed",
     "ACCELERATE_USE_FSDP": "fsdp2",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "fsdp2",
+    "ACCELERATE_CPU_AFFINITY": "launch",
 }

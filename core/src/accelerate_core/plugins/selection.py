@@ -147,7 +147,8 @@ def select_backend(wanted: Any, because: str, request: Request) -> Selection:
 def _asked_otherwise(request: Request) -> bool:
     """Tell whether an argument or a variable asks for a plugin: both are stronger than a file."""
     named = [name for name in installed().triggers if request.arguments.get(name) is not None]
-    return bool(named) or any(request.flag(name) for name in catalog.VARIABLES)
+    switches = [name for name in catalog.VARIABLES if name.startswith("ACCELERATE_USE_")]
+    return bool(named) or any(request.flag(name) for name in switches)
 
 
 def _selection_of_object(wanted: Any, because: str) -> Selection:

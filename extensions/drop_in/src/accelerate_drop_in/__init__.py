@@ -36,7 +36,7 @@ _HOMES = {
     ),
     "hooks": ("accelerate_big_model.hooks", "accelerate_big_model"),
     "launchers": ("accelerate_launch",),
-    "local_sgd": ("accelerate_core.local_sgd",),
+    "local_sgd": ("accelerate_core",),
     "logging": ("accelerate_core.logging",),
     "optimizer": ("accelerate_core.training.optimizer",),
     "scheduler": ("accelerate_core.training.scheduler",),

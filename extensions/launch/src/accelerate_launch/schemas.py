@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate_core
+from accelerate_core import config
 from accelerate_core.config.schema import SettingField, settings_fields
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
@@ -149,8 +150,7 @@ def _key(record: PluginRecord) -> str:
     spec = importlib.util.find_spec(package)
     folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
     # What is said depends on how the core reads settings, too.
-    core = Path(accelerate_core.__file__).parent
-    own = [core / "configuration" / f"{n}.py" for n in ("schema", "parallelism", "handlers")]
+    own = Path(config.__file__).parent.glob("*.py")
     written = [Path(__file__), *own, *(() if record.kind == "core" else folder.glob("*.py"))]
     newest = max(one.stat().st_mtime_ns for one in written)
     parts = (record.target, record.distribution, record.version, folder, newest, _FORMAT)

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from worker import PG_TIMEOUT, RANK, SIZE, case, flat, run_cases, same_on_ranks
 
-from accelerate_core import Accelerator
-from accelerate_core.local_sgd import LocalSGD
+from accelerate_core import Accelerator, LocalSGD
 from accelerate_core.utils import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,

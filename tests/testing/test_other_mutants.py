@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import dummies
 import pytest
 from support import clean_environment
 
@@ -16,9 +17,6 @@ from accelerate_testing import run_suite, run_workers
 from accelerate_testing.checks import about
 from accelerate_testing.processes import run_command
 from accelerate_testing.scaffold import write_repository
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-import dummies
 
 SCRIPT = Path(__file__).with_name("other_mutants.py")
 WRITTEN = re.findall(

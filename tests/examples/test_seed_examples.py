@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import seed_worker
 from launched import clean_environment, run_cli
 from seed_parts import CASES

@@ -438,8 +438,7 @@ def test_plans_compare_by_value() -> None:
 
 LOCAL_SGD = """
 import torch
-from accelerate_core import Accelerator
-from accelerate_core.local_sgd import LocalSGD
+from accelerate_core import Accelerator, LocalSGD
 
 def build():
     torch.manual_seed(0)
@@ -624,24 +623,3 @@ def test_machines_that_do_not_meet_are_one_error(script: Path) -> None:
     assert done.returncode == 1
     assert "this machine did not meet the others" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_processes_are_bound_where_that_is_asked_for(script: Path, tmp_path: Path) -> None:
-    import psutil
-
-    file = tmp_path / "config.yaml"
-    file.write_text("use_cpu: true\nenable_cpu_affinity: true\n")
-    made = make_plan(str(script), [], {}, {}, read_config(file)).environment
-    assert made["ACCELERATE_CPU_AFFINITY"] == "true"
-    core = min(psutil.Process().cpu_affinity())
-    # What the system tells about an accelerator is put in its place: there is none here.
-    done = run_python(
-        "import os, psutil\n"
-        "from accelerate_core.builtin import affinity\n"
-        f"affinity._cpus_beside = lambda index: [{core}]\n"
-        "from accelerate_core import Accelerator\n"
-        "os.environ['ACCELERATE_CPU_AFFINITY'] = 'true'\n"
-        "Accelerator(cpu=True)\n"
-        "print(psutil.Process().cpu_affinity())\n"
-    )
-    assert done.stdout == f"[{core}]\n", done.stderr

@@ -1,17 +1,46 @@
-"""Binding a process to the CPUs beside its accelerator."""
+"""Binding a process to the CPUs beside its accelerator: what `launch --enable_cpu_affinity` asks for.
+
+The extension runs in the ranks; the launcher sets the variable that has it asked.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
-from accelerate_core.config.truth import flag
+from accelerate_core import AcceleratorView, Claim, Request, hookimpl
+from accelerate_core.config.truth import flag, truth
 
 logger = logging.getLogger(__name__)
+
+#: What `launch` sets for its children.
+VARIABLE = "ACCELERATE_CPU_AFFINITY"
+
+
+class CpuAffinity:
+    """Binds each process to the CPUs beside its accelerator when its Accelerator is made."""
+
+    name = "cpu_affinity"
+    api_version = (1, 0)
+
+    @classmethod
+    def detect(cls, request: Request) -> Claim | None:
+        """Claim the run unless the variable says no; a word that is neither is refused later."""
+        text = request.environ.get(VARIABLE, "")
+        if not text or truth(text) is False:
+            return None
+        return Claim(10, f"environment variable {VARIABLE}={text}")
+
+    @hookimpl
+    def on_start(self, accelerator: AcceleratorView) -> None:
+        """Bind this process; named in ACCELERATE_PLUGINS it needs no variable.
+
+        Raises:
+            ConfigurationError: the variable is neither yes nor no.
+        """
+        if flag(os.environ, VARIABLE, default=True):
+            set_numa_affinity(accelerator.local_process_index)
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
@@ -31,13 +60,9 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
         logger.log(level, "Local process %d runs on the CPUs %s.", local_process_index, allowed)
 
 
-def follow_cpu_affinity(local_process_index: int, environ: Mapping[str, str]) -> None:
-    """Bind this process as `launch --enable_cpu_affinity` asks for, by ACCELERATE_CPU_AFFINITY."""
-    if flag(environ, "ACCELERATE_CPU_AFFINITY"):
-        set_numa_affinity(local_process_index)
-
-
 def _cpus_beside(index: int) -> list[int]:
+    import torch
+
     if not torch.accelerator.is_available() or index >= torch.accelerator.device_count():
         return []
     describe = getattr(torch.get_device_module(), "get_device_properties", None)

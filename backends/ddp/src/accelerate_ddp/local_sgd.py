@@ -11,7 +11,7 @@ from accelerate_core.errors import ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-    from accelerate_core.accelerator import Accelerator
+    from accelerate_core import Accelerator
 
 
 class LocalSGD:
