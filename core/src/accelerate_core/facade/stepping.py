@@ -349,7 +349,8 @@ class Stepping(Place):
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context that profiles with `torch.profiler` and yields its profiler."""
-        return profiling.profile(profile_handler or self.profile_handler, self.process_index)
+        settings = profile_handler or self.profile_handler or ProfileKwargs()
+        return profiling.profile(settings, self.process_index)
 
 
 class _MicroBatch:
