@@ -141,8 +141,7 @@ class Accelerator(
     ) -> None:
         arguments = dict(locals())
         del arguments["self"], arguments["plugin_arguments"]
-        running = runtimes.running()
-        topology = running.topology if running else read_topology(os.environ)
+        topology = runtimes.running() or read_topology(os.environ)
         built = assemble(arguments, plugin_arguments, topology)
         self._built = built
         self.because = built.because

@@ -1,4 +1,4 @@
-"""Which of how many processes this is, and what starting their group takes."""
+"""Which of how many processes this is, where it runs, and what starting their group takes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,42 @@ _RANK_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Topology:
     """Which of how many processes this is, as the launcher said."""
 
+    #: Rank in the world.
     process_index: int = 0
+    #: World size.
     num_processes: int = 1
+    #: Rank on this machine.
     local_process_index: int = 0
+    #: Number of processes on this machine.
     local_num_processes: int = 1
     because: str = "not started by a launcher"
+
+
+@dataclass(kw_only=True)
+class Process(Topology):
+    """Where this process stands among the ranks, and what it runs on."""
+
+    device: torch.device
+    #: The ranks' key-value store (`torch.distributed.Store`), None on one process.
+    store: Any = None
+    #: How long a collective may take; None is torch's default.
+    timeout: timedelta | None = None
+
+
+@dataclass(frozen=True)
+class GroupStart:
+    """All that is needed to start the default process group."""
+
+    topology: Topology
+    device: torch.device
+    store: Any
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
 
 
 def read_topology(environ: Mapping[str, str]) -> Topology:
@@ -66,15 +93,3 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         raise ConfigurationError(
             f"Environment variable {name}={environ[name]!r} must be a number."
         ) from None
-
-
-@dataclass(frozen=True)
-class GroupStart:
-    """All that is needed to start the default process group."""
-
-    topology: Topology
-    device: torch.device
-    store: Any
-    backend: str | None = None
-    init_method: str | None = None
-    timeout: timedelta | None = None

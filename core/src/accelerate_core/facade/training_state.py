@@ -15,7 +15,8 @@ from accelerate_core.builtin import rng_state
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
-    from accelerate_core.contract.parts import Contributor, LoopEvents, Process, Stateful
+    from accelerate_core.contract.parts import Contributor, LoopEvents, Stateful
+    from accelerate_core.contract.topology import Process
 
 
 #: Under this key a rank's state has what no other library would read.
