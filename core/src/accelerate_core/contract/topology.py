@@ -69,19 +69,16 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
     """
     for names in map(str.split, _RANK_VARIABLES):
         rank_name, size_name, local_name, local_size_name = names
-        for name in (rank_name, size_name):
-            if environ.get(name):
-                _number(environ, name)  # also where the other one is not set
-        if rank_name not in environ or size_name not in environ:
+        said = {name: _number(environ, name) for name in names if name in environ}
+        if rank_name not in said or size_name not in said:
             continue
-        rank, size = _number(environ, rank_name), _number(environ, size_name)
-        local = _number(environ, local_name) if local_name in environ else rank
-        local_size = _number(environ, local_size_name) if local_size_name in environ else size
+        rank, size = said[rank_name], said[size_name]
         if not 0 <= rank < size:
             raise ConfigurationError(
                 f"{rank_name}={rank} is outside a world of {size_name}={size}."
             )
         because = f"environment variables {rank_name}={rank}, {size_name}={size}"
+        local, local_size = said.get(local_name, rank), said.get(local_size_name, size)
         return Topology(rank, size, local, local_size, because)
     return Topology()
 
