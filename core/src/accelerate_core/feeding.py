@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.distributed.tree import flatten, recursively_apply, send_to_device
+from accelerate_core.distributed.tree import flatten, map_tensors, send_to_device
 
 
 def feed(
@@ -54,7 +54,7 @@ def feed(
 
 def _copy(batch: Any, device: torch.device, streams: Any, side: Any) -> tuple[Any, Any]:
     with streams.stream(side):
-        moved = send_to_device(recursively_apply(_pinned, batch), device, non_blocking=True)
+        moved = send_to_device(map_tensors(_pinned, batch), device, non_blocking=True)
         arrived = streams.Event()
         arrived.record(side)
     return moved, arrived

@@ -118,13 +118,6 @@ class Float16(Precision):
     needs = frozenset({"autocast", "loss_scaling"})
     dtype = torch.float16
 
-    def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
-        """Change the objects of one `prepare` call: replace an optimizer, say.
-
-        Called after the stages and before the backend; parameters that were replaced are rebound by
-        name afterwards (`plan.rename` says new names).
-        """
-
     def scaler(self, accelerator: AcceleratorView, options: dict[str, Any]) -> Any | None:
         """Return torch's scaler for the device."""
         return torch.amp.GradScaler(accelerator.device.type, **options)

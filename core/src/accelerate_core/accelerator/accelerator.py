@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from accelerate_core.accelerator.saving import Saving
 from accelerate_core.accelerator.signature import ShowsPluginArguments, mesh_rank
 from accelerate_core.accelerator.tracking import TrackingVerbs
 from accelerate_core.backend import Backend
+from accelerate_core.builtin.memory import clear_device_cache
 from accelerate_core.builtin.no_checkpointer import without_checkpointer
 from accelerate_core.builtin.no_tracking import NoTracking, asks
 from accelerate_core.config.enums import DistributedType
@@ -122,8 +122,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     ) -> None:
         arguments = dict(locals())
         del arguments["self"], arguments["plugin_arguments"]
-        running = runtimes.running()
-        topology = running.topology if running else read_topology(os.environ)
+        topology = runtimes.running() or read_topology(os.environ)
         built = construct(arguments, plugin_arguments, topology)
         self._built = built
         self._closed = False
@@ -357,7 +356,8 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context that profiles with `torch.profiler` and yields its profiler."""
-        return profiling.profile(profile_handler or self.profile_handler, self.process_index)
+        settings = profile_handler or self.profile_handler or ProfileKwargs()
+        return profiling.profile(settings, self.process_index)
 
     # --- collectives --------------------------------------------------------------------------
 
@@ -457,9 +457,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.step = 0
         count = len(objects)
         del objects
-        gc.collect()
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).empty_cache()
+        clear_device_cache(garbage_collection=True)
         return [None] * count
 
     def clear(self, *objects: Any) -> list[Any]:

@@ -94,7 +94,7 @@ class Collectives:
             fits = tensor.ndim and (whole is None or len(tensor) <= whole)
             return tensor[:real] if fits else tensor
 
-        return tree.recursively_apply(cut, gathered)
+        return tree.map_tensors(cut, gathered)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine each tensor of a nested structure over the ranks; all get the result.
@@ -144,6 +144,6 @@ class Collectives:
             return data  # only a mesh has such
         from torch.distributed.tensor import DTensor
 
-        return tree.recursively_apply(
+        return tree.map_tensors(
             lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, data
         )

@@ -14,7 +14,8 @@ import torch
 
 from accelerate_core.accelerator.saving import Saving
 from accelerate_core.builtin import rng_state
-from accelerate_core.contract.parts import Contributor, LoopEvents, Process, Stateful, Tracking
+from accelerate_core.contract.parts import Contributor, LoopEvents, Stateful, Tracking
+from accelerate_core.contract.topology import Process
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.plugins.manager import ActivePlugins
 from accelerate_core.prepare.prepared import Prepared

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from accelerate_core.contract.topology import Process
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +16,6 @@ __all__ = [
     "Checkpointer",
     "Contributor",
     "LoopEvents",
-    "Process",
     "Stateful",
     "Tracking",
     "TrainingState",
@@ -28,32 +28,6 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-class Process(Protocol):
-    """Where this process stands among the ranks."""
-
-    @property
-    def process_index(self) -> int: ...
-
-    @property
-    def num_processes(self) -> int: ...
-
-    @property
-    def local_process_index(self) -> int: ...
-
-    @property
-    def local_num_processes(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def timeout(self) -> timedelta | None: ...
-
-    @property
-    def store(self) -> Any:
-        """The ranks' key-value store (`torch.distributed.Store`), None on one process."""
 
 
 class LoopEvents(Protocol):

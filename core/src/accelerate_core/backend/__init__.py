@@ -1,22 +1,23 @@
 """`Backend`: the owner hooks with defaults for one process and for torch.distributed.
 
 A backend is a subclass that overrides what differs. Every default is right for
-one process and for the default group, which is why a small backend is small.
+one process and for the default group, which is why a small backend is small. Here are its
+declarations and the hooks of start and `prepare`; `step` and `state` have the others, and
+`distributed.torch_collectives` those that communicate.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
+from accelerate_core.backend.state import StateHooks
+from accelerate_core.backend.step import StepHooks
 from accelerate_core.contract.capabilities import NEEDS
-from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.contract.topology import GroupStart, Topology
 from accelerate_core.distributed import process as runtime
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
@@ -35,7 +36,7 @@ _DATA = ("dp_replicate", "dp_shard")
 _LOSS = (*_DATA, "cp", "sp")
 
 
-class Backend(TorchCollectives):
+class Backend(StepHooks, StateHooks, TorchCollectives):
     """Base of every backend.
 
     Class attributes are declarations the core, its error texts and the docs read:
@@ -314,289 +315,6 @@ class Backend(TorchCollectives):
         """
         return nullcontext()
 
-    # --- step ---------------------------------------------------------------------------------
-
-    @owner
-    def autocast(
-        self, accelerator: AcceleratorView, model: torch.nn.Module | None, settings: Any
-    ) -> AbstractContextManager[Any]:
-        """Return the context of mixed precision.
-
-        It is made for each forward of a prepared model, which is then `model`; None where the
-        script enters it by itself. `settings` is an `AutocastKwargs` or None.
-
-        Default: enter the precision's autocast.
-        """
-        options: dict[str, Any] = {}
-        if settings is not None:
-            options = {"enabled": settings.enabled, "cache_enabled": settings.cache_enabled}
-        context: AbstractContextManager[Any] = accelerator.precision.autocast(
-            accelerator, model, options
-        )
-        return context
-
-    @owner
-    def scale_loss(self, accelerator: AcceleratorView, loss: torch.Tensor) -> torch.Tensor:
-        """Scale the loss before backward (gradient scaling, not accumulation).
-
-        Default: scale by the gradient scaler, where there is one.
-        """
-        scaler = accelerator.scaler
-        return loss if scaler is None else scaler.scale(loss)
-
-    @owner
-    def backward(
-        self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
-    ) -> None:
-        """Run backward on a loss already divided by the accumulation steps and scaled.
-
-        Default: call `loss.backward(**kwargs)`.
-        """
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-
-    @owner
-    def scale_gradients(
-        self, accelerator: AcceleratorView, models: Sequence[torch.nn.Module], factor: torch.Tensor
-    ) -> None:
-        """Multiply the models' gradients by a 0-d tensor, after they were synchronised.
-
-        Called once per cycle of which the items were counted, after the backward that
-        synchronises. `factor` takes the gradients to be the mean over the loss scope; a backend
-        that adds them up instead divides by the number of ranks here.
-
-        Default: multiply every gradient in place, those of one device and dtype together.
-        """
-        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        for parameter in dict.fromkeys(p for model in models for p in model.parameters()):
-            if parameter.grad is not None:
-                grad = parameter.grad
-                groups[grad.device, grad.dtype].append(grad)
-        for (device, dtype), grads in groups.items():
-            # Rounding it to a short format would change every gradient by the same error.
-            by = factor.to(device, torch.promote_types(dtype, torch.float32))
-            dense = [grad for grad in grads if not grad.is_sparse]
-            if dense:
-                torch._foreach_mul_(dense, by)
-            for grad in grads:
-                if grad.is_sparse:
-                    grad.mul_(by)
-
-    @owner
-    def no_sync(self, accelerator: AcceleratorView, model: Any) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not reduce gradients between ranks.
-
-        Default: do nothing: nothing is synchronised.
-        """
-        return nullcontext()
-
-    @owner
-    def trigger_sync_in_backward(
-        self, accelerator: AcceleratorView, model: Any
-    ) -> AbstractContextManager[Any]:
-        """Return a context in which the next backward reduces, though forward ran unsynced.
-
-        Default: do nothing: nothing is synchronised.
-        """
-        return nullcontext()
-
-    @owner
-    def unscale_gradients(self, accelerator: AcceleratorView, optimizer: Any) -> None:
-        """Undo gradient scaling on one (inner) optimizer's gradients, once per step.
-
-        Default: unscale one optimizer's gradients, where there is a scaler.
-        """
-        if accelerator.scaler is not None:
-            accelerator.scaler.unscale_(optimizer)
-
-    @owner
-    def clip_grad(
-        self,
-        accelerator: AcceleratorView,
-        parameters: Sequence[torch.Tensor],
-        max_norm: float | None,
-        norm_type: float,
-        clip_value: float | None,
-    ) -> Any:
-        """Clip gradients: by their global norm, or element by element.
-
-        Exactly one of `max_norm` and `clip_value` is given. With `max_norm` return the norm as it
-        was before, a 0-d tensor; `clip_value` clips to [-clip_value, clip_value].
-
-        Default: clip with torch.
-        """
-        if clip_value is not None:
-            return torch.nn.utils.clip_grad_value_(parameters, clip_value)
-        assert max_norm is not None
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-
-    @owner
-    def optimizer_step(
-        self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
-    ) -> bool:
-        """Step the inner optimizer; return False if the step was skipped (overflow).
-
-        Default: step, through the scaler where there is one; tell whether the step was taken.
-        """
-        scaler = accelerator.scaler
-        if scaler is None:
-            optimizer.step() if closure is None else optimizer.step(closure)
-            return True
-        if closure is not None:
-            raise ConfigurationError("A closure cannot be used with a gradient scaler (fp16).")
-        taken = _steps_taken(optimizer)
-        with taken:
-            scaler.step(optimizer)
-        overflowed = False
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # A fused optimizer is always called and leaves the step out by itself.
-            overflowed = any(
-                bool(found.item()) for found in scaler._found_inf_per_device(optimizer).values()
-            )
-        accelerator.scaler_stepped(optimizer)
-        return taken.count > 0 and not overflowed
-
-    @owner
-    def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
-        """Clear the gradients of the inner optimizer's parameters.
-
-        Default: clear gradients.
-        """
-        optimizer.zero_grad(set_to_none=set_to_none)
-
-    @owner
-    def context_parallel(
-        self,
-        accelerator: AcceleratorView,
-        buffers: Sequence[torch.Tensor] | None,
-        buffer_seq_dims: Sequence[int] | None,
-        no_restore_buffers: set[torch.Tensor] | None,
-    ) -> AbstractContextManager[Any]:
-        """Return a context in which buffers are sharded along their sequence dimension.
-
-        Default: do nothing: there is no such dimension.
-        """
-        return nullcontext()
-
-    @owner
-    def run_schedule(
-        self, accelerator: AcceleratorView, model: torch.nn.Module, batch: Any, step: ScheduleStep
-    ) -> ScheduleResult:
-        """Run forward, and in training backward, of one batch where the engine owns both.
-
-        One call is one backward: it may stand inside of `accumulate`; clipping and stepping stay
-        the script's. The loss is known on every rank.
-
-        Args:
-            step: whether it trains, whether this backward synchronises, and how a loss is divided.
-
-        Default: refuse: forward and backward are the script's.
-        """
-        raise ConfigurationError(
-            f"train_step() is for backends that own forward and backward together; under {self.name!r} "
-            "call the model, accelerator.backward(loss) and optimizer.step()."
-        )
-
-    # --- state ---------------------------------------------------------------------------------
-
-    @owner
-    def model_state(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the state dict `save_state` keeps; keys as the user's own model has them.
-
-        Default: return the unwrapped model's state dict.
-        """
-        return dict(accelerator.unwrap_model(model).state_dict())
-
-    @owner
-    def load_model_state(
-        self,
-        accelerator: AcceleratorView,
-        model: torch.nn.Module,
-        state: Mapping[str, Any],
-        strict: bool,
-    ) -> None:
-        """Load what `model_state` gave.
-
-        Default: load into the unwrapped model.
-        """
-        accelerator.unwrap_model(model).load_state_dict(state, strict=strict)
-
-    @owner
-    def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
-        """Return the state dict of one inner optimizer.
-
-        Default: return the optimizer's state dict.
-        """
-        return dict(optimizer.state_dict())
-
-    @owner
-    def load_optimizer_state(
-        self, accelerator: AcceleratorView, optimizer: Any, state: Mapping[str, Any]
-    ) -> None:
-        """Load what `optimizer_state` gave.
-
-        Default: load into the optimizer.
-        """
-        optimizer.load_state_dict(state)
-
-    @owner
-    def rng_state(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
-        """Return the state of this rank's generators that torch does not know, for a checkpoint.
-
-        Default: there are none.
-        """
-        return {}
-
-    @owner
-    def load_rng_state(self, accelerator: AcceleratorView, state: Mapping[str, Any]) -> None:
-        """Set the generators of `rng_state`, after all else of a checkpoint is loaded.
-
-        Default: there are none.
-        """
-
-    @owner
-    def on_seed(self, accelerator: AcceleratorView, seed: int) -> None:
-        """Seed the generators of `rng_state`; `set_seed` was called, with this rank's seed.
-
-        Default: there are none.
-        """
-
-    @owner
-    def save_state(
-        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
-    ) -> Callable[[], None] | None:
-        """Write what the backend keeps beside the core's files; called on every rank, in order.
-
-        `directory` is the backend's own inside the checkpoint and does not exist yet; `options`
-        are the further arguments of `save_state`. Write now and return None; or, where `later`
-        says that training goes on meanwhile, copy now and return a function that writes, which
-        must not use the default group. Declare `owns={"checkpoint"}` to keep models and
-        optimizers here alone.
-
-        Default: write nothing: the core keeps models and optimizers.
-        """
-        if options:
-            accelerator.note_once(
-                f"The backend {self.name!r} has no use for {listing(options)} of save_state."
-            )
-        return None
-
-    @owner
-    def load_state(
-        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
-    ) -> None:
-        """Read what `save_state` wrote; the directory exists if something was written.
-
-        Default: read nothing.
-        """
-
-    @owner
-    def consolidate(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the whole, unsharded state dict; ranks other than the main one may get {}.
-
-        Default: return the unwrapped model's state dict: it is whole on every rank.
-        """
-        return dict(accelerator.unwrap_model(model).state_dict())
-
 
 def _returned(accelerator: AcceleratorView, hook: str, value: Any) -> Any:
     if value is None:
@@ -612,36 +330,3 @@ class SingleProcess(Backend):
 
     name = "single"
     supports = {"accepts": tuple(NEEDS)}
-
-
-class _steps_taken:
-    """Count how often an optimizer really steps inside the block.
-
-    `GradScaler.step` calls `optimizer.step` only when no gradient overflowed, and says
-    nothing about it; torch's own step hook does, without reading the scale back. An optimizer
-    that is none of torch's has its `step` replaced for the moment.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self.count = 0
-
-    def __enter__(self) -> _steps_taken:
-        try:
-            self._remove = self._optimizer.register_step_post_hook(self._count).remove
-        except AttributeError:
-            step = self._optimizer.step
-
-            def counted(*arguments: Any, **more: Any) -> Any:
-                self.count += 1
-                return step(*arguments, **more)
-
-            self._optimizer.step = counted
-            self._remove = lambda: delattr(self._optimizer, "step")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._remove()
-
-    def _count(self, *_: Any) -> None:
-        self.count += 1
