@@ -21,7 +21,7 @@ import accelerate_checkpoint
 from accelerate_core import Accelerator, Backend, KwargsHandler, hookimpl, settings
 from accelerate_core.contract.parts import TrainingState
 from accelerate_core.errors import CheckpointError
-from accelerate_core.plugins import parts
+from accelerate_core.plugins import selection
 from accelerate_core.plugins.discovery import PluginRecord, find
 from accelerate_core.utils import ProjectConfiguration
 
@@ -130,10 +130,19 @@ class Run:
         return torch.cat([p.detach().flatten().clone() for p in self.net.parameters()])
 
 
+def _bring(record: PluginRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this be the checkpointer, whatever it is asked for by."""
+
+    def found(kind: str, name: str, **more: Any) -> PluginRecord:
+        return record if kind == "checkpointer" else find(kind, name, **more)
+
+    monkeypatch.setattr(selection, "find", found)
+
+
 @pytest.fixture
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> type[InMemory]:
     record = PluginRecord("checkpointer", "in_memory", f"{__name__}:InMemory", "tests", "1.0")
-    monkeypatch.setattr(parts, "find", lambda kind, name, because: record)
+    _bring(record, monkeypatch)
     monkeypatch.setenv("ACCELERATE_CHECKPOINTER", "in_memory")
     monkeypatch.setattr(InMemory, "kept", {})
     monkeypatch.setattr(InMemory, "said", [])
@@ -195,13 +204,7 @@ def test_a_part_is_made_with_its_settings(
     in_memory: type[InMemory], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     record = PluginRecord("checkpointer", "shelves", f"{__name__}:OnAShelf", "tests", "1.0")
-    monkeypatch.setattr(
-        parts,
-        "find",
-        lambda kind, name, because: (
-            record if kind == "checkpointer" else find(kind, name, because=because)
-        ),
-    )
+    _bring(record, monkeypatch)
 
     def shelf_of(**arguments: Any) -> tuple[str, str]:
         accelerator = Accelerator(cpu=True, **arguments)

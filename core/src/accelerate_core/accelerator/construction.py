@@ -40,14 +40,13 @@ from accelerate_core.plugins.discovery import (
     installed,
 )
 from accelerate_core.plugins.manager import ActivePlugins, blame, blame_methods, blaming
-from accelerate_core.plugins.parts import Part, select_part
+from accelerate_core.plugins.parts import PARTS, Part
 from accelerate_core.plugins.selection import (
     Request,
     Selection,
     check_arguments,
     check_owners,
-    select_backend,
-    select_extensions,
+    select,
 )
 
 
@@ -156,7 +155,7 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     wanted = values["backend"]
     if given["backend"] is not None:
         wanted = Because(given["backend"], "constructor argument backend")
-    selection = select_backend(wanted.value, wanted.origin, request)
+    selection = select("backend", request, wanted).settled()
     record = selection.record
     _check_backend(selection)
     if selection.plugin.Settings is not None:
@@ -173,7 +172,7 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     }
     values = resolve_core(passed, sources, detected)
     values["backend"] = Because(record.name, selection.because)
-    precision_record = _find_precision(values["mixed_precision"])
+    precision_record = select("precision", request, values["mixed_precision"]).settled().record
     found = precision_record.load()
     check_api_version(precision_record, found)
     precision, more = maker.make(precision_record, found)
@@ -182,9 +181,9 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     blame_methods(precision, precision_record, methods)
     plugin_because = {precision_record.name: more}
     extensions = []
-    for other, plugin, why in select_extensions(request):
-        extension, plugin_because[other.name] = maker.make(other, plugin)
-        extensions.append((other, extension, why))
+    for one in select("extension", request).settled().active:
+        extension, plugin_because[one.record.name] = maker.make(one.record, one.record.load())
+        extensions.append((one.record, extension, one.because))
     dynamo = arguments.dynamo(given, sources)
     if dynamo.enabled:
         compiler = find("extension", "torch_compile", because="a TorchDynamoPlugin")
@@ -211,9 +210,8 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
         dynamo=dynamo,
         parallelism=parallelism(given, sources, request, record.name, backend),
         parts={
-            kind: part and part.reads(sources, maker.handlers)
-            for kind in ("checkpointer", "tracking")
-            for part in [select_part(kind, values[kind])]
+            kind: Part.of(select(kind, request, values[kind]), sources, maker.handlers)
+            for kind in PARTS
         },
         handlers=maker.handlers,
         timeout=arguments.timeout(values["process_group_timeout"].value, group),
@@ -295,17 +293,6 @@ class _Maker:
     ) -> tuple[Any, dict[str, Because]]:
         arguments.expect(argument, passed, cls)
         return resolve_settings(cls, passed, self.sources, owner=owner)
-
-
-def _find_precision(wanted: Because) -> PluginRecord:
-    name = str(wanted.value)
-    names = [record.name for record in installed().of_kind("precision")]
-    if name not in names and catalog.extra_for("precision", name) is None:
-        raise ConfigurationError(
-            f"mixed_precision={name!r} (from {wanted.origin}) is not one of {listing(names)}."
-            f"{did_you_mean(name, [*names, *catalog.known_names('precision')])}"
-        )
-    return find("precision", name, because=wanted.origin)
 
 
 def start_process(accelerator: AcceleratorView, built: Construction) -> Runtime:
