@@ -14,7 +14,8 @@ from accelerate_core.backend import Backend
 from accelerate_core.builtin.no_checkpointer import without_checkpointer
 from accelerate_core.compilation import strip_compiled, uncompiled
 from accelerate_core.config.truth import flag
-from accelerate_core.data.prepare import prepare_data_loader
+from accelerate_core.data.options import LoaderOptions
+from accelerate_core.data.prepare import prepare_loader
 from accelerate_core.data.skip import skip_first_batches
 from accelerate_core.errors import PrepareError
 from accelerate_core.facade.place import Place
@@ -73,33 +74,24 @@ class Preparing(Place):
         """
         if self.is_prepared(data_loader):
             return data_loader
-        config = self.dataloader_config
         index, count = self.hooks.data_shard(self)
         place = self.device_placement if device_placement is None else device_placement
-        # The default only moves batches; another one may do more, also where they are in place.
-        own_feed = type(self.backend).feed_device is not Backend.feed_device
-        prepared = prepare_data_loader(
-            data_loader,
-            self.device,
+        options = LoaderOptions(
+            config=self.dataloader_config,
             num_processes=count,
             process_index=index,
-            split_batches=config.split_batches,
+            device=self.device,
             put_on_device=place,
-            rng_types=list(self.rng_types),
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
+            rng_types=self.rng_types,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
             comm=self._data_communicator,
             order_comm=self._communicator,
             gradient_state=self.gradient_state,
             feed=partial(self._feed, self.hooks.feed_device) if place else None,
-            feed_always=own_feed,
-            read_ahead=config.read_ahead,
+            # The default only moves batches; another one may do more, also where they are in place.
+            feed_always=type(self.backend).feed_device is not Backend.feed_device,
         )
+        prepared = prepare_loader(data_loader, options)
         self.loaders.append(prepared)
         return prepared
 
