@@ -21,10 +21,10 @@ from torch.utils.data import (
 )
 
 from accelerate_core.data.order import cursor_over, iterate_from
-from accelerate_core.data.prepare import prepare_data_loader
 from accelerate_core.data.shard import BatchSamplerShard
 from accelerate_core.data.skip import skip_first_batches
 from accelerate_core.training.gradient_state import GradientState
+from accelerate_drop_in.data_loader import prepare_data_loader
 
 
 class Stream(IterableDataset):

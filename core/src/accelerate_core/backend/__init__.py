@@ -19,10 +19,10 @@ from accelerate_core.backend.state import StateHooks
 from accelerate_core.backend.step import StepHooks
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.contract.topology import GroupStart, Topology
+from accelerate_core.data.feeding import feed
 from accelerate_core.distributed import process as runtime
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.errors import ConfigurationError, PluginError, listing
-from accelerate_core.feeding import feed
 from accelerate_core.hookspecs import API_VERSION, Scope, owner
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import mark_hooks

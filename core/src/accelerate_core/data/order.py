@@ -86,12 +86,8 @@ def order_sampler(loader: Any) -> Any:
 
 def draws_from_torch(sampler: Any) -> bool:
     """Say whether a sampler of torch's own takes its order from the global generator."""
-    kinds = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    return (
-        isinstance(sampler, kinds)
-        and getattr(sampler, "generator", None) is None
-        and any(type(sampler).__iter__ is kind.__iter__ for kind in kinds)
-    )
+    draw = _DRAWS.get(getattr(type(sampler), "__iter__", None), _in_sequence)
+    return draw is not _in_sequence and sampler.generator is None
 
 
 class SharedOrderSampler(Wrapper, Sampler[int]):
@@ -290,6 +286,8 @@ def _listed(run: Run) -> list[Any]:
 class _Stream(Cursor):
     """A place in the order of any iterable: passing over an index means drawing it."""
 
+    _at = _length = 0  # there is no run to take from
+
     def __init__(self, indices: Iterator[Any], keep: int = 0) -> None:
         self._indices = indices
         self._keep = keep
@@ -308,12 +306,6 @@ class _Stream(Cursor):
 
     def take(self, count: int) -> list[Any]:
         return list(islice(self._opened(), count))
-
-    def part(self, low: int, width: int, step: int) -> tuple[list[Any], int]:
-        before = self.skip(low) if low else 0
-        taken = self.take(width)
-        rest = step - low - width
-        return taken, before + len(taken) + (self.skip(rest) if rest else 0)
 
     def head(self) -> list[Any]:
         self._opened()

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from accelerate_core.data.loader import PreparedLoader
-from accelerate_core.data.order import Wrapper, iterate_from
-from accelerate_core.data.prepare import prepare_data_loader
+from accelerate_core.data.options import LoaderOptions
+from accelerate_core.data.prepare import prepare_loader
 from accelerate_core.errors import ConfigurationError
-
-
-@dataclass(eq=False, repr=False)
-class SkipBatchSampler(Wrapper, BatchSampler):
-    """A batch sampler without the first `skip_batches` batches of another one."""
-
-    own_names = ("batch_sampler",)
-
-    batch_sampler: Any
-    skip_batches: int = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return iterate_from(self.batch_sampler, self.skip_batches)
-
-    def __len__(self) -> int:
-        return max(len(self.batch_sampler) - self.skip_batches, 0)
-
-    @property
-    def total_length(self) -> int:
-        """Number of batches without skipping."""
-        return len(self.batch_sampler)
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -49,15 +26,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """
     if num_batches < 0:
         raise ConfigurationError(f"num_batches={num_batches}: it must be 0 or more.")
-    if isinstance(dataloader, PreparedLoader):
-        return dataloader.skipping(num_batches)
-    indexed = isinstance(dataloader, DataLoader) and dataloader.batch_sampler is not None
-    if indexed and not isinstance(dataloader.dataset, IterableDataset):
-        skipping = SkipBatchSampler(dataloader.batch_sampler, num_batches)
-        clone = copy.copy(dataloader)
-        clone.__dict__.update(_iterator=None, batch_sampler=skipping)
-        return clone
-    return prepare_data_loader(dataloader, num_processes=1, process_index=0).skipping(num_batches)
+    return prepare_loader(dataloader, LoaderOptions()).skipping(num_batches)
 
 
 @contextmanager

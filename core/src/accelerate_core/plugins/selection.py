@@ -354,7 +354,8 @@ def _named_elsewhere(kind: str, request: Request) -> Because:
     if kind != "backend" or request.config is None:
         return NOTHING
     asked = any(request.arguments.get(name) is not None for name in installed().triggers)
-    asked = asked or any(request.flag(name) for name in catalog.VARIABLES)
+    switches = (name for name in catalog.VARIABLES if name.startswith("ACCELERATE_USE_"))
+    asked = asked or any(request.flag(name) for name in switches)
     said = str(request.config.get("distributed_type", "")).upper()
     if said not in catalog.DISTRIBUTED_TYPES or asked:
         return NOTHING

@@ -16,7 +16,8 @@ from accelerate_core.compilation import strip_compiled, uncompiled
 from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.config.truth import flag
 from accelerate_core.contract.view import AcceleratorView
-from accelerate_core.data.prepare import prepare_data_loader
+from accelerate_core.data.options import LoaderOptions
+from accelerate_core.data.prepare import prepare_loader
 from accelerate_core.data.skip import override_even_batches, skip_first_batches
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import PrepareError
@@ -85,34 +86,25 @@ class Prepared:
         """
         if self.is_prepared(data_loader):
             return data_loader
-        config = self.dataloader_config
         accelerator = self.accelerator
-        index, count = accelerator.hooks.data_shard(accelerator)
+        index, count = self._hooks.data_shard(accelerator)
         place = self.device_placement if device_placement is None else device_placement
-        # The default only moves batches; another one may do more, also where they are in place.
-        own_feed = type(accelerator.backend).feed_device is not Backend.feed_device
-        prepared = prepare_data_loader(
-            data_loader,
-            accelerator.device,
+        options = LoaderOptions(
+            config=self.dataloader_config,
             num_processes=count,
             process_index=index,
-            split_batches=config.split_batches,
+            device=accelerator.device,
             put_on_device=place,
-            rng_types=list(self._rng_types),
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
+            rng_types=self._rng_types,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
             comm=self._data_comm,
             order_comm=accelerator.communicator,
             gradient_state=accelerator.gradient_state,
             feed=self._feed if place else None,
-            feed_always=own_feed,
-            read_ahead=config.read_ahead,
+            # The default only moves batches; another one may do more, also where they are in place.
+            feed_always=type(accelerator.backend).feed_device is not Backend.feed_device,
         )
+        prepared = prepare_loader(data_loader, options)
         self.loaders.append(prepared)
         return prepared
 

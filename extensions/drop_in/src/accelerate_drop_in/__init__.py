@@ -30,9 +30,9 @@ _HOMES = {
     "accelerator": ("accelerate_core.accelerator",),
     "big_modeling": ("accelerate_big_model",),
     "checkpointing": ("accelerate_checkpoint", "accelerate_core.utils"),
-    "data_loader": tuple(
-        f"accelerate_core.data.{name}"
-        for name in ("loader", "prepare", "shard", "order", "skip", "rng")
+    "data_loader": (
+        "accelerate_drop_in.data_loader",
+        *(f"accelerate_core.data.{name}" for name in ("loader", "shard", "order", "skip", "rng")),
     ),
     "hooks": ("accelerate_big_model.hooks", "accelerate_big_model"),
     "launchers": ("accelerate_launch",),
