@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accelerate_checkpoint
+from accelerate_checkpoint import TrainingState
 from accelerate_core import Accelerator, Backend, KwargsHandler, hookimpl, settings
-from accelerate_core.contract.parts import TrainingState
 from accelerate_core.errors import CheckpointError
 from accelerate_core.plugins import selection
 from accelerate_core.plugins.discovery import PluginRecord, find
@@ -34,6 +34,7 @@ def test_the_package_sees_no_accelerator() -> None:
         if isinstance(node, ast.ImportFrom) and node.module and "accelerate" in node.module
     }
     assert {m for m in seen if not m.startswith("accelerate_checkpoint")} == {
+        "accelerate_core",
         "accelerate_core.contract.parts",
         "accelerate_core.errors",
     }
@@ -53,8 +54,8 @@ class InMemory:
     def __init__(self, project: Any, signals: str | None) -> None:
         self.said.append(f"made for {project.project_dir}, {signals}")
 
-    def attach(self, state: TrainingState) -> None:
-        self.state = state
+    def attach(self, run: Any) -> None:
+        self.state = TrainingState(run)
 
     def save(self, target: Any, **how: Any) -> str:
         state = self.state

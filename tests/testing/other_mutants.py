@@ -25,9 +25,8 @@ from accelerate_grid import GridPrecision, GridSettings
 from accelerate_starter import StarterLauncher
 from accelerate_tally import TallyExtension, TallySettings
 
-from accelerate_checkpoint import DirectoryCheckpointer
+from accelerate_checkpoint import DirectoryCheckpointer, TrainingState
 from accelerate_core import hookimpl
-from accelerate_core.accelerator.run_state import RunState
 from accelerate_core.errors import CheckpointError
 from accelerate_launch.simple import target_command
 from accelerate_testing import Lab, checks_of
@@ -534,9 +533,10 @@ class Keeps(DirectoryCheckpointer):
 
     seen: dict[str, Any] = {}
 
-    def attach(self, state):
-        own = type(state)
-        super().attach(type(own.__name__, (own,), self.seen)(state._accelerator))
+    def attach(self, run):
+        super().attach(run)
+        own = type(self._state)
+        self._state.__class__ = type(own.__name__, (own,), self.seen)
 
 
 @passes("checkpointer", "resume", "failing", "damaged", "beside_training_on_ranks", "ending")
@@ -545,7 +545,7 @@ class ChangesNothing(Keeps):
 
 
 def seeds_anew(self, states, saved_by, gradients):
-    RunState.load_rank_state(self, states, saved_by, gradients)
+    TrainingState.load_rank_state(self, states, saved_by, gradients)
     torch.manual_seed(0)
 
 

@@ -14,7 +14,6 @@ import torch
 from accelerate_core import profiling
 from accelerate_core.accelerator.collectives import Collectives
 from accelerate_core.accelerator.construction import construct, start_process
-from accelerate_core.accelerator.run_state import RunState
 from accelerate_core.accelerator.saving import Saving
 from accelerate_core.accelerator.signature import ShowsPluginArguments, mesh_rank
 from accelerate_core.accelerator.tracking import TrackingVerbs
@@ -34,7 +33,7 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.parallelism import ParallelismConfig
-from accelerate_core.contract.parts import Tracking
+from accelerate_core.contract.parts import Run, Tracking
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.delegation import attribute, method
@@ -156,7 +155,8 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             agree(self._process, built.facts())
             self._make_parts(log_with)
             self._plugins.call_each("on_start", accelerator=self)
-            self._saving.attach(self._run_state, self._tracking, self.note_once)
+            parts = self._process, self._training, self._prepared, self._saving, self._tracking
+            self._saving.attach(Run(self, *parts, self.end_training))
         except BaseException:
             runtimes.release(self)
             raise
@@ -186,15 +186,6 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         place = self.process_index, self.num_processes, self.is_main_process
         self._tracking = make(log_with, self.logging_dir, *place)
         self._tracking_verbs = TrackingVerbs(self._tracking)
-        self._run_state = RunState(
-            self,
-            process=self._process,
-            training=self._training,
-            prepared=self._prepared,
-            saving=self._saving,
-            tracking=self._tracking,
-            end_training=self.end_training,
-        )
 
     # --- the setup ----------------------------------------------------------------------------
 
@@ -378,12 +369,16 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     save_iteration: int = attribute(
         "project_configuration.iteration", "Number of the next automatic checkpoint."
     )
-    should_save_model: bool = attribute(
-        "_run_state.saves_here", "Whether this process writes models."
-    )
     preemption_requested: bool = attribute(
         "_saving.preemption_requested", "Whether a signal has come that ends the run after a step."
     )
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes what is saved once (per machine, if so configured)."""
+        per_machine = self.project_configuration.save_on_each_node
+        return self.is_local_main_process if per_machine else self.is_main_process
+
     save = method("_saving", Saving.save)
     save_model = method("_saving", Saving.save_model)
     save_state = method("_saving", Saving.save_state)

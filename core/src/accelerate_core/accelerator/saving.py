@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate_core.builtin.no_checkpointer import NoCheckpointer
 from accelerate_core.config.handlers import ProjectConfiguration
 from accelerate_core.config.provenance import Because
-from accelerate_core.contract.parts import Checkpointer, Tracking, TrainingState
+from accelerate_core.contract.parts import Checkpointer, Run
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.plugins.parts import Part
 
@@ -54,25 +54,18 @@ class Saving:
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
 
-    def attach(
-        self, state: TrainingState, tracking: Tracking, note_once: Callable[..., None]
-    ) -> None:
-        """Take the run that is to be saved.
-
-        Args:
-            tracking: what is to be delivered before a save.
-            note_once: warns, once per text.
-        """
-        self._state, self._tracking, self._note_once = state, tracking, note_once
+    def attach(self, run: Run) -> None:
+        """Take the run that is to be saved."""
+        self._run = run
         if self.made is not None:
-            self.made.attach(state)
+            self.made.attach(run)
 
     @property
     def checkpointer(self) -> Checkpointer:
         """The part that saves and loads."""
         if self.made is None:
             self.made = self._make(self.project, None)
-            self.made.attach(self._state)
+            self.made.attach(self._run)
         return self.made
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -161,9 +154,9 @@ class Saving:
 
     def _flush_for_save(self) -> None:
         """Bring to the trackers what a script that goes on from this checkpoint logs no more."""
-        late = self._tracking.flush(SAVE_WAIT)
+        late = self._run.tracking.flush(SAVE_WAIT)
         if late:
-            self._note_once(
+            self._run.accelerator.note_once(
                 f"Saving waits {SAVE_WAIT:.0f} s for trackers, and {listing(late)} had not taken "
                 "everything: if the run is killed now, that tracker may lack values from before "
                 "the checkpoint. To have every value after a kill, add 'jsonl' to log_with.",

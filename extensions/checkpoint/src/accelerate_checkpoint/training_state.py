@@ -1,4 +1,4 @@
-"""What a checkpointer is handed of one Accelerator: captured here, and given back here."""
+"""What there is to save of a run: captured here, and given back here."""
 
 from __future__ import annotations
 
@@ -12,57 +12,59 @@ from typing import Any
 
 import torch
 
-from accelerate_core.accelerator.saving import Saving
-from accelerate_core.builtin import rng_state
-from accelerate_core.contract.parts import Contributor, LoopEvents, Stateful, Tracking
-from accelerate_core.contract.topology import Process
-from accelerate_core.contract.view import AcceleratorView
-from accelerate_core.plugins.manager import ActivePlugins
-from accelerate_core.prepare.prepared import Prepared
-from accelerate_core.training.loop import TrainingLoop
+from accelerate_checkpoint import rng_state
+from accelerate_core import GradientState
+from accelerate_core.contract.parts import Run
 
 #: Under this key a rank's state has what no other library would read.
 OWN = "accelerate_core"
 
 
-class RunState:
-    """The `TrainingState` of one Accelerator.
+class TrainingState:
+    """All that there is to save of a run, and to go on from.
 
-    Args:
-        accelerator: for the hooks.
-        process, training, prepared, saving, tracking: its parts.
-        end_training: ends the run.
+    Methods that gather are called by all ranks in the same order.
+
+    Attributes:
+        process: ranks, device, store and timeout of this process.
+        collectives: the world; `duplicate()` returns one for a thread, or None where there is no
+            second group.
+        project: `ProjectConfiguration`: directories, naming and retention.
+        backend: name of the backend.
+        owns_format: whether the backend writes and reads models and optimizers itself.
+        gives_gradients: whether the gradients of a cycle that has begun can be read.
+        events: the loop's slots `before_cycle` and `loop_body_end`, and what it has counted.
+        models, schedulers, registered: objects in the order of their preparing.
+        scaler: the gradient scaler or None.
     """
 
-    def __init__(
-        self,
-        accelerator: AcceleratorView,
-        *,
-        process: Process,
-        training: TrainingLoop,
-        prepared: Prepared,
-        saving: Saving,
-        tracking: Tracking,
-        end_training: Callable[[], None],
-    ) -> None:
+    def __init__(self, run: Run) -> None:
+        accelerator, training, prepared, saving = (
+            run.accelerator,
+            run.training,
+            run.prepared,
+            run.saving,
+        )
         hooks = accelerator.hooks
         self._accelerator = accelerator
         self._training = training
         self._prepared = prepared
         self._saving = saving
-        self._tracking = tracking
-        self.process = process
+        self._tracking = run.tracking
+        self.process = run.process
         self.collectives: Any = accelerator.communicator
         self.project: Any = saving.project
         self.backend = accelerator.backend.name
         self.owns_format = "checkpoint" in accelerator.backend.owns
         self.gives_gradients = bool(accelerator.backend.supports.get("gradients", True))
-        self.events: LoopEvents = training.state
+        self.events: GradientState = training.state
         self.models: Sequence[torch.nn.Module] = prepared.models
         self.schedulers: Sequence[Any] = prepared.schedulers
-        self.registered: Sequence[Stateful] = saving.registered
-        self.scaler: Stateful | None = accelerator.scaler
-        # What the backend alone answers.
+        self.registered: Sequence[Any] = saving.registered
+        self.scaler: Any | None = accelerator.scaler
+        # What the backend alone answers: `(model, state, strict)`, `(optimizer)`, `(optimizer,
+        # state)`, `(directory, options, later)` -> None or a function that writes the rest later,
+        # `(directory, options)`.
         self.load_model_state = partial(hooks.load_model_state, accelerator)
         self.optimizer_state = partial(hooks.optimizer_state, accelerator)
         self.load_optimizer_state = partial(hooks.load_optimizer_state, accelerator)
@@ -70,11 +72,16 @@ class RunState:
         self.backend_load = partial(hooks.load_state, accelerator)
         self.save_hooks = saving.save_hooks.values
         self.load_hooks = saving.load_hooks.values
+        #: Finish what the last step left open, such as the loss scale's update.
         self.settle = training.settle
+        #: The model without the backend's wrapping and `torch.compile`'s.
         self.inner = prepared.inner_model
+        #: What `save_model` writes: the whole weights, where they are needed.
         self.whole_model_state = prepared.get_state_dict
+        #: Warns, once per text, on the main process.
         self.note_once = accelerator.note_once
-        self.end_training = end_training
+        #: Ends the run; called by preemption once its save stands.
+        self.end_training = run.end_training
 
     @property
     def optimizers(self) -> Sequence[Any]:
@@ -95,13 +102,13 @@ class RunState:
         plain: dict[str, Any] = self._accelerator.precision.plain_state(self.inner(model), state)
         return plain
 
-    def contributors(self) -> Sequence[Contributor]:
+    def contributors(self) -> list[Contributor]:
         """Return the plugins that have `on_save` or `on_load`, by name."""
-        found: dict[str, _Contributor] = {}
+        found: dict[str, Contributor] = {}
         for hook in ("on_save", "on_load"):
             for key, function, names in self._prepared.plugins.implementations(hook):
                 one = found.setdefault(
-                    key, _Contributor(key, self._accelerator, self._prepared.plugins)
+                    key, Contributor(key, self._accelerator, self._prepared.plugins)
                 )
                 one.hooks[hook] = function, names
         return [one for _, one in sorted(found.items())]
@@ -109,7 +116,11 @@ class RunState:
     # --- what is this rank's own --------------------------------------------------------------
 
     def rank_state(self) -> dict[str, Any]:
-        """Return this rank's step, generators, loaders, cycle and runs of trackers."""
+        """Return this rank's own: step, generators, loaders, cycle, runs of trackers.
+
+        Plain data and tensors. Generators and `step` have the peer's keys, all else is under
+        "accelerate_core".
+        """
         accelerator = self._accelerator
         devices = {accelerator.device}
         devices.update(p.device for model in self.models for p in model.parameters())
@@ -134,7 +145,15 @@ class RunState:
         saved_by: int,
         gradients: Iterable[Mapping[int, Mapping[str, torch.Tensor]]],
     ) -> None:
-        """Go on from `rank_state` and `pending_gradients`, of this rank or of others."""
+        """Go on from `rank_state`; called last, since the generators are set here.
+
+        Args:
+            states: by the rank that saved them: rank 0's and this one's; those of all ranks if
+                they were more or fewer than now. One of the peer's has step and generators only.
+            saved_by: how many ranks saved.
+            gradients: this rank's `pending_gradients`, or those of all ranks likewise; read one
+                after the other.
+        """
         accelerator = self._accelerator
         rank, count = self.process.process_index, self.process.num_processes
         first, own = states[0], states.get(rank)
@@ -309,12 +328,12 @@ class RunState:
 
 
 @dataclass
-class _Contributor:
+class Contributor:
     """One plugin's `on_save` and `on_load`, whichever it has."""
 
     key: str
-    accelerator: AcceleratorView
-    plugins: ActivePlugins
+    accelerator: Any
+    plugins: Any
     hooks: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
