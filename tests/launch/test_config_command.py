@@ -181,6 +181,17 @@ def test_set_changes_one_value_and_nothing_else(env: dict[str, str], tmp_path: P
     }
 
 
+def test_set_keeps_the_words_of_other_values() -> None:
+    text = (
+        "# head\na: True   # a\nb: ~\nc:\nd: 1e-4\ne: 'q'\nf: \"z\"\nn: no\no: 010\n"
+        "s:\n    p: yes  # p\n    l:\n    - 1\n\n    q: |\n        two\n        lines\n"
+    )
+    assert with_value(text, "k", "no") == f"{text}k: no\n"
+    assert with_value(text, "d", "2") == text.replace("1e-4", "2")
+    listed = "---\nl:\n  - 1\n  - {a: 1}\n" + f"w: {'word ' * 60}end\n"
+    assert with_value(listed, "k", "'no'") == f"{listed}k: 'no'\n"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

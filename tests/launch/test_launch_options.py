@@ -16,7 +16,8 @@ from launched import clean_environment, run_cli
 from accelerate_core.cli import cli
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
-from accelerate_launch.schemas import cache_file, plugin_schemas
+from accelerate_launch.paths import cache_directory
+from accelerate_launch.schemas import plugin_schemas
 
 MEGATRON = """
 tp_degree use_custom_fsdp no_load_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d no_save_optim
@@ -227,7 +228,10 @@ def test_a_plugin_is_imported_once_for_its_options(halo: dict[str, str], tmp_pat
         done = run_cli("launch", "--help", env=halo)
         assert "--halo_chunk_mb N" in done.stdout, done.stderr
     assert (tmp_path / "log").read_text() == "imported\n"
-    assert "dummy_halo:Plugin" in cache_file(halo).read_text()
+    assert (
+        "dummy_halo:Plugin"
+        in Path(halo["XDG_CACHE_HOME"], "accelerate-core", "plugins.json").read_text()
+    )
     package = tmp_path / "dummy_halo" / "__init__.py"
     package.write_text(package.read_text().replace("chunk_mb", "piece_mb"))
     assert "--halo_piece_mb N" in run_cli("launch", "--help", env=halo).stdout
@@ -295,6 +299,10 @@ def test_a_broken_plugin_and_a_damaged_cache_harm_nobody(tmp_path: Path) -> None
     assert json.loads(done.stdout)["torn"] == "OSError: no wafer"
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "accelerate-core").write_text("a file, not a folder")
-    assert any(one.name == "ddp" for one in plugin_schemas({"XDG_CACHE_HOME": str(tmp_path)}))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "accelerate-core"
+    assert any(one.name == "ddp" for one in plugin_schemas())
