@@ -25,6 +25,7 @@ from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings, warn_near_misses
 from accelerate_core.config.schema import settings_fields
+from accelerate_core.contract.capabilities import check_reduces_gradients
 from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
@@ -141,6 +142,7 @@ def assemble(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology
         warn_near_misses(environ, [name for field in fields for name in field.env])
     maker = _Maker(given, sources, arguments.sort_handlers(given["kwargs_handlers"]))
     backend, backend_because = maker.make(record, selection.plugin)
+    check_reduces_gradients(backend, record.label, topology.num_processes)
     with blaming("core_defaults", record):
         defaults = backend.core_defaults()
     detected = {
@@ -155,7 +157,7 @@ def assemble(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology
     check_api_version(precision_record, found)
     precision, more = maker.make(precision_record, found)
     check_needs(precision, precision_record)
-    methods = ("check", "scaler", "autocast", "prepare", "plain_state")
+    methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
     blame_methods(precision, precision_record, methods)
     plugin_because = {precision_record.name: more}
     extensions = []
