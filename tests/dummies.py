@@ -16,6 +16,7 @@ from accelerate_core import Backend, Claim
 class {cls}(Backend):
     name = "{name}"
     api_version = {api}
+    reduces_gradients = "never"
 
     @classmethod
     def detect(cls, request):

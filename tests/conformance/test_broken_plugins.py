@@ -22,6 +22,7 @@ from accelerate_core import Backend, Claim
 class Plugin(Backend):
     name = "{name}"
     api_version = {api}
+    reduces_gradients = "backward"
     @classmethod
     def detect(cls, request):
         return Claim({priority}, "asked for")
@@ -264,6 +265,7 @@ class Trouble(ArithmeticError): ...
 class Raiser(Backend):
     name = "raiser"
     api_version = (1, 0)
+    reduces_gradients = "never"
 class Extension:
     name = "meddler"
     api_version = (1, 0)

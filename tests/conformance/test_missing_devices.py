@@ -23,6 +23,7 @@ class Far(BackendSettings):
 class B(Backend):
     name = "far"
     api_version = (1, 0)
+    reduces_gradients = "never"
     supports = {"devices": ("cuda",), "join": True}
     Settings = Far
 

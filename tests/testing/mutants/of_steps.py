@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from registry import Sound, caught_by
+from registry import Sound, caught_by, passes
 
 
 @caught_by("training")
@@ -185,3 +185,27 @@ class OverflowStaysOnItsRank(Sound):
 class AutocastCannotBeSwitchedOff(Sound):
     def autocast(self, accelerator, model, settings):
         return super().autocast(accelerator, model, None)
+
+
+@caught_by("gradients_meet")
+class ReducesLaterThanItSays(Sound):
+    def backward(self, accelerator, loss, kwargs):
+        loss.backward(**kwargs)
+
+    def optimizer_step(self, accelerator, optimizer, closure):
+        self._average(accelerator, accelerator.models[-1])
+        return super().optimizer_step(accelerator, optimizer, closure)
+
+
+@passes("gradients_meet")
+class ReducesInItsStep(ReducesLaterThanItSays):
+    reduces_gradients = "step"
+
+    def clip_grad(self, accelerator, parameters, max_norm, norm_type, clip_value):
+        self._average(accelerator, accelerator.models[-1])
+        return super().clip_grad(accelerator, parameters, max_norm, norm_type, clip_value)
+
+
+@caught_by("declarations")
+class DoesNotSayWhenGradientsMeet(Sound):
+    reduces_gradients = None

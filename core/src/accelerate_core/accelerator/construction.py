@@ -26,6 +26,7 @@ from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings, warn_near_misses
 from accelerate_core.config.schema import settings_fields
+from accelerate_core.contract.capabilities import check_reduces_gradients
 from accelerate_core.contract.topology import Topology
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.distributed import process
@@ -163,6 +164,7 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
         warn_near_misses(environ, [name for field in fields for name in field.env])
     maker = _Maker(given, sources, arguments.sort_handlers(given["kwargs_handlers"]))
     backend, backend_because = maker.make(record, selection.plugin)
+    check_reduces_gradients(backend, record.label, topology.num_processes)
     with blaming("core_defaults", record):
         defaults = backend.core_defaults()
     detected = {
@@ -177,7 +179,7 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     check_api_version(precision_record, found)
     precision, more = maker.make(precision_record, found)
     check_needs(precision, precision_record)
-    methods = ("check", "scaler", "autocast", "prepare", "plain_state")
+    methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
     blame_methods(precision, precision_record, methods)
     plugin_because = {precision_record.name: more}
     extensions = []

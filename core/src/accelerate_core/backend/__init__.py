@@ -55,12 +55,16 @@ class Backend(StepHooks, StateHooks, TorchCollectives):
       `device_placement`, `accumulation` (dividing the loss), `optimizer` (which holds other
       tensors than the model's parameters), `checkpoint` (model and optimizer files, written in
       the hook `save_state`).
+    * `reduces_gradients`: when ranks have the gradients of all of them, a word of
+      `contract.capabilities.REDUCES_GRADIENTS`: `backward`, `step`, `engine` or `never`. Without
+      a default: among several processes a backend that does not say is refused by name.
     * `compile_at`: whether the compile stage runs `before` or `after` `prepare_model`,
       or is the backend's `own`.
     """
 
     name: ClassVar[str]
     api_version: ClassVar[tuple[int, int]] = API_VERSION
+    reduces_gradients: ClassVar[Literal["backward", "step", "engine", "never"]]
     supports: ClassVar[Mapping[str, Any]] = {}
     owns: ClassVar[frozenset[str]] = frozenset()
     compile_at: ClassVar[Literal["before", "after", "own"]] = "before"
@@ -329,4 +333,5 @@ class SingleProcess(Backend):
     """One process, one device: the defaults as they are."""
 
     name = "single"
+    reduces_gradients = "never"
     supports = {"accepts": tuple(NEEDS)}
