@@ -315,7 +315,6 @@ def install(monkeypatch: pytest.MonkeyPatch, precision: type[Precision]) -> None
     found = dataclasses.replace(there, plugins=(*there.plugins, record))
     monkeypatch.setattr(discovery, "installed", lambda: found)
     monkeypatch.setattr(construction, "installed", lambda: found)
-    monkeypatch.setattr(assemble, "installed", lambda: found)
 
 
 def test_a_precision_may_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

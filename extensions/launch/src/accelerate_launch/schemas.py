@@ -23,7 +23,6 @@ from typing import Any
 import accelerate_core
 from accelerate_core import config
 from accelerate_core.config.schema import SettingField, settings_fields
-from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
     PluginRecord,
     disabled_names,
@@ -120,10 +119,7 @@ def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
         read: dict[str, Any] = {
             key: tuple(one) if isinstance(one, list) else one for key, one in raw.items()
         }
-        # The peer's command line has plain names for some options of plugins we know.
-        plain = [raw["name"]] if catalog.OPTIONS.get(raw["name"]) == record.name else []
-        names = tuple(dict.fromkeys((*plain, *raw["cli"])))
-        made.append(SettingField(**{**read, "cli": names}))
+        made.append(SettingField(**read))
     return PluginSchema(
         kind=record.kind,
         name=record.name,
