@@ -53,7 +53,7 @@ _MODULES = {
     "TorchTensorParallelPlugin",
     "config.schema": "BackendSettings KwargsHandler option origin_of settings",
     "contract.view": "AcceleratorView",
-    "data.skip": "skip_first_batches",
+    "data.prepare": "skip_first_batches",
     "distributed.process": "once",
     "hookspecs": "API_VERSION hookimpl",
     "local_sgd": "LocalSGD",

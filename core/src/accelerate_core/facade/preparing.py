@@ -14,9 +14,8 @@ from accelerate_core.backend import Backend
 from accelerate_core.builtin.no_checkpointer import without_checkpointer
 from accelerate_core.compilation import strip_compiled, uncompiled
 from accelerate_core.config.truth import flag
-from accelerate_core.data.options import LoaderOptions
-from accelerate_core.data.prepare import prepare_loader
-from accelerate_core.data.skip import skip_first_batches
+from accelerate_core.data.loader import LoaderOptions
+from accelerate_core.data.prepare import prepare_loader, skip_first_batches
 from accelerate_core.errors import PrepareError
 from accelerate_core.facade.place import Place
 from accelerate_core.prepare import run as preparing
@@ -90,6 +89,7 @@ class Preparing(Place):
             feed=partial(self._feed, self.hooks.feed_device) if place else None,
             # The default only moves batches; another one may do more, also where they are in place.
             feed_always=type(self.backend).feed_device is not Backend.feed_device,
+            fixed_batch=self.hooks.fixed_batch(self),
         )
         prepared = prepare_loader(data_loader, options)
         self.loaders.append(prepared)

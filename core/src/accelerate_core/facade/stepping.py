@@ -11,7 +11,7 @@ import torch
 from accelerate_core import profiling
 from accelerate_core.config.handlers import AutocastKwargs, ProfileKwargs
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
-from accelerate_core.data.skip import override_even_batches
+from accelerate_core.data.prepare import override_even_batches
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.facade.place import Place
 from accelerate_core.training.optimizer import AcceleratedOptimizer

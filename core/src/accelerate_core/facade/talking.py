@@ -40,7 +40,7 @@ class Talking(Place):
         input_data = self._joined(input_data)
         leaves = tree.flatten(input_data)
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        real, whole = self.gradient_state.metrics_cut() if comm.size > 1 else (0, None)
+        real, whole = self.gradient_state.metrics_cut()
         if as_objects:
             return gather_samples(input_data, real, whole, comm)
         if comm.size > 1 and not self.even_batches:
