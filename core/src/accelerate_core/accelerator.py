@@ -96,6 +96,7 @@ class Accelerator(
             step boundary and leave with status 75; needs automatic checkpoint naming.
         checkpointer: name of the plugin that saves and loads; default: `directory`.
         tracking: name of the plugin that feeds the trackers; default: `queued`.
+        loaders: name of the plugin that makes prepared data loaders; default: the core makes them.
         plugin_arguments: arguments of installed plugins.
 
     Raises:
@@ -136,6 +137,7 @@ class Accelerator(
         preemption_signals: str | None = None,
         checkpointer: str | None = None,
         tracking: str | None = None,
+        loaders: str | None = None,
         parallelism_config: ParallelismConfig | None = None,
         **plugin_arguments: Any,
     ) -> None:

@@ -36,7 +36,7 @@ from accelerate_core.plugins.discovery import (
     installed,
 )
 from accelerate_core.plugins.manager import blame, blame_methods, blaming
-from accelerate_core.plugins.parts import Part, select_part
+from accelerate_core.plugins.parts import DEFAULTS, Part, select_part
 from accelerate_core.plugins.selection import (
     Request,
     Selection,
@@ -189,7 +189,7 @@ def assemble(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology
         parallelism=parallelism(given, sources, request, record.name, backend),
         parts={
             kind: part and part.reads(sources, maker.handlers)
-            for kind in ("checkpointer", "tracking")
+            for kind in DEFAULTS
             for part in [select_part(kind, values[kind])]
         },
         handlers=maker.handlers,

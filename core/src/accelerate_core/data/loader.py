@@ -254,25 +254,22 @@ class PreparedLoader(DataLoader[Any]):
     # -- iterating ---------------------------------------------------------------------------
 
     def __iter__(self) -> Any:
-        if self.gradient_state is not None and self.gradient_state.before_cycle is not None:
-            self.gradient_state.before_cycle()
+        whole, fixed = self.total_batch_size, self.options.fixed_batch
+        if whole is not None and fixed is not None:
+            whole += -whole % fixed
+        state = self.gradient_state or GradientState()
+        return state.serve(self, self._batches, whole)
+
+    def _start(self, owner: object) -> Iterator[Item]:
+        """Open the source where this iteration begins, and note the position."""
         options: LoaderOptions = self.options
+        position: Position = self._position
         if options.order_comm is not None:
             generator = self.synchronized_generator
             synchronize_rng_states(options.rng_types, generator, options.order_comm)
         sampler = self._seedable()
         if sampler is not None:
-            sampler.set_epoch(self._position.epoch)
-        whole, fixed = self.total_batch_size, options.fixed_batch
-        if whole is not None and fixed is not None:
-            whole += -whole % fixed
-        served = Served(whole=whole)
-        items = self._start(served)
-        return self._serve(items if fixed is None else self._filled(items, fixed), served)
-
-    def _start(self, owner: object) -> Iterator[Item]:
-        """Open the source where this iteration begins, and note the position."""
-        position: Position = self._position
+            sampler.set_epoch(position.epoch)
         if position.owner is not None:  # an iteration was begun and left
             position.start_of(position.epoch)
             position.kept_workers = False
@@ -309,12 +306,14 @@ class PreparedLoader(DataLoader[Any]):
         finally:
             self.base.generator = before
 
-    def _serve(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
-        state, position, per_step = self.gradient_state, self._position, self._source.per_step
-        exhausted = False
+    def _batches(self, served: Served) -> Iterator[Any]:
+        """Begin to read; each batch is noted in `served` and in the position."""
+        items, fixed = self._start(served), self.options.fixed_batch
+        return self._noted(items if fixed is None else self._filled(items, fixed), served)
+
+    def _noted(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
+        position, per_step = self._position, self._source.per_step
         self._runs.append(served)
-        if state is not None:
-            state.open(self, served)
         try:
             for batch, served.last, served.real, data_state in self._on_device(items):
                 self.__dict__["_served"] = served
@@ -322,21 +321,10 @@ class PreparedLoader(DataLoader[Any]):
                     position.batches += per_step
                     position.ended = served.last
                     position.loader_state = data_state
-                if state is not None:
-                    state.touched(self, served)
                 yield batch
-                if state is not None:
-                    if state.loop_body_end is not None:
-                        state.loop_body_end()
-                    if state.before_cycle is not None:
-                        state.before_cycle()
-            exhausted = True
+            position.finish(served)
         finally:
             self._runs[:] = [run for run in self._runs if run is not served]
-            if exhausted:
-                position.finish(served)
-            if state is not None:
-                state.close(self, exhausted, served)
 
     def _filled(self, items: Iterator[Item], multiple: int) -> Iterator[Item]:
         """Fill batches up to a multiple of so many samples, with samples of their own."""

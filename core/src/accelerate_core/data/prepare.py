@@ -123,7 +123,9 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """
     if num_batches < 0:
         raise ConfigurationError(f"num_batches={num_batches}: it must be 0 or more.")
-    return prepare_loader(dataloader, LoaderOptions()).skipping(num_batches)
+    if not hasattr(dataloader, "skipping"):
+        dataloader = prepare_loader(dataloader, LoaderOptions())
+    return dataloader.skipping(num_batches)
 
 
 @contextmanager
@@ -132,7 +134,7 @@ def override_even_batches(loaders: Iterable[Any], value: bool | None) -> Iterato
 
     None changes nothing. A stream that is read by workers which are running keeps its setting.
     """
-    known = [one for one in loaders if value is not None and isinstance(one, PreparedLoader)]
+    known = [one for one in loaders if value is not None]
     before = [loader.even_batches for loader in known]
     try:
         for loader in known:

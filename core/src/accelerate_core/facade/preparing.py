@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from accelerate_core.backend import Backend
 from accelerate_core.builtin.no_checkpointer import without_checkpointer
 from accelerate_core.compilation import strip_compiled, uncompiled
 from accelerate_core.config.truth import flag
+from accelerate_core.contract.parts import LoaderMaker, PreparedLoader
 from accelerate_core.data.loader import LoaderOptions
 from accelerate_core.data.prepare import prepare_loader, skip_first_batches
 from accelerate_core.errors import PrepareError
@@ -69,12 +70,26 @@ class Preparing(Place):
         Args:
             data_loader: a `DataLoader`, or any iterable of batches.
             device_placement: whether batches are moved to the device.
-            slice_fn_for_dispatch: `(batch, slice, process_index, num_processes) -> part`.
+            slice_fn_for_dispatch: `(batch, slice, process_index, num_processes) -> part`; only the
+                core's own loaders have it.
         """
         if self.is_prepared(data_loader):
             return data_loader
-        index, count = self.hooks.data_shard(self)
         place = self.device_placement if device_placement is None else device_placement
+        prepared = None
+        if self._loader_maker is not None and slice_fn_for_dispatch is None:
+            prepared = self._loader_maker.make_loader(self._whole, data_loader)
+        if prepared is None:
+            prepared = self._core_loader(data_loader, place, slice_fn_for_dispatch)
+        else:
+            prepared.put_on_device, prepared.even_batches = place, self.even_batches
+        self.loaders.append(prepared)
+        return prepared
+
+    def _core_loader(
+        self, data_loader: Any, place: bool, slice_fn: Callable[..., Any] | None
+    ) -> PreparedLoader:
+        index, count = self.hooks.data_shard(self)
         options = LoaderOptions(
             config=self.dataloader_config,
             num_processes=count,
@@ -82,7 +97,7 @@ class Preparing(Place):
             device=self.device,
             put_on_device=place,
             rng_types=self.rng_types,
-            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            slice_fn_for_dispatch=slice_fn,
             comm=self._data_communicator,
             order_comm=self._communicator,
             gradient_state=self.gradient_state,
@@ -91,9 +106,12 @@ class Preparing(Place):
             feed_always=type(self.backend).feed_device is not Backend.feed_device,
             fixed_batch=self.hooks.fixed_batch(self),
         )
-        prepared = prepare_loader(data_loader, options)
-        self.loaders.append(prepared)
-        return prepared
+        return prepare_loader(data_loader, options)
+
+    @cached_property
+    def _loader_maker(self) -> LoaderMaker | None:
+        part = self._built.parts["loaders"]
+        return None if part is None else cast("LoaderMaker", part.make())
 
     def _feed(
         self, feed_device: Callable[..., Iterator[Any]], batches: Iterator[Any]

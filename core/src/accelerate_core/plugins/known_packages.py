@@ -46,6 +46,7 @@ NAMES: dict[str, dict[str, str]] = {
         "runs": "tracking",
     },
     "checkpointer": {"directory": "checkpoint"},
+    "loaders": {},
     "tracking": {"queued": "tracking"},
 }
 

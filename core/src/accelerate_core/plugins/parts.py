@@ -18,8 +18,8 @@ from accelerate_core.plugins.discovery import (
 )
 from accelerate_core.plugins.manager import blame
 
-#: Kind -> the plugin that is taken where none is named.
-DEFAULTS = {"checkpointer": "directory", "tracking": "queued"}
+#: Kind -> the plugin that is taken where none is named; None: the core does it itself.
+DEFAULTS = {"checkpointer": "directory", "tracking": "queued", "loaders": None}
 
 
 class Part:
@@ -112,6 +112,6 @@ def select_part(kind: str, wanted: Because) -> Part | None:
         return Part(find(kind, name, because=wanted.origin), wanted.origin)
     usual = DEFAULTS[kind]
     there = {record.name for record in discovery.installed().of_kind(kind)} - disabled_names()
-    if usual not in there:
+    if usual is None or usual not in there:
         return None
     return Part(find(kind, usual, because="default"), "default")

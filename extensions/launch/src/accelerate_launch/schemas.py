@@ -33,7 +33,7 @@ from accelerate_core.plugins.discovery import (
 __all__ = ["WITH_SETTINGS", "PluginSchema", "cache_file", "describe", "plugin_schemas"]
 
 #: Kinds of plugins that may have a section of a config file, `<name>_config`.
-WITH_SETTINGS = ("backend", "precision", "checkpointer", "extension")
+WITH_SETTINGS = ("backend", "precision", "checkpointer", "loaders", "extension")
 #: Raised with what is kept: older entries are then asked for anew.
 _FORMAT = 4
 

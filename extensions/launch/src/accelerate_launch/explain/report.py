@@ -17,7 +17,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_core.plugins.parts import select_part
+from accelerate_core.plugins.parts import DEFAULTS, select_part
 from accelerate_core.plugins.selection import select_backend, select_extensions
 from accelerate_launch.explain.situation import Situation
 from accelerate_launch.explain.static import stated
@@ -98,7 +98,7 @@ def survey(situation: Situation, *, ask_trackers: bool = False) -> Survey:
 
 
 #: The kinds of parts, each a setting of the core of that name.
-PARTS = ("checkpointer", "tracking")
+PARTS = tuple(DEFAULTS)
 
 _States = dict[tuple[str, str], tuple[str, str]]
 

@@ -230,7 +230,10 @@ def _part(decision: Decision, record: PluginRecord, wanted: Because) -> None:
     decision.steps.append(
         (record.kind, f"{wanted.value!r}, {wanted.origin}")
         if wanted.value is not None
-        else (record.kind, f"none is named: {usual!r} is taken where it is installed")
+        else (
+            record.kind,
+            f"none is named: {f'{usual!r} is taken where it is installed' if usual else 'the core does it'}",
+        )
     )
     try:
         part = select_part(record.kind, wanted)
