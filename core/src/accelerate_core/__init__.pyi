@@ -35,7 +35,7 @@ from accelerate_core.config.schema import option as option
 from accelerate_core.config.schema import origin_of as origin_of
 from accelerate_core.config.schema import settings as settings
 from accelerate_core.contract.view import AcceleratorView as AcceleratorView
-from accelerate_core.data.skip import skip_first_batches as skip_first_batches
+from accelerate_core.data.prepare import skip_first_batches as skip_first_batches
 from accelerate_core.distributed.process import once as once
 from accelerate_core.hookspecs import API_VERSION as API_VERSION
 from accelerate_core.hookspecs import hookimpl as hookimpl

@@ -76,6 +76,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             step boundary and leave with status 75; needs automatic checkpoint naming.
         checkpointer: name of the plugin that saves and loads; default: `directory`.
         tracking: name of the plugin that feeds the trackers; default: `queued`.
+        loaders: name of the plugin that makes prepared data loaders; default: the core makes them.
         plugin_arguments: arguments of installed plugins.
 
     Raises:
@@ -116,6 +117,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         preemption_signals: str | None = None,
         checkpointer: str | None = None,
         tracking: str | None = None,
+        loaders: str | None = None,
         parallelism_config: ParallelismConfig | None = None,
         **plugin_arguments: Any,
     ) -> None:
@@ -166,6 +168,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.hooks.mesh(self)  # all ranks make its groups now, in the same order
         self.gradient_state = GradientState(**built.accumulation.to_dict())
         self._collectives = Collectives(self, self.gradient_state, self.dataloader_config)
+        maker = built.parts["loaders"]
         self._prepared = Prepared(
             self,
             self._plugins,
@@ -173,6 +176,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             rng_types=self.rng_types,
             device_placement=self.device_placement,
             data_comm=self._collectives.data_comm,
+            loader_maker=None if maker is None else maker.make(),
         )
         self.scaler: Any | None = None
         if "precision" not in self.backend.owns:

@@ -79,7 +79,7 @@ class Collectives:
         input_data = self._joined(input_data)
         leaves = tree.flatten(input_data)
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        real, whole = self._state.metrics_cut() if comm.size > 1 else (0, None)
+        real, whole = self._state.metrics_cut()
         if as_objects:
             return gather_samples(input_data, real, whole, comm)
         if comm.size > 1 and not self._loaders.even_batches:

@@ -221,6 +221,18 @@ class Backend(StepHooks, StateHooks, TorchCollectives):
         return part
 
     @owner
+    def fixed_batch(self, accelerator: AcceleratorView) -> int | None:
+        """Return of how many samples a rank's batches are to be a multiple, to compile for one shape.
+
+        A batch that is not is filled up with samples of its own, also where one rank reads all
+        data, and `gather_for_metrics` leaves out what was added. Several ranks need a batch size
+        that is a multiple.
+
+        Default: None, batches are left as they are.
+        """
+        return None
+
+    @owner
     def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[Any]:
         """Return the context in which user code should construct models.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +13,7 @@ from accelerate_core.contract.view import AcceleratorView
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpointer", "Run", "Tracking"]
+__all__ = ["Checkpointer", "LoaderMaker", "PreparedLoader", "Run", "Tracking"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,94 @@ class Checkpointer(Protocol):
 
     def close(self, failed: bool) -> None:
         """End; `failed`: the other ranks may be gone, so meet nobody."""
+
+
+class PreparedLoader(Protocol):
+    """A loader as `prepare` returns it: this rank's part of the data, in batches on its device.
+
+    Where `dataset_size` and `len` are known it has them too: a checkpoint's position of another
+    dataset is then left alone.
+    """
+
+    #: Whether the last global step is filled up, so that all ranks get batches of one size; the
+    #: core sets it after making, and `join_uneven_inputs` for a while.
+    even_batches: bool
+    #: Whether batches are moved by the backend's `feed_device`; set by the core after making.
+    put_on_device: bool
+
+    @property
+    def iteration(self) -> int:
+        """The epoch to which the next iteration belongs: how many were finished, or were set."""
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the last global batch if it is filled up or short, 0 if it is whole.
+
+        -1: not known.
+        """
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an iteration: where `load_state_dict` said, else at the beginning of the epoch.
+
+        Return `accelerator.gradient_state.serve(self, start, whole)`. There `whole` is the number
+        of samples of a full global batch, None if that is not known, and `start(served)` opens
+        the data and returns an iterator of batches on the device. When a batch comes out of it
+        the record of the iteration has to say
+
+        * `served.last`: that no batch follows on this rank. Accumulation steps then.
+        * `served.real`: of how many real samples the global batch is (all ranks' batches joined in
+          rank order, the real ones first) if it was filled up, else None. `gather_for_metrics`
+          cuts there.
+
+        In every global step the ranks' batches are different samples; with `even_batches` all
+        ranks get equally many batches. An iteration that is left by `break` ends there: the next
+        one begins the epoch anew.
+        """
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; what is shuffled depends on it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain data and tensors on the CPU.
+
+        The batches handed out do not come again after loading; between two epochs it is the
+        beginning of the next.
+        """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there with the next iteration: the same batches in the same order, and the next
+        epochs too, as if the run had not been interrupted.
+
+        Raises:
+            ConfigurationError: the position does not fit this loader.
+        """
+
+    def skipping(self, num_batches: int) -> Any:
+        """Return this loader without its first batches (per rank), counted from an epoch's start."""
+
+
+class LoaderMaker(Protocol):
+    """Makes prepared loaders, in the place of the core.
+
+    The class states `name`, as its entry point has it, and `api_version`. With a `Settings`, made
+    by `accelerate_core.settings`, it is made with one of these as its only argument: from
+    `kwargs_handlers`, the environment and the config file. It is made when the first loader is
+    prepared, once per Accelerator.
+    """
+
+    def make_loader(self, accelerator: AcceleratorView, loader: Any) -> PreparedLoader | None:
+        """Return the prepared form of a loader; None leaves it to the core.
+
+        Args:
+            accelerator: tells the part of the data (`hooks.data_shard(accelerator)` returns index
+                and count), the device's feed (`hooks.feed_device(accelerator, batches,
+                non_blocking)`), the smallest unit of a batch (`hooks.fixed_batch(accelerator)`) and
+                `gradient_state`.
+            loader: what was given to `prepare`.
+
+        Called on all ranks alike. A loader that has not a `dataset` and is no `DataLoader` is
+        recognised by `prepare` if a plugin classifies it.
+        """
 
 
 class Tracking(Protocol):

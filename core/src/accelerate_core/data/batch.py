@@ -108,14 +108,13 @@ def gather_samples(objects: Any, real: int, whole: int | None, comm: Communicato
         fits = whole is None or len(gathered) <= whole
         return gathered[:real] if real and fits else gathered
     ranks = comm.gather_object(objects)
-    there = sum(batch_size_of(each) or 0 for each in ranks)
-    if whole is not None and there > whole:
-        real = there
+    sizes = [batch_size_of(each) or 0 for each in ranks]
+    if whole is not None and sum(sizes) > whole:
+        real = sum(sizes)
     cut = []
-    for each in ranks:
-        size = batch_size_of(each) or 0
-        cut.append(slice_batch(each, slice(0, min(real, size)), size))
-        real -= min(real, size)
+    for each, size in zip(ranks, sizes, strict=True):
+        cut.append(slice_batch(each, slice(0, max(real, 0)), size))
+        real -= size
     return cut if isinstance(objects, Mapping) else [field for each in cut for field in each]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from accelerate_core.distributed.tree import flatten, map_tensors, send_to_device
+
+T = TypeVar("T")
 
 
 def feed(
@@ -33,23 +35,27 @@ def feed(
             yield send_to_device(batch, device, non_blocking=non_blocking)
         return
     side = streams.Stream(device=device)
-    ahead: tuple[Any, Any] | None = None
-    failure: Exception | None = None
-    while failure is None:
-        following = None
-        try:
-            following = _copy(next(batches), device, streams, side)
-        except StopIteration:
-            break
-        except Exception as error:  # after the batch before it, which is whole
-            failure = error
-        if ahead is not None:
-            yield _handed_over(ahead, device, streams)
-        ahead = following
-    if ahead is not None:
+    moved = (_copy(batch, device, streams, side) for batch in batches)
+    for ahead, _, _ in look_ahead(moved):
         yield _handed_over(ahead, device, streams)
-    if failure is not None:
-        raise failure
+
+
+def look_ahead(items: Iterator[T]) -> Iterator[tuple[T, T | None, Exception | None]]:
+    """Yield every item once the one after it is read, with that or with why there is none.
+
+    An exception is raised in the place of the item that it prevented, not before.
+    """
+    item = next(items, None)
+    while item is not None:
+        following, failure = None, None
+        try:
+            following = next(items, None)
+        except Exception as error:
+            failure = error
+        yield item, following, failure
+        if failure is not None:
+            raise failure
+        item = following
 
 
 def _copy(batch: Any, device: torch.device, streams: Any, side: Any) -> tuple[Any, Any]:

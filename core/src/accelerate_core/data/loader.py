@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,13 +13,53 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate_core.data.batch import needs_move
+from accelerate_core.config.handlers import DataLoaderConfiguration
+from accelerate_core.data.batch import batch_size_of, concat_batches, needs_move, slice_batch
 from accelerate_core.data.feeding import feed
 from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
 from accelerate_core.data.sources import Item
-from accelerate_core.training.gradient_state import Served
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.training.gradient_state import GradientState, Served
+
+Feed = Callable[[Iterator[Any]], Iterator[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How a loader is shared out, and where its batches go.
+
+    Args:
+        config: how the data is shared out.
+        num_processes, process_index: of how many ranks with different data this is which.
+        device, put_on_device: where the batches go, and whether they are moved there at all.
+        rng_types: generators whose state rank 0 shares at the start of every iteration: "torch",
+            "generator" (the sampler's or dataset's own) or a device type; `["generator"]` if None.
+        slice_fn_for_dispatch: `(data, tensor_slice, process_index=, num_processes=)` -> part.
+        comm: how the ranks talk; None if they do not.
+        order_comm: how all ranks agree on an order, where several read the same part and `comm`
+            joins only those that read different ones; default `comm`.
+        gradient_state: is told of iterations and batches.
+        feed: iterator of batches -> iterator of batches on the device, for `put_on_device`.
+        feed_always: call it where the batches are on the device already, too.
+        fixed_batch: a short batch is filled up to a multiple of so many samples.
+    """
+
+    config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
+    num_processes: int = 1
+    process_index: int = 0
+    device: torch.device | None = None
+    put_on_device: bool = False
+    rng_types: Sequence[Any] | None = None
+    slice_fn_for_dispatch: Callable[..., Any] | None = None
+    comm: Communicator | None = None
+    order_comm: Communicator | None = None
+    gradient_state: GradientState | None = None
+    feed: Feed | None = None
+    feed_always: bool = False
+    fixed_batch: int | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -100,10 +140,8 @@ class PreparedLoader(DataLoader[Any]):
             return int(self._served.real)
         if getattr(self.batch_sampler, "drop_last", getattr(self.base, "drop_last", False)):
             return -1
-        try:
-            return self.total_dataset_length % (self.total_batch_size or 0)
-        except (TypeError, ZeroDivisionError):
-            return -1
+        size, step = self.dataset_size, self.total_batch_size
+        return -1 if size is None or not step else size % step
 
     @property
     def total_batch_size(self) -> int | None:
@@ -216,21 +254,22 @@ class PreparedLoader(DataLoader[Any]):
     # -- iterating ---------------------------------------------------------------------------
 
     def __iter__(self) -> Any:
-        if self.gradient_state is not None and self.gradient_state.before_cycle is not None:
-            self.gradient_state.before_cycle()
-        options = self.options
+        whole, fixed = self.total_batch_size, self.options.fixed_batch
+        if whole is not None and fixed is not None:
+            whole += -whole % fixed
+        state = self.gradient_state or GradientState()
+        return state.serve(self, self._batches, whole)
+
+    def _start(self, owner: object) -> Iterator[Item]:
+        """Open the source where this iteration begins, and note the position."""
+        options: LoaderOptions = self.options
+        position: Position = self._position
         if options.order_comm is not None:
             generator = self.synchronized_generator
             synchronize_rng_states(options.rng_types, generator, options.order_comm)
         sampler = self._seedable()
         if sampler is not None:
-            sampler.set_epoch(self._position.epoch)
-        served = Served(whole=self.total_batch_size)
-        return self._serve(self._start(served), served)
-
-    def _start(self, owner: object) -> Iterator[Item]:
-        """Open the source where this iteration begins, and note the position."""
-        position: Position = self._position
+            sampler.set_epoch(position.epoch)
         if position.owner is not None:  # an iteration was begun and left
             position.start_of(position.epoch)
             position.kept_workers = False
@@ -267,12 +306,14 @@ class PreparedLoader(DataLoader[Any]):
         finally:
             self.base.generator = before
 
-    def _serve(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
-        state, position, per_step = self.gradient_state, self._position, self._source.per_step
-        exhausted = False
+    def _batches(self, served: Served) -> Iterator[Any]:
+        """Begin to read; each batch is noted in `served` and in the position."""
+        items, fixed = self._start(served), self.options.fixed_batch
+        return self._noted(items if fixed is None else self._filled(items, fixed), served)
+
+    def _noted(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
+        position, per_step = self._position, self._source.per_step
         self._runs.append(served)
-        if state is not None:
-            state.open(self, served)
         try:
             for batch, served.last, served.real, data_state in self._on_device(items):
                 self.__dict__["_served"] = served
@@ -280,24 +321,27 @@ class PreparedLoader(DataLoader[Any]):
                     position.batches += per_step
                     position.ended = served.last
                     position.loader_state = data_state
-                if state is not None:
-                    state.touched(self, served)
                 yield batch
-                if state is not None:
-                    if state.loop_body_end is not None:
-                        state.loop_body_end()
-                    if state.before_cycle is not None:
-                        state.before_cycle()
-            exhausted = True
+            position.finish(served)
         finally:
             self._runs[:] = [run for run in self._runs if run is not served]
-            if exhausted:
-                position.finish(served)
-            if state is not None:
-                state.close(self, exhausted, served)
+
+    def _filled(self, items: Iterator[Item], multiple: int) -> Iterator[Item]:
+        """Fill batches up to a multiple of so many samples, with samples of their own."""
+        count = self.options.num_processes
+        for batch, last, real, state in items:
+            size = batch_size_of(batch) or 0
+            missing = -size % multiple
+            if not missing:
+                yield batch, last, real, state
+                continue
+            check_fixed_batch(size, multiple, count)
+            pieces = [batch] * (1 + -(-missing // size))
+            filled = slice_batch(concat_batches(pieces), slice(size + missing), size * len(pieces))
+            yield filled, last, size, state
 
     def _on_device(self, items: Iterator[Item]) -> Iterator[Item]:
-        options = self.options
+        options: LoaderOptions = self.options
         if not options.put_on_device or options.device is None:
             return items
         if options.device.type == "cpu" and not options.feed_always:
@@ -311,8 +355,8 @@ class PreparedLoader(DataLoader[Any]):
         return self._fed(items)
 
     def _fed(self, items: Iterator[Item]) -> Iterator[Item]:
-        options = self.options
-        known: deque[Any] = deque()
+        options: LoaderOptions = self.options
+        known: deque[list[Any]] = deque()
 
         def batches() -> Iterator[Any]:
             for batch, *rest in items:
@@ -320,9 +364,25 @@ class PreparedLoader(DataLoader[Any]):
                 yield batch
 
         # A feed may read ahead, so what is known of a batch waits for it to come out.
-        plain = partial(feed, device=options.device, non_blocking=options.config.non_blocking)
+        device: Any = options.device
+        plain = partial(feed, device=device, non_blocking=options.config.non_blocking)
         for batch in (options.feed or plain)(batches()):
             yield batch, *known.popleft()
+
+
+def check_fixed_batch(size: int, multiple: int, count: int) -> None:
+    """Refuse batches of ranks that would be filled up in the middle of a global batch.
+
+    Raises:
+        ConfigurationError: `size` samples per rank are no multiple, and there are several ranks.
+    """
+    if count > 1 and size % multiple:
+        raise ConfigurationError(
+            f"The backend takes batches of a multiple of {multiple} samples, and this loader gives "
+            f"a rank {size}. With {count} ranks that read different data a batch can only be "
+            f"filled up at the end of an epoch: use a batch size per rank of "
+            f"{size + -size % multiple}, and even_batches=True or drop_last=True."
+        )
 
 
 def _plain(original: Any) -> Any:

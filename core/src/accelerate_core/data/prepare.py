@@ -1,9 +1,12 @@
-"""Turn a user's loader into a prepared one."""
+"""Turn a user's loader into a prepared one; skip the start of its epochs."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +19,13 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, PreparedLoader
-from accelerate_core.data.options import LoaderOptions
+from accelerate_core.data.loader import (
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    LoaderOptions,
+    PreparedLoader,
+    check_fixed_batch,
+)
 from accelerate_core.data.order import (
     SeedableRandomSampler,
     SharedOrderSampler,
@@ -72,6 +80,8 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> PreparedLoader:
         options = replace(options, num_processes=1, process_index=0)
     count, index, config = options.num_processes, options.process_index, options.config
     order_comm = options.order_comm or (options.comm if count > 1 else None)
+    if order_comm is not None and order_comm.size == 1:
+        order_comm = None
     rng_types = check_rng_types(options.rng_types)
     options = replace(options, order_comm=order_comm, rng_types=rng_types)
     base = _copy(loader)
@@ -80,11 +90,14 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> PreparedLoader:
     if config.use_seedable_sampler:
         _make_seedable(base, config.data_seed, order_comm)
     dispatches = _dispatches(config.dispatch_batches, base, count, options.comm)
-    if not dispatches and order_comm is not None and order_comm.size > 1:
+    if not dispatches and order_comm is not None:
         _share_order(base, order_comm)
     batch_size = _batch_size(base)
     if config.split_batches and count > 1 and (batch_size is not None or _has_batch_sampler(base)):
         check_split(batch_size, count)
+    if options.fixed_batch is not None and batch_size is not None:
+        own = batch_size // count if config.split_batches else batch_size
+        check_fixed_batch(own, options.fixed_batch, count)
     view = _copy(base)  # the attributes as they are before this rank's part replaces them
     if dispatches:
         source: Source = _dispatched_source(base, options, batch_size)
@@ -99,8 +112,43 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> PreparedLoader:
     return DataLoaderShard(base, source, view, loader, options, batch_size)
 
 
-def _attr(loader: Any, name: str) -> Any:
-    return getattr(loader, name, None)
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a loader without the first `num_batches` batches (per rank) of every iteration.
+
+    Map-style data that is skipped is not loaded. The result of a prepared loader shares its epoch
+    and position: `num_batches` counts from the start of the epoch, also after a position was
+    loaded, and the next epoch of the original is the one after.
+
+        for batch in skip_first_batches(loader, 100): ...
+    """
+    if num_batches < 0:
+        raise ConfigurationError(f"num_batches={num_batches}: it must be 0 or more.")
+    if not hasattr(dataloader, "skipping"):
+        dataloader = prepare_loader(dataloader, LoaderOptions())
+    return dataloader.skipping(num_batches)
+
+
+@contextmanager
+def override_even_batches(loaders: Iterable[Any], value: bool | None) -> Iterator[None]:
+    """Let prepared loaders fill up their last step or not, for the iterations begun inside.
+
+    None changes nothing. A stream that is read by workers which are running keeps its setting.
+    """
+    known = [one for one in loaders if value is not None]
+    before = [loader.even_batches for loader in known]
+    try:
+        for loader in known:
+            if _is_iterable(loader) and getattr(loader, "persistent_workers", False):
+                warnings.warn(
+                    "even_batches cannot be overridden for an iterable dataset with persistent "
+                    "workers once they run.",
+                    stacklevel=3,
+                )
+            loader.even_batches = bool(value)
+        yield
+    finally:
+        for loader, was in zip(known, before, strict=True):
+            loader.even_batches = was
 
 
 def _order_name(loader: DataLoader[Any]) -> str:
@@ -113,8 +161,7 @@ def _copy(loader: Any) -> Any:
     if not isinstance(loader, DataLoader):
         return loader
     clone = copy.copy(loader)
-    if clone.__dict__.get("_iterator") is not None:
-        clone.__dict__["_iterator"] = None
+    clone.__dict__.update(_iterator=None)
     return clone
 
 
@@ -168,23 +215,16 @@ def _iterates_plainly(loader: Any) -> bool:
     """Whether the loader's batches are exactly those its sampler names, one for one."""
     if not isinstance(loader, DataLoader):
         return False
-    return all(
-        "__iter__" not in vars(kind) and "_get_iterator" not in vars(kind)
-        for kind in type(loader).__mro__
-        if kind is not DataLoader
-        and issubclass(kind, DataLoader)
-        and not kind.__module__.startswith("torchdata.")
-    )
+    methods = (type(loader).__iter__, type(loader)._get_iterator)
+    return all(method.__module__.startswith(("torch.", "torchdata.")) for method in methods)
 
 
 def _batch_size(loader: Any) -> int | None:
-    sampler = _attr(loader, "sampler")
-    batch_sampler = sampler if isinstance(sampler, BatchSampler) else _attr(loader, "batch_sampler")
-    for owner in (batch_sampler, loader):
-        size = getattr(owner, "batch_size", None)
-        if isinstance(size, int):
-            return size
-    return None
+    owners = [getattr(loader, "batch_sampler", None), loader]
+    if isinstance(getattr(loader, "sampler", None), BatchSampler):
+        owners = [loader.sampler, loader]
+    sizes = (getattr(owner, "batch_size", None) for owner in owners)
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _is_sharded_already(loader: Any, count: int) -> bool:
@@ -219,7 +259,7 @@ def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None
     if data_seed is None:
         # Not a draw: preparing must not move the stream that the weights come from.
         seed = (sampler.generator or torch.default_generator).initial_seed() & (2**62 - 1)
-        if comm is not None and comm.size > 1:
+        if comm is not None:
             seed = int(share_from_main(comm)(torch.tensor([seed])).item())
         data_seed = seed
     seedable = SeedableRandomSampler(
@@ -236,7 +276,7 @@ def _share_order(loader: Any, comm: Communicator) -> None:
 
 def _set_order_sampler(loader: Any, sampler: Any) -> None:
     for name in ("batch_sampler", "sampler"):
-        holder = _attr(loader, name)
+        holder = getattr(loader, name, None)
         if holder is not None and hasattr(holder, "sampler"):
             holder = copy.copy(holder)
             holder.sampler = sampler
@@ -247,7 +287,7 @@ def _set_order_sampler(loader: Any, sampler: Any) -> None:
 
 def _drops_last(loader: Any) -> bool:
     default = getattr(loader, "drop_last", False)
-    return bool(getattr(_attr(loader, "batch_sampler"), "drop_last", default))
+    return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", default))
 
 
 def _plan_of(loader: Any) -> Any:

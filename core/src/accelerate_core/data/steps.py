@@ -9,6 +9,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from accelerate_core.data.batch import batch_size_of, concat_batches, slice_batch
+from accelerate_core.data.feeding import look_ahead
 from accelerate_core.errors import ConfigurationError
 
 SliceFn = Callable[..., Any]
@@ -106,25 +107,16 @@ class StepReader:
             passed_over = islice(batches, skip)
             self._read(passed_over)  # which remembers the start of the epoch
             deque(passed_over, maxlen=0)
-        group = self._read(batches)
-        while group:
-            failure: Exception | None = None
-            following: list[Read] = []
-            try:
-                following = self._read(batches)
-            except Exception as error:
-                failure = error
-            more = failure is not None or bool(following)
+        groups = iter(lambda: self._read(batches), [])
+        for group, following, failure in look_ahead(groups):
+            more = failure is not None or following is not None
             last = [
-                not more or (failure is None and not self._has_part(following, rank))
+                not more or (following is not None and not self._has_part(following, rank))
                 for rank in range(self.num_processes)
             ]
             _, told, state = group[-1]
             parts, real = self._arranged([batch for batch, _, _ in group], not more)
             yield Step(parts, last, more, told if real is None else real, state)
-            if failure is not None:
-                raise failure
-            group = following
 
     def length(self, batches: int, rank: int) -> int:
         """Return how many of the steps made of so many batches have a part for a rank."""

@@ -143,6 +143,7 @@ KINDS = {
     "precision": _Kind("no"),
     "checkpointer": _Kind("directory"),
     "tracking": _Kind("queued"),
+    "loaders": _Kind(),
     "extension": _Kind(claims=True, several=True),
 }
 

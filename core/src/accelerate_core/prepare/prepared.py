@@ -15,10 +15,14 @@ from accelerate_core.backend import Backend
 from accelerate_core.compilation import strip_compiled, uncompiled
 from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.config.truth import flag
+from accelerate_core.contract.parts import LoaderMaker, PreparedLoader
 from accelerate_core.contract.view import AcceleratorView
-from accelerate_core.data.options import LoaderOptions
-from accelerate_core.data.prepare import prepare_loader
-from accelerate_core.data.skip import override_even_batches, skip_first_batches
+from accelerate_core.data.loader import LoaderOptions
+from accelerate_core.data.prepare import (
+    override_even_batches,
+    prepare_loader,
+    skip_first_batches,
+)
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import PrepareError
 from accelerate_core.plugins.manager import ActivePlugins
@@ -37,6 +41,7 @@ class Prepared:
         rng_types: generators synchronised at the start of each iteration over a loader.
         device_placement: whether models and batches are moved to the device.
         data_comm: the ranks that read different samples.
+        loader_maker: asked for prepared loaders before the core makes them; None: nobody.
     """
 
     def __init__(
@@ -48,11 +53,13 @@ class Prepared:
         rng_types: Sequence[str],
         device_placement: bool,
         data_comm: Communicator,
+        loader_maker: LoaderMaker | None,
     ) -> None:
         self.accelerator = accelerator
         self._hooks = accelerator.hooks
         self._rng_types = rng_types
         self._data_comm = data_comm
+        self._loader_maker = loader_maker
         self._step_listeners = plugins.implementations("on_step_end")
         self.plugins = plugins
         self.dataloader_config = config
@@ -82,13 +89,28 @@ class Prepared:
         Args:
             data_loader: a `DataLoader`, or any iterable of batches.
             device_placement: whether batches are moved to the device.
-            slice_fn_for_dispatch: `(batch, slice, process_index, num_processes) -> part`.
+            slice_fn_for_dispatch: `(batch, slice, process_index, num_processes) -> part`; only the
+                core's own loaders have it.
         """
         if self.is_prepared(data_loader):
             return data_loader
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = None
+        if self._loader_maker is not None and slice_fn_for_dispatch is None:
+            prepared = self._loader_maker.make_loader(self.accelerator, data_loader)
+        if prepared is None:
+            prepared = self._core_loader(data_loader, place, slice_fn_for_dispatch)
+        else:
+            prepared.put_on_device = place
+            prepared.even_batches = self.dataloader_config.even_batches
+        self.loaders.append(prepared)
+        return prepared
+
+    def _core_loader(
+        self, data_loader: Any, place: bool, slice_fn: Callable[..., Any] | None
+    ) -> PreparedLoader:
         accelerator = self.accelerator
         index, count = self._hooks.data_shard(accelerator)
-        place = self.device_placement if device_placement is None else device_placement
         options = LoaderOptions(
             config=self.dataloader_config,
             num_processes=count,
@@ -96,17 +118,16 @@ class Prepared:
             device=accelerator.device,
             put_on_device=place,
             rng_types=self._rng_types,
-            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            slice_fn_for_dispatch=slice_fn,
             comm=self._data_comm,
             order_comm=accelerator.communicator,
             gradient_state=accelerator.gradient_state,
             feed=self._feed if place else None,
             # The default only moves batches; another one may do more, also where they are in place.
             feed_always=type(accelerator.backend).feed_device is not Backend.feed_device,
+            fixed_batch=self._hooks.fixed_batch(accelerator),
         )
-        prepared = prepare_loader(data_loader, options)
-        self.loaders.append(prepared)
-        return prepared
+        return prepare_loader(data_loader, options)
 
     def _feed(self, batches: Iterator[Any]) -> Iterator[Any]:
         fed = self._hooks.feed_device(

@@ -32,7 +32,10 @@ _HOMES = {
     "checkpointing": ("accelerate_checkpoint", "accelerate_core.utils"),
     "data_loader": (
         "accelerate_drop_in.data_loader",
-        *(f"accelerate_core.data.{name}" for name in ("loader", "shard", "order", "skip", "rng")),
+        *(
+            f"accelerate_core.data.{name}"
+            for name in ("loader", "shard", "order", "prepare", "rng")
+        ),
     ),
     "hooks": ("accelerate_big_model.hooks", "accelerate_big_model"),
     "launchers": ("accelerate_launch",),

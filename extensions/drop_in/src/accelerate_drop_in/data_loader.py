@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from accelerate_core.config.handlers import DataLoaderConfiguration
-from accelerate_core.data.loader import PreparedLoader
-from accelerate_core.data.options import LoaderOptions
+from accelerate_core.data.loader import LoaderOptions, PreparedLoader
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.prepare import prepare_loader
 from accelerate_core.distributed.communicator import Communicator
@@ -60,7 +59,7 @@ def prepare_data_loader(
         read_ahead: when dispatching, read the next step on a thread while this one is worked on;
             False for a dataset that only the thread that made it may use.
         comm: how the ranks talk; without it, and outside a process group, they do not.
-        options: more of `accelerate_core.data.options.LoaderOptions`.
+        options: more of `accelerate_core.data.loader.LoaderOptions`.
 
     Raises:
         ConfigurationError: settings that do not fit the loader or each other.

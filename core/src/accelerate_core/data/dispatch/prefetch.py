@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,12 +20,11 @@ from accelerate_core.data.steps import NOTHING, Read, StepReader
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import close_before_end
 
-T = TypeVar("T")
 # Seconds of work on a batch below which handing over to the thread and back costs more.
 _WORTH_A_THREAD = 1e-4
 
 
-class Prefetcher(Generic[T]):
+class Prefetcher:
     """Calls `make` on a thread of its own, one call at a time, one result ahead.
 
     After each result the thread calls `then`, which must not raise: to get ready for the next.
@@ -35,12 +34,12 @@ class Prefetcher(Generic[T]):
     dies does not wait for it.
     """
 
-    def __init__(self, make: Callable[[], T], name: str, then: Callable[[], None]) -> None:
+    def __init__(self, make: Callable[[], Any], name: str, then: Callable[[], None]) -> None:
         self._make = make
         self._then = then
         self._name = name
-        self._jobs: queue.Queue[Future[T] | None] = queue.Queue()
-        self._pending: Future[T] | None = None
+        self._jobs: queue.Queue[Future[Any] | None] = queue.Queue()
+        self._pending: Future[Any] | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -51,7 +50,7 @@ class Prefetcher(Generic[T]):
         self._pending = Future()
         self._jobs.put(self._pending)
 
-    def take(self) -> T:
+    def take(self) -> Any:
         """Return the result that was started, or make it now; raise what making it raised."""
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -187,7 +186,7 @@ class Dispatch:
         try:
             while more and not self._closed:
                 self._awaited = False
-                message = self._prefetcher.take()
+                message: Message = self._prefetcher.take()
                 if message.failure is not None:
                     raise message.failure
                 more = message.more
