@@ -21,12 +21,12 @@ def show(*arguments: object) -> Result:
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
     hub = TrackerHub(["jsonl"], tmp_path)
-    hub.init("digits", {"lr": 0.1, "layers": [8, 8]}, {"jsonl": {"run_name": "first"}})
+    hub.init_trackers("digits", {"lr": 0.1, "layers": [8, 8]}, {"jsonl": {"run_name": "first"}})
     for step in range(50):
         hub.log({"loss": 1 / (step + 1), "train": {"accuracy": step / 50}}, step=step)
     hub.log({"loss": math.nan, "note": "diverged"}, step=50)
     hub.finish()
-    hub.init("digits", None, {"jsonl": {"run_name": "second"}})
+    hub.init_trackers("digits", None, {"jsonl": {"run_name": "second"}})
     hub.log({"loss": 3.0})
     hub.log({"loss": 2.0})
     hub.finish(failed=True)

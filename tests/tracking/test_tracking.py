@@ -179,7 +179,7 @@ def test_validation_does_not_evaluate_the_run_object() -> None:
         def tracker(self) -> Any:
             raise AssertionError("asked too early")
 
-    make_hub(OpensLate()).init("p")
+    make_hub(OpensLate()).init_trackers("p")
 
 
 @pytest.mark.parametrize(("rank", "ran"), [("0", True), ("1", False)])
@@ -370,7 +370,7 @@ def test_a_run_from_init_to_finish(tmp_path: Path) -> None:
     logs = str(tmp_path / "logs")
     hub = make_hub([mine, "directory"], logging_dir=logs)
     assert hub.trackers == []
-    hub.init("project", {"lr": np.float32(0.5)}, {"directory": {}, "absent": {"x": 1}})
+    hub.init_trackers("project", {"lr": np.float32(0.5)}, {"directory": {}, "absent": {"x": 1}})
     hub.log({"loss": torch.tensor(1.5)}, step=np.int64(3), log_kwargs={"memory": {"commit": True}})
     hub.log({"note": "text"})
     hub.finish()
@@ -378,18 +378,18 @@ def test_a_run_from_init_to_finish(tmp_path: Path) -> None:
     assert mine.events == ["start", "finish"]
     assert mine.config == {"lr": 0.5}
     assert mine.rows == [(3, {"loss": 1.5}, {"commit": True}), (None, {"note": "text"}, {})]
-    directory = hub.get("directory")
+    directory = hub.get_tracker("directory")
     assert (directory.project_name, directory.logging_dir) == ("project", logs)
     assert directory.rows[0] == (3, {"loss": 1.5}, {})
-    assert hub.get("memory", unwrap=True) is mine.rows
+    assert hub.get_tracker("memory", unwrap=True) is mine.rows
 
 
 def test_init_kwargs_reach_the_constructor_and_wrong_ones_are_named() -> None:
     hub = make_hub("memory")
     with pytest.raises(ConfigurationError, match=r"'memory'.*entty.*Did you mean 'entity'"):
-        hub.init("p", init_kwargs={"memory": {"entty": "me"}})
-    hub.init("p", init_kwargs={"memory": {"entity": "me"}})
-    assert hub.get("memory").entity == "me"
+        hub.init_trackers("p", init_kwargs={"memory": {"entty": "me"}})
+    hub.init_trackers("p", init_kwargs={"memory": {"entity": "me"}})
+    assert hub.get_tracker("memory").entity == "me"
 
 
 def test_trackers_do_not_share_the_dict_they_get() -> None:
@@ -401,9 +401,9 @@ def test_trackers_do_not_share_the_dict_they_get() -> None:
 
     mine = Memory()
     hub = make_hub([Greedy(), mine])
-    hub.init("p")
+    hub.init_trackers("p")
     hub.log({"a": 1})
-    hub.flush()
+    hub.flush_trackers()
     assert mine.rows[0][1] == {"a": 1}
 
 
@@ -411,7 +411,7 @@ def test_all_means_every_usable_tracker_and_the_given_instances() -> None:
     mine = Memory()
     with pytest.warns(UserWarning, match="passes over the tracker 'directory'.*logging_dir"):
         hub = make_hub(["all", mine])
-    hub.init("p")
+    hub.init_trackers("p")
     assert hub.names == ["memory", "every_rank"]
     assert hub.trackers[0] is mine
     assert make_hub("all", logging_dir="x").names == list(INSTALLED)
@@ -447,11 +447,11 @@ def test_a_tracker_that_raises_is_named_once_and_the_others_go_on(stage: str) ->
     bad.where = stage
     hub = make_hub([bad, mine])
     with said() as texts:
-        hub.init("p", {"a": 1})
+        hub.init_trackers("p", {"a": 1})
         hub.log({"x": 1}, step=0)
         hub.log({"x": 2}, step=1)
-        hub.flush()
-        assert isinstance(hub.get("broken"), BlankTracker) is (stage != "finish")
+        hub.flush_trackers()
+        assert isinstance(hub.get_tracker("broken"), BlankTracker) is (stage != "finish")
         hub.finish()
     assert len(texts) == 1
     assert f"RuntimeWarning: The tracker 'broken' raised in {stage}" in texts[0]
@@ -472,16 +472,16 @@ def test_a_failing_constructor_does_not_end_the_run_and_names_the_distribution()
     NoAccount.__module__ = "numpy.something"
     hub = make_hub([NoAccount, "memory"])
     with pytest.warns(RuntimeWarning, match=r"'no_account' \(numpy \d.*PermissionError: log in"):
-        hub.init("p")
+        hub.init_trackers("p")
     hub.log({"a": 1})
-    hub.flush()
-    assert len(hub.get("memory").rows) == 1
+    hub.flush_trackers()
+    assert len(hub.get_tracker("memory").rows) == 1
 
 
 def test_a_failed_script_is_told_to_the_trackers() -> None:
     mine = Memory()
     hub = make_hub(mine)
-    hub.init("p")
+    hub.init_trackers("p")
     hub.finish(failed=True)
     assert mine.events == ["start", "failed"]
 
@@ -491,23 +491,23 @@ def test_the_wrong_order_is_a_clear_error() -> None:
     with pytest.raises(TrackerError, match="Call init_trackers"):
         hub.log({"a": 1})
     with pytest.raises(TrackerError, match="Call init_trackers"):
-        hub.get("memory")
-    hub.init("p")
+        hub.get_tracker("memory")
+    hub.init_trackers("p")
     with pytest.raises(TrackerError, match="already started"):
-        hub.init("p")
+        hub.init_trackers("p")
     hub.finish()
     with pytest.raises(TrackerError, match="has ended"):
         hub.log({"a": 1})
-    hub.init("second run")
+    hub.init_trackers("second run")
     hub.log({"a": 1})
 
 
 def test_without_a_tracker_everything_is_a_no_op() -> None:
     hub = make_hub(None)
     hub.log({"a": 1})
-    hub.init("p")
-    hub.init("p")
-    hub.get("anything").log({"a": 1})
+    hub.init_trackers("p")
+    hub.init_trackers("p")
+    hub.get_tracker("anything").log({"a": 1})
     hub.finish()
     hub.log({"a": 1})
     assert hub.trackers == []
@@ -515,15 +515,15 @@ def test_without_a_tracker_everything_is_a_no_op() -> None:
 
 def test_a_missing_tracker_is_named_with_those_that_exist() -> None:
     hub = make_hub("memory")
-    hub.init("p")
+    hub.init_trackers("p")
     with pytest.raises(ValueError, match=r"no tracker 'memry'; there is 'memory'.*Did you mean"):
-        hub.get("memry")
+        hub.get_tracker("memry")
 
 
 @pytest.mark.parametrize("step", [1.5, "3", True])
 def test_a_step_that_is_no_whole_number_is_an_error(step: Any) -> None:
     hub = make_hub("memory")
-    hub.init("p")
+    hub.init_trackers("p")
     with pytest.raises(ConfigurationError, match="whole number"):
         hub.log({"a": 1}, step=step)
     with pytest.raises(ConfigurationError, match="takes a dict"):
@@ -533,7 +533,7 @@ def test_a_step_that_is_no_whole_number_is_an_error(step: Any) -> None:
 def test_what_no_tracker_takes_is_reported_once_with_its_key() -> None:
     mine = Memory()
     hub = make_hub(mine)
-    hub.init("p")
+    hub.init_trackers("p")
     with said() as texts:
         for step in range(3):
             hub.log({"ok": step, "vector": torch.ones(3), "none": None, "list": [1]}, step=step)
@@ -541,7 +541,7 @@ def test_what_no_tracker_takes_is_reported_once_with_its_key() -> None:
     assert any("'vector'" in text and "(3,)" in text for text in texts)
     assert any("'none'" in text for text in texts)
     assert any("'list'" in text for text in texts)
-    hub.flush()
+    hub.flush_trackers()
     assert [row[1] for row in mine.rows] == [{"ok": 0}, {"ok": 1}, {"ok": 2}]
 
 
@@ -554,11 +554,11 @@ def test_media_go_to_the_trackers_that_take_them() -> None:
 
     chart, mine, numbers = Chart(), Memory(), NumbersOnly()
     hub = make_hub([mine, numbers])
-    hub.init("p")
+    hub.init_trackers("p")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hub.log({"a": 1, "chart": chart, "many": [chart]})
-    hub.flush()
+    hub.flush_trackers()
     assert mine.rows[0][1] == {"a": 1, "chart": chart, "many": [chart]}
     assert numbers.rows[0][1] == {"a": 1}
 
@@ -566,21 +566,21 @@ def test_media_go_to_the_trackers_that_take_them() -> None:
 def test_other_ranks_are_blank_unless_the_tracker_is_for_every_rank() -> None:
     mine = Memory()
     hub = make_hub([mine, "every_rank"], main=False)
-    hub.init("p", {"a": 1})
+    hub.init_trackers("p", {"a": 1})
     hub.log({"a": torch.tensor(1.0)})
     assert mine.events == []
     assert mine.rows == []
     assert [tracker.name for tracker in hub.trackers] == ["memory", "every_rank"]
-    hub.get("memory").log_images([])
-    hub.get("memory", unwrap=True).log_artifact("x")
-    hub.flush()
-    assert hub.get("every_rank").rows == [(None, {"a": 1.0}, {})]
-    assert hub.get("every_rank").config == {"a": 1}
+    hub.get_tracker("memory").log_images([])
+    hub.get_tracker("memory", unwrap=True).log_artifact("x")
+    hub.flush_trackers()
+    assert hub.get_tracker("every_rank").rows == [(None, {"a": 1.0}, {})]
+    assert hub.get_tracker("every_rank").config == {"a": 1}
     hub.finish()
 
 
 def test_a_rank_with_blank_trackers_reads_no_tensor() -> None:
     hub = make_hub("memory", main=False)
-    hub.init("p")
+    hub.init_trackers("p")
     # Reading a meta tensor would raise; a device tensor would make the step wait.
     hub.log({"a": torch.empty((), device="meta")})

@@ -77,7 +77,7 @@ def test_what_was_logged_is_flushed_soon_without_being_asked(
     monkeypatch.setattr(writer, "FLUSH_EVERY", 0.2)
     tracker = Buffered()
     hub = TrackerHub(tracker)
-    hub.init("p")
+    hub.init_trackers("p")
     hub.log({"a": 1}, step=0)
     wait_for(lambda: tracker.disk == [0])
     for step in range(1, 200):  # and while values keep coming
@@ -95,37 +95,37 @@ def test_a_flush_waits_as_long_as_it_was_told_and_names_who_is_late() -> None:
     slow, quick = Buffered(), Vague()
     slow.hold.clear()
     hub = TrackerHub([slow, quick])
-    hub.init("p")
+    hub.init_trackers("p")
     hub.log({"a": 1}, step=0)
     begun = time.monotonic()
     with said() as texts:
-        assert hub.flush(0.5) == ["buffered"]
+        assert hub.flush_trackers(0.5) == ["buffered"]
     assert 0.4 < time.monotonic() - begun < 10
     assert [text for text in texts if "safe from a kill" in text]
     assert quick.disk == [0]
     slow.hold.set()
-    assert hub.flush() == []
+    assert hub.flush_trackers() == []
     assert slow.disk == [0]
     hub.finish()
 
 
 def test_who_promises_nothing_is_named_once_unless_the_built_in_one_runs(tmp_path: Path) -> None:
     hub = TrackerHub([Buffered(), Vague()])
-    hub.init("p")
+    hub.init_trackers("p")
     with said() as texts:
         for step in range(3):
             hub.log({"a": 1}, step=step)
-            assert hub.flush() == []
+            assert hub.flush_trackers() == []
     assert texts == [
         "What is logged is safe from a kill only at the end of the run with 'vague'. "
         "To have every value after one, add 'jsonl' to log_with."
     ]
     hub.finish()
     hub = TrackerHub([Vague(), "jsonl"], tmp_path)
-    hub.init("p")
+    hub.init_trackers("p")
     with said() as texts:
         hub.log({"a": 1}, step=0)
-        hub.flush()
+        hub.flush_trackers()
     assert texts == []
     hub.finish()
 
@@ -138,10 +138,10 @@ def test_a_tracker_that_cannot_flush_is_switched_off() -> None:
             raise OSError("no space left")
 
     hub = TrackerHub(Full())
-    hub.init("p")
+    hub.init_trackers("p")
     hub.log({"a": 1}, step=0)
     with pytest.warns(RuntimeWarning, match=r"'full' raised in flush and is switched off"):
-        hub.flush()
+        hub.flush_trackers()
     hub.finish()
 
 
@@ -175,7 +175,7 @@ def test_a_run_that_was_there_before_is_not_deleted_for_one_that_is_resumed(
 ) -> None:
     kwargs = {"jsonl": {"run_name": "mine"}}
     hub = TrackerHub("jsonl", tmp_path)
-    hub.init("p", None, kwargs)
+    hub.init_trackers("p", None, kwargs)
     hub.log({"a": 1}, step=0)
     state = hub.state_dict()
     with warnings.catch_warnings():
@@ -183,13 +183,13 @@ def test_a_run_that_was_there_before_is_not_deleted_for_one_that_is_resumed(
         hub.load_state_dict(state)  # back to a checkpoint of the run that goes on
     hub.finish()
     hub = TrackerHub("jsonl", tmp_path)
-    hub.init("p", None, {"jsonl": {"run_name": "other"}})
+    hub.init_trackers("p", None, {"jsonl": {"run_name": "other"}})
     hub.load_state_dict(state)
     hub.load_state_dict(state)
     hub.log({"a": 2}, step=1)
     hub.finish()
     hub = TrackerHub("jsonl", tmp_path)
-    hub.init("p", None, kwargs)  # a name of one's own: the folder of the first start
+    hub.init_trackers("p", None, kwargs)  # a name of one's own: the folder of the first start
     hub.load_state_dict({"runs": {"jsonl": "third"}})
     hub.log({"a": 3}, step=2)
     hub.finish()
@@ -201,7 +201,7 @@ def test_a_run_that_was_there_before_is_not_deleted_for_one_that_is_resumed(
 def test_exits_are_watched_only_while_a_run_is_open() -> None:
     before = (sys.excepthook, sys.exit)
     hub = TrackerHub(Buffered())
-    hub.init("p")
+    hub.init_trackers("p")
     assert sys.excepthook is not before[0]
     assert sys.exit is not before[1]
     hub.finish()

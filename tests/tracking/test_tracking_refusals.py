@@ -77,7 +77,7 @@ def test_a_refused_value_costs_neither_its_neighbours_nor_what_comes_later(tmp_p
     hub, picky = make(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        hub.init("p")
+        hub.init_trackers("p")
         for step in range(8):
             hub.log({"a": step, "odd": 13, "b": step}, step=step)
         for step in range(3):
@@ -94,12 +94,12 @@ def test_a_refused_value_costs_neither_its_neighbours_nor_what_comes_later(tmp_p
 
 def test_histograms_get_finite_values_and_an_empty_one_is_refused(tmp_path: Path) -> None:
     hub, picky = make(tmp_path)
-    hub.init("p")
+    hub.init_trackers("p")
     hub.log_media("histogram", {"name": "h", "values": np.array([np.nan, np.inf])})
     hub.log_media("histogram", {"name": "h", "values": np.array([])})
     hub.log_media("histogram", {"name": "h", "values": np.array([1.0, np.nan, 2.0])})
     with pytest.warns(RuntimeWarning, match="no finite value"):
-        hub.flush()
+        hub.flush_trackers()
     assert picky.rows == [(None, "h", [1.0, 2.0])]
     assert [row["not_finite"] for row in lines(tmp_path, "histogram")] == [2, 0, 1]
     hub.finish()
@@ -107,7 +107,7 @@ def test_histograms_get_finite_values_and_an_empty_one_is_refused(tmp_path: Path
 
 def test_an_artifact_is_kept_as_it_was_at_the_call(tmp_path: Path) -> None:
     hub, picky = make(tmp_path / "logs")
-    hub.init("p")
+    hub.init_trackers("p")
     file = tmp_path / "model.bin"
     file.write_text("one")
     hub.log_media("artifact", {"path": file, "name": "../first"})
@@ -123,7 +123,7 @@ def test_an_artifact_is_kept_as_it_was_at_the_call(tmp_path: Path) -> None:
 
 def test_tables_lose_no_column_and_name_the_cells_they_cannot_hold(tmp_path: Path) -> None:
     hub, _ = make(tmp_path)
-    hub.init("p")
+    hub.init_trackers("p")
     with pytest.warns(UserWarning, match=r"'t\[a \(2\)\]' is no single value but a dict"):
         hub.log_media(
             "table",
@@ -136,7 +136,7 @@ def test_tables_lose_no_column_and_name_the_cells_they_cannot_hold(tmp_path: Pat
 
 def test_what_is_no_figure_or_an_empty_image_is_an_error_at_the_call(tmp_path: Path) -> None:
     hub, _ = make(tmp_path)
-    hub.init("p")
+    hub.init_trackers("p")
     with pytest.raises(ConfigurationError, match="takes a matplotlib figure, not NoneType"):
         hub.log_media("figure", {"name": "f", "figure": None})
     with pytest.raises(ConfigurationError, match="is empty"):
@@ -146,7 +146,7 @@ def test_what_is_no_figure_or_an_empty_image_is_an_error_at_the_call(tmp_path: P
 
 def test_run_files_are_strict_json_and_are_read_back(tmp_path: Path) -> None:
     hub, _ = make(tmp_path)
-    hub.init("p")
+    hub.init_trackers("p")
     hub.log({"loss": float("nan"), "big": 10**400, "name": os.fsdecode(b"\xff")}, step=1234567)
     hub.finish()
     (row,) = lines(tmp_path, "log")
@@ -169,15 +169,15 @@ def test_run_files_are_strict_json_and_are_read_back(tmp_path: Path) -> None:
 
 def test_a_resumed_run_does_not_lend_its_name_to_the_next(tmp_path: Path) -> None:
     hub, _ = make(tmp_path)
-    hub.init("p")
+    hub.init_trackers("p")
     hub.log({"a": 1}, step=1)
     state = hub.state_dict()
     hub.finish()
     hub, _ = make(tmp_path)
     hub.load_state_dict(state)
-    hub.init("p")
+    hub.init_trackers("p")
     hub.finish()
-    hub.init("q")
+    hub.init_trackers("q")
     hub.finish()
     assert [row["resumed"] for row in lines(tmp_path, "start")] == [False, True, False]
 
@@ -188,7 +188,7 @@ def test_a_tracker_that_hangs_in_finish_is_left_and_the_others_end(
     hub, picky = make(tmp_path)
     picky.slow_end = 3600
     monkeypatch.setattr(writer, "PATIENCE", 0.5)
-    hub.init("p")
+    hub.init_trackers("p")
     hub.log_media("artifact", {"path": __file__})
     with pytest.warns(RuntimeWarning, match=r"'picky'.* raised in finish.*not done after"):
         hub.finish()
@@ -218,7 +218,7 @@ def test_a_tracker_with_a_connection_of_sqlite_is_fed_by_its_own_thread(tmp_path
 
     tracker = Sq()
     hub = TrackerHub([tracker])
-    hub.init("p")
+    hub.init_trackers("p")
     hub.log({"a": 1.5}, step=3)
     hub.finish()
     assert tracker.base.execute("select * from t").fetchall() == [(3, 1.5)]
@@ -227,7 +227,7 @@ def test_a_tracker_with_a_connection_of_sqlite_is_fed_by_its_own_thread(tmp_path
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_lets_the_run_be(tmp_path: Path) -> None:
     hub, _ = make(tmp_path)
-    hub.init("p")
+    hub.init_trackers("p")
     hub.log({"a": 1}, step=1)
     child = os.fork()
     if child == 0:

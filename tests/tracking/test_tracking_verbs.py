@@ -90,13 +90,13 @@ def everything() -> Everything:
 @pytest.fixture
 def hub(everything: Everything) -> Iterator[TrackerHub]:
     made = TrackerHub(everything)
-    made.init("project")
+    made.init_trackers("project")
     yield made
     made.finish()
 
 
 def only_call(hub: TrackerHub, everything: Everything) -> dict[str, Any]:
-    hub.flush()
+    hub.flush_trackers()
     ((_, arguments),) = everything.calls
     return arguments
 
@@ -155,7 +155,7 @@ def test_what_is_logged_does_not_change_with_the_scripts_memory(
     hub.log_media("histogram", {"name": "h", "values": values})
     image.fill_(1.0)
     values[:] = 7
-    hub.flush()
+    hub.flush_trackers()
     (_, images), (_, histogram) = everything.calls
     assert images["values"]["x"].max() == 0
     assert histogram["values"].max() == 0
@@ -204,7 +204,7 @@ def test_histograms_texts_and_artifacts(
     )
     hub.log_media("text", {"name": "t", "text": 5}, step=1)  # type: ignore[arg-type]
     hub.log_media("artifact", {"path": file})
-    hub.flush()
+    hub.flush_trackers()
     (_, histogram), (_, text), (_, artifact) = everything.calls
     assert histogram["values"].tolist() == [1.0] * 4
     assert text["text"] == "5"
@@ -215,7 +215,7 @@ def test_histograms_texts_and_artifacts(
 
 def test_a_verb_that_a_tracker_lacks_is_skipped_and_said_once(everything: Everything) -> None:
     hub = TrackerHub([everything, Numbers])
-    hub.init("project")
+    hub.init_trackers("project")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hub.log_media("text", {"name": "t", "text": "a"})
@@ -230,7 +230,7 @@ def test_verbs_out_of_turn_are_errors_like_log(everything: Everything) -> None:
     hub = TrackerHub([everything])
     with pytest.raises(TrackerError, match=r"log_text: the trackers.*not started"):
         hub.log_media("text", {"name": "t", "text": "a"})
-    hub.init("project")
+    hub.init_trackers("project")
     hub.finish()
     with pytest.raises(TrackerError, match="log_images: the run has ended"):
         hub.log_media("images", {"values": {"x": IMAGE}})
@@ -243,7 +243,7 @@ def test_all_calls_come_from_one_thread_in_their_order(
         hub.log({"a": step}, step=step)
         if step % 100 == 0:
             hub.log_media("text", {"name": "t", "text": str(step)}, step=step)
-    hub.flush()
+    hub.flush_trackers()
     assert everything.threads == {"tracker-everything"}
     assert [arguments["step"] for _, arguments in everything.calls] == sorted(
         [*range(300), 0, 100, 200]
@@ -260,7 +260,7 @@ def test_a_slow_tracker_does_not_hold_the_step_up() -> None:
 
     sleepy, quick = Sleepy(), Everything()
     hub = TrackerHub([sleepy, quick])
-    hub.init("project")
+    hub.init_trackers("project")
     begun = time.perf_counter()
     for step in range(20):
         hub.log({"a": 1.0}, step=step)

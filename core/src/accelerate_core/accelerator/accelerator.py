@@ -16,7 +16,6 @@ from accelerate_core.accelerator.collectives import Collectives
 from accelerate_core.accelerator.construction import construct, start_process
 from accelerate_core.accelerator.saving import Saving
 from accelerate_core.accelerator.signature import ShowsPluginArguments, mesh_rank
-from accelerate_core.accelerator.tracking import TrackingVerbs
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.memory import clear_device_cache
 from accelerate_core.builtin.no_checkpointer import without_checkpointer
@@ -189,7 +188,6 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         make: Callable[..., Tracking] = NoTracking if part is None else part.make
         place = self.process_index, self.num_processes, self.is_main_process
         self._tracking = make(log_with, self.logging_dir, *place)
-        self._tracking_verbs = TrackingVerbs(self._tracking)
 
     # --- the setup ----------------------------------------------------------------------------
 
@@ -400,16 +398,16 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     resumed_runs: dict[str, str] = attribute(
         "_tracking.resumed_runs", "Tracker name -> id of its run in the checkpoint that was loaded."
     )
-    init_trackers = method("_tracking_verbs", TrackingVerbs.init_trackers)
-    get_tracker = method("_tracking_verbs", TrackingVerbs.get_tracker)
-    log = method("_tracking_verbs", TrackingVerbs.log)
-    log_images = method("_tracking_verbs", TrackingVerbs.log_images)
-    log_table = method("_tracking_verbs", TrackingVerbs.log_table)
-    log_figure = method("_tracking_verbs", TrackingVerbs.log_figure)
-    log_artifact = method("_tracking_verbs", TrackingVerbs.log_artifact)
-    log_text = method("_tracking_verbs", TrackingVerbs.log_text)
-    log_histogram = method("_tracking_verbs", TrackingVerbs.log_histogram)
-    flush_trackers = method("_tracking_verbs", TrackingVerbs.flush_trackers)
+    init_trackers = method("_tracking", Tracking.init_trackers)
+    get_tracker = method("_tracking", Tracking.get_tracker)
+    log = method("_tracking", Tracking.log)
+    log_images = method("_tracking", Tracking.log_images)
+    log_table = method("_tracking", Tracking.log_table)
+    log_figure = method("_tracking", Tracking.log_figure)
+    log_artifact = method("_tracking", Tracking.log_artifact)
+    log_text = method("_tracking", Tracking.log_text)
+    log_histogram = method("_tracking", Tracking.log_histogram)
+    flush_trackers = method("_tracking", Tracking.flush_trackers)
 
     # --- life ---------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ class Saving:
 
     def _flush_for_save(self) -> None:
         """Bring to the trackers what a script that goes on from this checkpoint logs no more."""
-        late = self._run.tracking.flush(SAVE_WAIT)
+        late = self._run.tracking.flush_trackers(SAVE_WAIT)
         if late:
             self._run.accelerator.note_once(
                 f"Saving waits {SAVE_WAIT:.0f} s for trackers, and {listing(late)} had not taken "

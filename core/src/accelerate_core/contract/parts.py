@@ -13,7 +13,7 @@ from accelerate_core.contract.view import AcceleratorView
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpointer", "LoaderMaker", "PreparedLoader", "Run", "Tracking"]
+__all__ = ["Checkpointer", "LoaderMaker", "LogKwargs", "PreparedLoader", "Run", "Tracking"]
 
 
 @dataclass(frozen=True)
@@ -197,11 +197,16 @@ class LoaderMaker(Protocol):
         """
 
 
+#: Per tracker name, arguments of its method.
+LogKwargs = Mapping[str, Mapping[str, Any]] | None
+
+
 class Tracking(Protocol):
     """From one `log` call to every tracker of one Accelerator.
 
     Raises at construction for a tracker that is not there; without one asked for, an Accelerator
-    has a `NoTracking`. No method meets another rank, and `log` waits for no library.
+    has a `NoTracking`. No method meets another rank, and `log` waits for no library. A tracker that
+    does not have one of the verbs is skipped, and said so once.
 
     Args:
         asked: what `log_with` has; `"all"` is resolved here.
@@ -227,54 +232,101 @@ class Tracking(Protocol):
     def names(self) -> list[str]:
         """Of the trackers asked for, those switched off included."""
 
-    def init(
+    def init_trackers(
         self,
         project_name: str,
-        config: Any,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None,
+        config: dict[str, Any] | None = None,
+        init_kwargs: LogKwargs = None,
     ) -> None:
-        """Start a run in every tracker.
+        """Start a run in every tracker asked for, with a configuration.
 
         Args:
             init_kwargs: per tracker name, arguments of its constructor.
         """
 
-    def get(self, name: str, unwrap: bool) -> Any:
-        """Return a tracker, or a blank one where it does not run here."""
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker by name, or with `unwrap` the library's own object."""
 
     def log(
         self,
         values: Mapping[str, Any],
-        step: int | None,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None,
-    ) -> None: ...
-
-    def log_media(
-        self,
-        verb: str,
-        arguments: Mapping[str, Any],
-        step: int | None,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None,
+        step: int | None = None,
+        log_kwargs: LogKwargs = None,
     ) -> None:
-        """Log what is no value.
+        """Log values to all trackers, on the main process.
 
         Args:
-            verb: `images`, `table`, `figure`, `artifact`, `text` or `histogram`.
-            arguments: those of the Accelerator's `log_<verb>`, but for `step` and `log_kwargs`.
+            log_kwargs: per tracker name, arguments of its `log`.
         """
 
-    def flush(self, timeout: float | None) -> list[str]:
-        """Wait until the trackers have what was logged; return the names of those not done.
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        channels_first: bool = False,
+        log_kwargs: LogKwargs = None,
+    ) -> None:
+        """Log images by name.
+
+        Args:
+            values: name -> one image, H W C, or a batch, N H W C; C is 1, 3 or 4; float
+                in [0, 1] or uint8; a NumPy array, a tensor, or a list of images of one shape.
+            channels_first: they are C H W or N C H W.
+            log_kwargs: per tracker name, arguments of its `log_images`.
+
+        Raises:
+            ConfigurationError: another shape, type or range, by name.
+        """
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Any = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: LogKwargs = None,
+    ) -> None:
+        """Log a table: names of `columns` with `data`, a list of rows; or a `dataframe`."""
+
+    def log_figure(
+        self, name: str, figure: Any, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log a matplotlib figure, which must stay as it is until the trackers have it."""
+
+    def log_artifact(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        log_kwargs: LogKwargs = None,
+    ) -> None:
+        """Keep a file or directory with the run."""
+
+    def log_text(
+        self, name: str, text: str, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log a text."""
+
+    def log_histogram(
+        self, name: str, values: Any, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log the distribution of an array or tensor of any shape."""
+
+    def flush_trackers(self, timeout: float | None = None) -> list[str]:
+        """Wait until every tracker has taken what was logged so far; `end_training` does it too.
 
         Args:
             timeout: seconds; None waits for whom makes progress.
+
+        Returns:
+            Names of the trackers that are not done.
         """
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data by which a resumed script goes on in the same runs."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the runs of a checkpoint; after `init`, empty runs are dropped for them."""
+        """Go on in the runs of a checkpoint; after `init_trackers`, empty runs are dropped for them."""
 
     def is_failing(self) -> bool:
         """Whether an exception is on its way out."""
