@@ -18,8 +18,15 @@ from typing import Any
 from accelerate_core.config import handlers, parallelism
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.schema import settings_fields
+from accelerate_core.contract.capabilities import (
+    ACCEPTED_BY_DEFAULT,
+    NEEDS,
+    REDUCES_GRADIENTS,
+    lacking,
+)
 from accelerate_core.hookspecs import HookSpecs
 from accelerate_core.plugins import discovery
+from accelerate_core.precision import Precision
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 from accelerate_deepspeed.settings import DeepSpeedPlugin
 from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
@@ -58,7 +65,73 @@ def hooks() -> str:
                 since = ".".join(map(str, hook["since"]))
                 rows.append([f"`{name}({', '.join(hook['arguments'])})`", since, doc])
         lines += table(["hook", "since", "when it is called, what it returns"], rows)
+    return "\n".join([*lines, *declarations()])
+
+
+def declarations() -> list[str]:
+    """Return the vocabularies of backends and precisions, and what a precision may implement."""
+    lines = ["## What a precision needs and a backend accepts", ""]
+    lines += [
+        "`needs` of a precision, `supports['accepts']` of a backend; without it a backend accepts "
+        + ", ".join(f"`{word}`" for word in ACCEPTED_BY_DEFAULT)
+        + ". [Who fits whom](compatibility.md).",
+        "",
+    ]
+    lines += table(["word", "meaning"], [[f"`{word}`", text] for word, text in NEEDS.items()])
+    lines += ["## When gradients are reduced", ""]
+    lines += ["`reduces_gradients` of a backend says when ranks have the gradients of all.", ""]
+    words = [[f"`{word}`", text] for word, text in REDUCES_GRADIENTS.items()]
+    lines += table(["word", "meaning"], words)
+    lines += ["## Methods of a precision", "", inspect.getdoc(Precision) or "", ""]
+    rows: list[list[object]] = []
+    for name, value in vars(Precision).items():
+        function = value.fget if isinstance(value, property) else value
+        if inspect.isfunction(function) and not name.startswith("_"):
+            arguments = list(inspect.signature(function).parameters)[1:]
+            spelt = name if isinstance(value, property) else f"{name}({', '.join(arguments)})"
+            rows.append([f"`{spelt}`", inspect.getdoc(function)])
+    return lines + table(["method", "what it does, what it returns"], rows)
+
+
+def compatibility() -> str:
+    """Return the page on which backend runs which precision, by what both declare."""
+    backends = _declared("backend")
+    precisions = _declared("precision")
+    lines = ["# Who fits whom", "", "Generated from what plugins declare; do not edit.", ""]
+    lines += ["A precision needs, a backend accepts: [the words](hooks.md).", ""]
+    rows: list[list[object]] = []
+    for name, backend in backends.items():
+        lack = [lacking(backend.supports, its, one.needs) for its, one in precisions.items()]
+        rows.append(
+            [f"`{name}`", *(f"no: {', '.join(words)}" if words else "yes" for words in lack)]
+        )
+    lines += table(["backend", *(f"`{name}`" for name in precisions)], rows)
+    lines += ["## What else backends declare", ""]
+    rows = [
+        [
+            f"`{name}`",
+            backend.reduces_gradients,
+            ", ".join(backend.supports.get("mesh") or ()),
+            *("yes" if backend.supports.get(key, key in _BY_DEFAULT) else "" for key in _ABILITIES),
+            ", ".join(sorted(backend.owns)),
+        ]
+        for name, backend in backends.items()
+    ]
+    header = ["backend", "`reduces_gradients`", "`mesh`", *(f"`{key}`" for key in _ABILITIES)]
+    lines += table([*header, "`owns`"], rows)
     return "\n".join(lines)
+
+
+_ABILITIES = ("no_sync", "join", "compile", "several_models")
+_BY_DEFAULT = ("compile", "several_models")
+
+
+def _declared(kind: str) -> dict[str, Any]:
+    """Return our own plugins of a kind by name."""
+    projects = [ROOT / "core/pyproject.toml", *ROOT.glob("backends/*/pyproject.toml")]
+    ours = {tomllib.loads(path.read_text())["project"]["name"] for path in projects}
+    records = discovery.installed().of_kind(kind)
+    return {one.name: one.load() for one in records if one.distribution in ours}
 
 
 def configuration() -> str:
@@ -205,13 +278,13 @@ def known_packages() -> str:
         for name, target in points.get("backends", {}).items():
             for table, entry in _options(pkgutil.resolve_name(target), name):
                 found[table][entry] = extra
-        of_extensions = points.get("extensions", {}).values()
+        extensions = points.get("extensions", {}).values()
         for name, target in points.get("triggers", {}).items():
-            if target in of_extensions:
-                found["VARIABLES"][name] = extra
-            elif name.startswith("ACCELERATE_USE_"):
+            if name.startswith("ACCELERATE_USE_"):
                 found["VARIABLES"][name] = extra
                 found["SWITCHES"][name.removeprefix("ACCELERATE_").lower()] = extra
+            elif target in extensions and name.isupper():
+                found["VARIABLES"][name] = extra
             elif name.endswith("_config") and name not in _ARGUMENTS:
                 found["SECTIONS"][name] = extra
             elif name.isidentifier() and name.islower() and name not in _RESERVED:

@@ -9,11 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import dummies
 import pytest
 from support import clean_environment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-import dummies
 
 import accelerate_core.backend  # noqa: F401  # it declares the owner hooks
 from accelerate_core.hookspecs import all_hooks, hook_kind
@@ -24,6 +22,7 @@ from accelerate_core import Backend, Claim
 class Plugin(Backend):
     name = "{name}"
     api_version = {api}
+    reduces_gradients = "backward"
     @classmethod
     def detect(cls, request):
         return Claim({priority}, "asked for")
@@ -266,6 +265,7 @@ class Trouble(ArithmeticError): ...
 class Raiser(Backend):
     name = "raiser"
     api_version = (1, 0)
+    reduces_gradients = "never"
 class Extension:
     name = "meddler"
     api_version = (1, 0)

@@ -29,11 +29,9 @@ from accelerate_core.distributed.collectives import (
     gather_uneven,
     pad_across_processes,
     reduce,
-    scatter,
 )
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives
-from accelerate_core.distributed.tree import TensorInformation
 from accelerate_core.errors import DistributedOperationException
 from accelerate_drop_in.verbs import broadcast_object_list, copy_tensor_to_devices
 
@@ -408,7 +406,7 @@ def reduce_results_have_their_own_memory(comm: Communicator) -> None:
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
-# --- broadcast, scatter and the rest ---------------------------------------------------------
+# --- broadcast and the rest ---------------------------------------------------------
 
 
 @case
@@ -441,39 +439,6 @@ def broadcast_writes_in_place_where_it_can(comm: Communicator) -> None:
 def verbs_refuse_a_rank_that_is_not_there(comm: Communicator) -> None:
     with pytest.raises(ValueError, match=f"from_process={comm.size} is not a process"):
         broadcast(torch.ones(1), comm.size, comm=comm)
-
-
-@case
-def scatter_splits_a_batch(comm: Communicator) -> None:
-    watched, calls = counted(comm)
-    n = comm.size
-    whole: dict[str, Any] = {
-        "x": torch.arange(4.0 * n).view(2 * n, 2),
-        "mask": torch.arange(n) == 1,
-        "step": torch.tensor(7),
-        "name": "batch",
-        "none": torch.zeros(0, 3),
-    }
-    part = scatter(whole if comm.rank == 1 else None, 1, comm=watched)
-    assert sorted(calls) == ["broadcast_object", "scatter"]
-    assert part["name"] == "batch"
-    same(part["x"], whole["x"][2 * comm.rank : 2 * comm.rank + 2])
-    same(part["mask"], torch.tensor([comm.rank == 1]))
-    same(part["step"], torch.tensor(7))
-    same(part["none"], torch.zeros(0, 3))
-
-    calls.clear()
-    like = [TensorInformation(torch.Size([2, 2]), torch.float32)]
-    part = scatter([whole["x"]] if comm.rank == 0 else None, comm=watched, like=like)
-    assert calls == ["scatter"]
-    same(part[0], whole["x"][2 * comm.rank : 2 * comm.rank + 2])
-
-
-@case
-def scatter_that_does_not_divide_fails_everywhere(comm: Communicator) -> None:
-    tree = {"x": torch.zeros(comm.size + 1)} if comm.rank == 0 else None
-    with pytest.raises(DistributedOperationException, match=r"at \['x'\].*do not divide among"):
-        scatter(tree, comm=comm)
 
 
 @case
@@ -572,7 +537,7 @@ def a_list_of_objects_is_broadcast_in_place(comm: Communicator) -> None:
 def debug_names_the_verb_and_every_shape(comm: Communicator) -> None:
     watched, _ = counted(comm, debug=True)
     uneven = {"x": torch.zeros(2, comm.rank + 1), "y": [torch.tensor(True)]}
-    lines = [f"process {r}: {{'x': [2, {r + 1}] float32, 'y': [[] bool]}}" for r in (0, 1)]
+    lines = [f"process {r}: ['x'] [2, {r + 1}] float32, ['y'][0] [] bool" for r in (0, 1)]
     verbs: dict[str, Callable[[Any], Any]] = {
         "gather": lambda tree: gather(tree, watched),
         "gather_uneven": lambda tree: gather_uneven(tree, watched),

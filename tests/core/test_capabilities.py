@@ -20,6 +20,14 @@ class Usual(Backend):
     name = "usual"
     api_version = (1, 0)
 
+class Declares(Usual):
+    name = "declares"
+    reduces_gradients = "step"
+
+class Misdeclares(Usual):
+    name = "misdeclares"
+    reduces_gradients = "steps"
+
 class Layers(Precision):
     name = "layers"
     api_version = (1, 0)
@@ -65,7 +73,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("capabilities")
     names = ("Layers", "Own", "Silent", "Misspelt")
     groups = {
-        "backends": {"narrow": "Narrow", "usual": "Usual"},
+        "backends": {name.lower(): name for name in ("Narrow", "Usual", "Declares", "Misdeclares")},
         "precisions": {name.lower(): name for name in names},
     }
     distribution(root, "capable", CODE, groups)
@@ -92,3 +100,45 @@ def test_what_is_needed_is_accepted_or_named(
     found, text = run(root, TRY.format(backend=backend, precision=precision, dynamo=dynamo))
     assert found == kind, text
     assert [word for word in said if word not in text] == []
+
+
+ASK = """
+from accelerate_core.assemble import assemble
+from accelerate_core.contract.topology import Topology
+import inspect
+from accelerate_core import Accelerator
+own = {name: one.default for name, one in inspect.signature(Accelerator.__init__).parameters.items()}
+del own["self"], own["plugin_arguments"]
+try:
+    built = assemble({**own, "cpu": True, "backend": BACKEND}, {}, Topology(0, COUNT, 0, COUNT))
+except Exception as error:
+    out([type(error).__name__, str(error)])
+else:
+    out(["", built.backend.reduces_gradients])
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "processes", "kind", "said"),
+    [
+        ("single", 1, "", ["never"]),
+        ("declares", 2, "", ["step"]),
+        ("ddp", 2, "", ["backward"]),
+        ("fsdp2", 2, "", ["backward"]),
+        ("deepspeed", 2, "", ["engine"]),
+        ("usual", 2, "PluginError", ["usual", "dummy-capable 1.0", "does not say when gradients"]),
+        ("usual", 3, "PluginError", ["3 process(es)", "'backward', 'step', 'engine', 'never'"]),
+        ("misdeclares", 1, "PluginError", ["'steps'", "Did you mean 'step'?"]),
+    ],
+)
+def test_when_gradients_are_reduced_is_said_or_asked_for(
+    root: Path, backend: str, processes: int, kind: str, said: list[str]
+) -> None:
+    code = ASK.replace("BACKEND", repr(backend)).replace("COUNT", str(processes))
+    found, text = run(root, code)
+    assert found == kind, text
+    assert [word for word in said if word not in text] == []
+
+
+def test_one_process_runs_a_backend_that_does_not_say(root: Path) -> None:
+    assert run(root, TRY.format(backend="usual", precision="no", dynamo=None)) == ["", ""]

@@ -6,24 +6,24 @@ import copy
 import enum
 import subprocess
 import sys
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from accelerate_core import TorchDynamoPlugin
 from accelerate_core.compilation import (
     canonical_key,
     compile_model,
     compile_regions,
-    has_compiled_regions,
     is_compiled_module,
     strip_compiled,
     uncompiled,
 )
 from accelerate_core.errors import ConfigurationError
+from accelerate_drop_in.models import has_compiled_regions
 
 
 class Counter:
@@ -78,8 +78,16 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def dynamo(**fields: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"backend": "eager", **fields})
+def dynamo(**fields: Any) -> TorchDynamoPlugin:
+    return TorchDynamoPlugin(**{"backend": "eager", **fields})
+
+
+def registered(compiler: Callable[..., Any]) -> str:
+    """Return the name under which torch knows a compiler from now on."""
+    name = f"compiler_{id(compiler)}"
+    if name not in torch._dynamo.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(compiler, name=name)
+    return name
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -130,7 +138,7 @@ def test_a_graph_is_really_made(make: Any, regional: bool) -> None:
     counter = Counter()
     model = make()
     keys = list(model.state_dict())
-    compile_model(model, dynamo(backend=counter, use_regional_compilation=regional))
+    compile_model(model, dynamo(backend=registered(counter), use_regional_compilation=regional))
     x = torch.randn(2, 5, 4)
     out = model(x)
     assert counter.graphs > 0
@@ -141,7 +149,7 @@ def test_a_graph_is_really_made(make: Any, regional: bool) -> None:
 def test_a_wrapper_of_torch_is_left_and_its_model_compiled() -> None:
     counter = Counter()
     model = nn.DataParallel(sequential())
-    compile_model(model, dynamo(backend=counter))
+    compile_model(model, dynamo(backend=registered(counter)))
     model(torch.randn(2, 4))
     assert counter.graphs == 1
     assert model._compiled_call_impl is None
@@ -176,7 +184,7 @@ def test_more_classes_than_the_graph_limit_are_all_compiled() -> None:
     kinds = [type(f"Seq{i}", (nn.Sequential,), {}) for i in range(12)]
     for i, kind in enumerate(kinds):
         model = kind(nn.Linear(4, 4), *[nn.ReLU()] * i)
-        compile_model(model, dynamo(backend=counter))
+        compile_model(model, dynamo(backend=registered(counter)))
         model(torch.randn(2, 4))
     assert counter.graphs == 12
 
@@ -218,7 +226,7 @@ def test_a_backend_may_be_an_enum_member() -> None:
         ({"backend": "inductr"}, "no compiler 'inductr'.*Did you mean 'inductor'"),
         ({"backend": "inductor", "mode": "max-autotune", "options": {"a": 1}}, "not both"),
         ({"backend": "tvm", "mode": "max-autotune"}, "'tvm' takes no mode"),
-        ({"backend": Counter(), "options": {"a": 1}}, "takes no options"),
+        ({"backend": registered(Counter()), "options": {"a": 1}}, "takes no options"),
     ],
 )
 def test_an_impossible_request_fails_at_once(fields: dict[str, Any], message: str) -> None:
@@ -260,7 +268,9 @@ def test_blocks_the_user_compiled_are_kept() -> None:
 @pytest.mark.parametrize("regional", [False, True])
 def test_the_stripped_view_shares_what_is_trained(regional: bool) -> None:
     counter = Counter()
-    model = compile_model(Net(), dynamo(backend=counter, use_regional_compilation=regional))
+    model = compile_model(
+        Net(), dynamo(backend=registered(counter), use_regional_compilation=regional)
+    )
     view = strip_compiled(model)
     assert type(view) is Net
     assert not is_compiled_module(view)

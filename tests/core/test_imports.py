@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import pytest
-
 CORE = Path(__file__).parents[2] / "core" / "src" / "accelerate_core"
 
 
@@ -60,26 +58,13 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return [component for component in components if len(component) > 1]
 
 
-def graph_of_the_core() -> dict[str, set[str]]:
+def test_no_module_imports_in_a_circle() -> None:
     found = modules()
-    return {
+    graph = {
         name: set(imported(ast.parse(path.read_text(encoding="utf-8")), found)) - {name}
         for name, path in found.items()
     }
-
-
-#: Whose types still name the Accelerator that is made of them.
-FACADE = ("accelerator", "facade", "prepare")
-
-
-@pytest.mark.xfail(strict=False, reason="the facade's parts name the Accelerator in their types")
-def test_no_module_imports_in_a_circle() -> None:
-    assert circles(graph_of_the_core()) == []
-
-
-def test_the_facade_alone_imports_in_a_circle() -> None:
-    inside = {name.split(".")[1] for circle in circles(graph_of_the_core()) for name in circle}
-    assert inside <= {*FACADE}
+    assert circles(graph) == []
 
 
 def test_a_circle_is_found_however_it_is_closed() -> None:

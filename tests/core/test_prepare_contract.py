@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +15,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
-from accelerate_core import Accelerator, Backend, Precision, assemble, set_seed
+from accelerate_core import Accelerator, Backend, Precision, set_seed
+from accelerate_core.accelerator import construction
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import PrepareError
 from accelerate_core.plugins import discovery
-from accelerate_core.plugins.discovery import PluginRecord, installed
+from accelerate_core.plugins.discovery import PluginRecord
 
 X, Y = torch.randn(16, 4), torch.randn(16, 2)
 
@@ -301,12 +307,18 @@ class OwnOptimizer(Precision):
         plan.each("optimizer", replaced)
 
 
-def test_a_precision_may_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = f"{__name__}:OwnOptimizer"
-    record = PluginRecord("precision", "own_optimizer", target, "tests", "1.0")
-    found = dataclasses.replace(installed(), plugins=(*installed().plugins, record))
+def install(monkeypatch: pytest.MonkeyPatch, precision: type[Precision]) -> None:
+    """Let a precision of this file be installed."""
+    target = f"{__name__}:{precision.__name__}"
+    record = PluginRecord("precision", precision.name, target, "tests", "1.0")
+    there = discovery.installed()
+    found = dataclasses.replace(there, plugins=(*there.plugins, record))
     monkeypatch.setattr(discovery, "installed", lambda: found)
-    monkeypatch.setattr(assemble, "installed", lambda: found)
+    monkeypatch.setattr(construction, "installed", lambda: found)
+
+
+def test_a_precision_may_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, OwnOptimizer)
     accelerator = Accelerator(cpu=True, mixed_precision="own_optimizer")
     net = nn.Linear(4, 2)
     sgd = torch.optim.SGD(net.parameters(), 1.0)
@@ -317,3 +329,131 @@ def test_a_precision_may_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) 
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+# --- a precision with state of its own, and with activation checkpointing of its own -------------
+
+
+class DelayedLinear(nn.Linear):
+    """Divides its input by the largest value there was before."""
+
+    format: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x / self.format.largest)
+        self.format.largest = max(self.format.largest * 0.9, float(x.detach().abs().max()))
+        return out
+
+
+class Delayed(Precision):
+    """Has a scaling factor that moves in forward, as delayed scaling of fp8 does."""
+
+    name = "delayed"
+    api_version = (1, 0)
+    needs = frozenset({"modules"})
+
+    def __init__(self, settings: Any = None) -> None:
+        super().__init__(settings)
+        self.largest = 1.0
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = DelayedLinear
+                module.format = self  # type: ignore[assignment]
+        return model
+
+    def recompute(self, accelerator: Any) -> Any:
+        return self._recompute
+
+    def _recompute(self, function: Any, *args: Any) -> Any:
+        before = self.largest
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            now, self.largest = self.largest, before
+            try:
+                yield
+            finally:
+                self.largest = now
+
+        contexts = lambda: (nullcontext(), again())  # noqa: E731
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+    def on_save(self, accelerator: Any, directory: Path) -> None:
+        factors = directory / f"factors_{accelerator.process_index}.json"
+        factors.write_text(json.dumps(self.largest))
+
+    def on_load(self, accelerator: Any, directory: Path) -> None:
+        factors = directory / f"factors_{accelerator.process_index}.json"
+        self.largest = json.loads(factors.read_text())
+
+
+class Recomputes(Plain):
+    """Checkpoints activations by whatever the precision has for it."""
+
+    def activation_checkpointing(self, accelerator: Any, model: nn.Module) -> nn.Module:
+        recompute = accelerator.precision.recompute(accelerator) or partial(
+            checkpoint, use_reentrant=False
+        )
+        model.forward = partial(recompute, model.forward)
+        return model
+
+
+class Forgetful(Delayed):
+    """Lets torch's own checkpointing run its forward a second time."""
+
+    name = "forgetful"
+
+    def recompute(self, accelerator: Any) -> Any:
+        return None
+
+
+def delayed(backend: type[Backend], precision: str) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, backend=backend, mixed_precision=precision)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return accelerator, *accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+
+
+def steps(accelerator: Any, model: nn.Module, optimizer: Any, count: int) -> list[float]:
+    losses = []
+    for index in range(count):
+        loss = mse_loss(model(X * (index + 1)), Y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_activations_are_computed_again_as_the_precision_wants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, Delayed)
+    install(monkeypatch, Forgetful)
+    plain, recomputed = delayed(Plain, "delayed"), delayed(Recomputes, "delayed")
+    assert steps(*plain, 4) == steps(*recomputed, 4)
+    assert plain[0].precision.largest == recomputed[0].precision.largest
+    # By torch's own the factor would have moved on: what this is for.
+    assert steps(*delayed(Plain, "delayed"), 4) != steps(*delayed(Recomputes, "forgetful"), 4)
+    assert Accelerator(cpu=True, mixed_precision="bf16").precision.recompute(None) is None
+
+
+def test_a_precision_keeps_its_factors_in_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, Delayed)
+    run = delayed(Plain, "delayed")
+    accelerator, model, _ = run
+    steps(*run, 2)
+    factor = accelerator.precision.largest
+    accelerator.save_state(tmp_path / "state")
+    kept = tmp_path / "state" / "precision_delayed" / "factors_0.json"
+    assert json.loads(kept.read_text()) == factor
+    assert not any("largest" in name for name in model.state_dict())
+    losses = steps(*run, 3)
+    assert accelerator.precision.largest != factor
+    accelerator.load_state(tmp_path / "state")
+    assert steps(*run, 3) == losses
+    accelerator.end_training()

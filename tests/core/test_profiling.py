@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from accelerate_core import ProfileKwargs
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.profiling import build_profiler, profile
-
-
-def settings(**fields: Any) -> SimpleNamespace:
-    return SimpleNamespace(**fields)
 
 
 def work() -> None:
@@ -27,14 +23,14 @@ def names(path: Path) -> set[str]:
 
 
 def test_without_settings_it_profiles() -> None:
-    with profile() as profiler:
+    with profile(ProfileKwargs()) as profiler:
         work()
     assert "aten::mm" in {event.key for event in profiler.key_averages()}
 
 
 def test_the_trace_of_a_rank_is_written(tmp_path: Path) -> None:
     target = tmp_path / "new" / "traces"
-    asked = settings(
+    asked = ProfileKwargs(
         output_trace_dir=str(target), activities=["CPU"], record_shapes=True, with_flops=True
     )
     with profile(asked, process_index=3):
@@ -45,8 +41,8 @@ def test_the_trace_of_a_rank_is_written(tmp_path: Path) -> None:
 
 def test_every_cycle_of_a_schedule_is_written(tmp_path: Path) -> None:
     seen: list[Any] = []
-    asked = settings(
-        output_trace_dir=tmp_path,
+    asked = ProfileKwargs(
+        output_trace_dir=str(tmp_path),
         schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 2},
         on_trace_ready=seen.append,
     )
@@ -64,7 +60,7 @@ def test_every_cycle_of_a_schedule_is_written(tmp_path: Path) -> None:
 
 def test_the_trace_survives_an_exception_of_the_block(tmp_path: Path) -> None:
     def fail() -> None:
-        with profile(settings(output_trace_dir=tmp_path)):
+        with profile(ProfileKwargs(output_trace_dir=str(tmp_path))):
             work()
             raise KeyError("mine")
 
@@ -74,7 +70,7 @@ def test_the_trace_survives_an_exception_of_the_block(tmp_path: Path) -> None:
 
 
 def test_a_schedule_that_never_records_says_so(tmp_path: Path) -> None:
-    asked = settings(output_trace_dir=tmp_path, schedule_option={"wait": 5, "active": 1})
+    asked = ProfileKwargs(output_trace_dir=str(tmp_path), schedule_option={"wait": 5, "active": 1})
     with pytest.warns(UserWarning, match="reached no active step"), profile(asked):
         work()
     assert list(tmp_path.iterdir()) == []
@@ -82,8 +78,8 @@ def test_a_schedule_that_never_records_says_so(tmp_path: Path) -> None:
 
 def test_a_handler_that_exports_itself_is_told_of(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
-    asked = settings(
-        output_trace_dir=tmp_path, on_trace_ready=lambda p: p.export_chrome_trace(str(own))
+    asked = ProfileKwargs(
+        output_trace_dir=str(tmp_path), on_trace_ready=lambda p: p.export_chrome_trace(str(own))
     )
     with pytest.warns(UserWarning, match="already exported"), profile(asked):
         work()
@@ -100,4 +96,4 @@ def test_a_handler_that_exports_itself_is_told_of(tmp_path: Path) -> None:
 )
 def test_wrong_settings_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        build_profiler(settings(**fields))
+        build_profiler(ProfileKwargs(**fields))

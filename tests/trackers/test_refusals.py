@@ -31,8 +31,8 @@ def test_mlflow_keeps_two_names_apart_as_keys_texts_and_artifacts(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
     hub, beside = make("mlflow", tmp_path), make("mlflow", tmp_path)
-    hub.init("probe", {"p": {"f(1)": 1, "f[1]": 2}})
-    beside.init("probe")
+    hub.init_trackers("probe", {"p": {"f(1)": 1, "f[1]": 2}})
+    beside.init_trackers("probe")
     hub.log({"f1 (a)": 1.0, "f1 [a]": 2.0, "": 3.0, "a//b": 4.0, "k" * 300: 5.0}, step=5)
     hub.log_media("text", {"name": "sample v1.5", "text": "one"}, step=1)
     hub.log_media("text", {"name": "sample v1.5", "text": "two"}, step=2)
@@ -43,8 +43,8 @@ def test_mlflow_keeps_two_names_apart_as_keys_texts_and_artifacts(
             "artifact", {"path": tmp_path / folder / "model.bin", "name": f"epoch {folder}"}
         )
     beside.log({"other": 1.0}, step=0)
-    hub.flush()
-    run_id = hub.get("mlflow").run_id
+    hub.flush_trackers()
+    run_id = hub.get_tracker("mlflow").run_id
     beside.finish()
     hub.finish()
     client = mlflow.MlflowClient()
@@ -63,12 +63,12 @@ def test_dvclive_keeps_all_names_and_the_run_that_is_resumed_late(
     monkeypatch.chdir(tmp_path)
     options = {"save_dvc_exp": False, "dvcyaml": None}
     hub = make("dvclive", tmp_path, **options)
-    hub.init("probe")
+    hub.init_trackers("probe")
     hub.log({"loss": 1.0, "loss/train": 2.0, "x" * 300: 3.0}, step=0)
     state = hub.state_dict()
     hub.finish()
     hub = make("dvclive", tmp_path, **options)
-    hub.init("probe")
+    hub.init_trackers("probe")
     hub.load_state_dict(state)
     hub.log({"loss": 4.0}, step=1)
     hub.finish()
@@ -83,7 +83,7 @@ def test_tensorboard_counts_the_steps_that_are_not_given(tmp_path: Path) -> None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     hub = make("tensorboard", tmp_path, logging_dir=tmp_path)
-    hub.init("probe")
+    hub.init_trackers("probe")
     for value in range(3):
         hub.log({"loss": float(value)})
     hub.finish()
@@ -97,7 +97,7 @@ from accelerate_clearml import ClearMLTracker
 from accelerate_tracking import TrackerHub, registry
 tracker = ClearMLTracker("probe", auto_resource_monitoring=False, auto_connect_streams=False)
 hub = TrackerHub([tracker], "logs")
-hub.init("probe")
+hub.init_trackers("probe")
 hub.log({"loss": float("nan"), "loss/loss": 2.0, "same": 1.0}, step=1)
 hub.log({"same": 3.0})
 hub.finish()

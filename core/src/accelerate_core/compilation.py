@@ -11,7 +11,8 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,28 +41,24 @@ class TorchCompiler:
 def compile_model(model: nn.Module, dynamo: Any) -> nn.Module:
     """Compile `model` in place as the settings say, and return it.
 
-    A model that `torch.compile` has wrapped already is returned unchanged, and
-    so is any model when the backend is None or "no", or `disable` is set. A
-    wrapper of torch's own around one module (what a data-parallel backend puts
+    A model that is compiled already is returned unchanged, and so is any model
+    where the settings are off. A wrapper of torch's own around one module (what a data-parallel backend puts
     there) stays as it is; the module inside is compiled.
 
     Args:
         model: the model; its class, parameters and keys do not change.
-        dynamo: a `TorchDynamoPlugin`, or any object with the fields backend,
-            mode, fullgraph, dynamic, options, disable, use_regional_compilation.
+        dynamo: a `TorchDynamoPlugin`.
 
     Raises:
         ConfigurationError: torch has no such backend, the backend does not know
             `mode` or `options`, or both were given.
     """
-    if getattr(dynamo, "disable", False):
+    if not dynamo.enabled or is_compiled_module(model):
         return model
     keywords = _compile_arguments(dynamo)
-    if keywords is None or is_compiled_module(model):
-        return model
-    if getattr(dynamo, "use_regional_compilation", False):
+    if dynamo.use_regional_compilation:
         return compile_regions(model, **keywords)
-    _compile_in_place(_inside(model), keywords)
+    _compile_in_place(within_wrappers(model), keywords)
     return model
 
 
@@ -83,7 +80,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     Example:
         compile_regions(gpt, backend="inductor", fullgraph=True)
     """
-    root = _inside(module)
+    root = within_wrappers(module)
     blocks = list(_repeated_blocks(root))
     if not blocks:
         _compile_in_place(root, compile_kwargs)
@@ -101,17 +98,7 @@ def is_compiled_module(module: object) -> bool:
         return False
     if _is_wrapped(module):
         return True
-    return any(_is_in_place(each) for each in (module, _inside(module)))
-
-
-def has_compiled_regions(module: object) -> bool:
-    """Whether a part of the module, not only the module itself, is compiled."""
-    if not isinstance(module, nn.Module):
-        return False
-    root = _inside(uncompiled(module))
-    return any(
-        _is_wrapped(part) or _is_in_place(part) for part in root.modules() if part is not root
-    )
+    return any(_is_in_place(each) for each in (module, within_wrappers(module)))
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -142,40 +129,33 @@ def canonical_key(name: str) -> str:
 # --- settings to arguments ----------------------------------------------------------------------
 
 
-def _compile_arguments(dynamo: Any) -> dict[str, Any] | None:
-    """Return the arguments for `torch.compile`, None where compilation is off."""
-    backend = getattr(dynamo, "backend", None)
-    # The members of a foreign enum carry their name as value.
-    backend = getattr(backend, "value", backend)
-    if backend is None or str(backend).lower() == "no":
-        return None
-    if not callable(backend):
-        backend = _registered(str(backend))
-    mode, options = getattr(dynamo, "mode", None), getattr(dynamo, "options", None)
-    mode = None if mode == "default" else mode
-    if mode and options:
+def _compile_arguments(dynamo: Any) -> dict[str, Any]:
+    """Return the arguments for `torch.compile`."""
+    backend = _registered(dynamo.backend)
+    mode = None if dynamo.mode == "default" else dynamo.mode
+    if mode and dynamo.options:
         raise ConfigurationError(
-            f"TorchDynamoPlugin takes mode={mode!r} or options={options!r}, not both: "
+            f"TorchDynamoPlugin takes mode={mode!r} or options={dynamo.options!r}, not both: "
             f"a mode is a set of options."
         )
-    for name, value in (("mode", mode), ("options", options)):
-        if value and not _knows(backend, name):
+    for name, value in (("mode", mode), ("options", dynamo.options)):
+        if value and not _takes(backend, name):
             raise ConfigurationError(
-                f"The compiler {_shown(backend)} takes no {name} (given: {value!r}). "
+                f"The compiler {backend!r} takes no {name} (given: {value!r}). "
                 f"Leave {name} out, or use backend='inductor'."
             )
     return {
         "backend": backend,
         "mode": mode,
-        "options": options,
-        "fullgraph": bool(getattr(dynamo, "fullgraph", None)),
-        "dynamic": getattr(dynamo, "dynamic", None),
+        "options": dynamo.options,
+        "fullgraph": bool(dynamo.fullgraph),
+        "dynamic": dynamo.dynamic,
     }
 
 
 def _registered(backend: str) -> str:
     known = {name.lower(): name for name in torch._dynamo.list_backends(exclude_tags=())}
-    if backend.lower() not in known:
+    if backend not in known:
         # Those for debugging are accepted but not advertised.
         shown = torch._dynamo.list_backends()
         raise ConfigurationError(
@@ -183,26 +163,16 @@ def _registered(backend: str) -> str:
             f"'no', {listing(shown)}.{did_you_mean(backend, known)} A compiler from another "
             f"package is known after that package has been imported."
         )
-    return known[backend.lower()]
+    return known[backend]
 
 
-def _knows(backend: Any, argument: str) -> bool:
+def _takes(backend: str, argument: str) -> bool:
+    from torch._dynamo.backends.registry import lookup_backend
+
     if backend == "inductor":
         return True
-    function = backend
-    if isinstance(backend, str):
-        from torch._dynamo.backends.registry import lookup_backend
-
-        function = lookup_backend(backend)
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return True
+    parameters = inspect.signature(lookup_backend(backend)).parameters
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _shown(backend: Any) -> str:
-    return repr(backend if isinstance(backend, str) else getattr(backend, "__name__", backend))
 
 
 # --- one module ---------------------------------------------------------------------------------
@@ -226,7 +196,7 @@ def _is_torch_nn(module: nn.Module) -> bool:
     return _forward_module(module).startswith("torch.nn.modules.")
 
 
-def _inside(module: nn.Module) -> nn.Module:
+def within_wrappers(module: nn.Module) -> nn.Module:
     """Return the module within torch's own wrappers (which torch's compiler does not enter)."""
     while _forward_module(module).startswith("torch.") and not _is_torch_nn(module):
         children = list(module.children())
@@ -269,23 +239,18 @@ def _has_work(module: nn.Module) -> bool:
     return not _is_torch_nn(module) or any(True for _ in module.children())
 
 
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, _CONTAINERS)
-
-
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost blocks of which a container holds several of one class."""
-    found: set[int] = set()
-    if _is_container(module):
-        children = [child for child in module.children() if _has_work(child)]
-        kinds = [type(uncompiled(child)) for child in children]
-        for child, kind in zip(children, kinds, strict=True):
-            # Plain containers are alike in class only; what they hold differs.
-            if kinds.count(kind) > 1 and kind not in _CONTAINERS:
-                found.add(id(child))
-                yield child
-    for child in module.children():
-        if id(child) not in found:
+    children = list(module.children())
+    alike: Counter[type] = Counter()
+    if isinstance(module, _CONTAINERS):
+        alike.update(type(uncompiled(child)) for child in children if _has_work(child))
+    for child in children:
+        kind = type(uncompiled(child))
+        # Plain containers are alike in class only; what they hold differs.
+        if alike[kind] > 1 and _has_work(child) and kind not in _CONTAINERS:
+            yield child
+        else:
             yield from _repeated_blocks(child)
 
 
@@ -293,17 +258,15 @@ def _regions(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
     """Yield the blocks, and the largest parts beside them that are worth compiling."""
     if id(module) in blocks or _is_wrapped(module):
         yield module
-    elif not any(id(part) in blocks for part in module.modules()) and not _is_bare(module):
+        return
+    # A list or dict of modules is never called itself.
+    is_bare = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if not is_bare and not any(id(part) in blocks for part in module.modules()):
         if _has_work(module):
             yield module
     else:
         for child in module.children():
             yield from _regions(child, blocks)
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """Whether the module only holds others and is never called itself."""
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 # --- the view without compilation ---------------------------------------------------------------
@@ -325,16 +288,12 @@ def _strip(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
         name: None if child is None else _strip(child, done)
         for name, child in inner._modules.items()
     }
-    view.__dict__.update(_rebound(state.items(), inner, view))
+    view.__dict__.update({name: _rebound(value, inner, view) for name, value in state.items()})
     return view
 
 
-def _rebound(
-    state: Iterable[tuple[str, Any]], old: nn.Module, new: nn.Module
-) -> Iterator[tuple[str, Any]]:
-    """Point methods that were set on the instance (a patched `forward`) at the view."""
-    for name, value in state:
-        if isinstance(value, types.MethodType) and value.__self__ is old:
-            yield name, types.MethodType(value.__func__, new)
-        else:
-            yield name, value
+def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
+    """Point a method that was set on the instance (a patched `forward`) at the view."""
+    if isinstance(value, types.MethodType) and value.__self__ is old:
+        return types.MethodType(value.__func__, new)
+    return value

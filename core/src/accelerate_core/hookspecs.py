@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import pluggy
 
@@ -95,7 +95,7 @@ def all_hooks() -> tuple[str, ...]:
     return tuple(_KINDS)
 
 
-class HookSpecs:
+class HookSpecs(Protocol):
     """The hooks any plugin may implement; those of a backend are the methods of `Backend`."""
 
     # --- stages, in this order ----------------------------------------------------------------
@@ -103,26 +103,22 @@ class HookSpecs:
     @_stage
     def convert(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
         """Replace layers or parameters (low precision formats)."""
-        raise AssertionError
 
     @_stage
     def tensor_parallel(
         self, accelerator: AcceleratorView, model: torch.nn.Module
     ) -> torch.nn.Module:
         """Split layers over ranks (tensor parallelism)."""
-        raise AssertionError
 
     @_stage
     def activation_checkpointing(
         self, accelerator: AcceleratorView, model: torch.nn.Module
     ) -> torch.nn.Module:
         """Apply activation checkpointing."""
-        raise AssertionError
 
     @_stage
     def compile(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
         """Compile; where this runs relative to `prepare_model` the backend declares."""
-        raise AssertionError
 
     # --- broadcast ----------------------------------------------------------------------------
 
@@ -163,4 +159,3 @@ class HookSpecs:
     @_registration
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Return attributes served from `accelerator.state` and the Accelerator itself."""
-        raise AssertionError

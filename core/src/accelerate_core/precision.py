@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +19,10 @@ class Precision:
     """Base of a precision plugin.
 
     A subclass states how forward is entered (`autocast`), whether the loss is
-    scaled (`scaler`), and may implement stage hooks such as `convert`.
+    scaled (`scaler`), and may implement stage hooks such as `convert`, and broadcast hooks:
+    `on_save(accelerator, directory)` and `on_load` keep what it has beside the models' state
+    (scaling factors, say) in a subdirectory of a checkpoint that is its own. Every rank is
+    called; what differs between ranks goes into files that have the rank in their name.
     """
 
     name: ClassVar[str]
@@ -77,6 +80,15 @@ class Precision:
             return nullcontext()
         return torch.autocast(accelerator.device.type, dtype=self.dtype, **options)
 
+    def recompute(self, accelerator: AcceleratorView) -> Callable[..., Any] | None:
+        """Return what stands for `torch.utils.checkpoint.checkpoint`, None where that will do.
+
+        Whoever checkpoints activations asks, and calls `recompute(function, *args, **kwargs)` in
+        forward: it returns what the function does and calls it again in backward. A format whose
+        scaling factors move in forward has to know which of both it is in.
+        """
+        return None
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """What layers compute in; nobody looks a precision's name up."""
@@ -117,13 +129,6 @@ class Float16(Precision):
     name = "fp16"
     needs = frozenset({"autocast", "loss_scaling"})
     dtype = torch.float16
-
-    def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
-        """Change the objects of one `prepare` call: replace an optimizer, say.
-
-        Called after the stages and before the backend; parameters that were replaced are rebound by
-        name afterwards (`plan.rename` says new names).
-        """
 
     def scaler(self, accelerator: AcceleratorView, options: dict[str, Any]) -> Any | None:
         """Return torch's scaler for the device."""

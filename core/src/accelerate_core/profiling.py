@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +15,16 @@ if TYPE_CHECKING:
     import torch
 
 
-_FLAGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
 
 
 def build_profiler(
-    settings: Any = None, on_trace_ready: Callable[[Any], Any] | None = None
+    settings: Any, on_trace_ready: Callable[[Any], Any] | None = None
 ) -> torch.profiler.profile:
     """Build the torch profiler that the settings describe.
 
     Args:
-        settings: a `ProfileKwargs`, or None for torch's defaults.
+        settings: a `ProfileKwargs`.
         on_trace_ready: called instead of the settings' own.
 
     Raises:
@@ -34,17 +33,20 @@ def build_profiler(
     """
     import torch
 
-    flags: dict[str, Any] = {flag: bool(getattr(settings, flag, False)) for flag in _FLAGS}
     return torch.profiler.profile(
-        activities=_activities(getattr(settings, "activities", None)),
-        schedule=_schedule(getattr(settings, "schedule_option", None)),
-        on_trace_ready=on_trace_ready or getattr(settings, "on_trace_ready", None),
-        **flags,
+        activities=_activities(settings.activities),
+        schedule=_schedule(settings.schedule_option),
+        on_trace_ready=on_trace_ready or settings.on_trace_ready,
+        record_shapes=settings.record_shapes,
+        profile_memory=settings.profile_memory,
+        with_stack=settings.with_stack,
+        with_flops=settings.with_flops,
+        with_modules=settings.with_modules,
     )
 
 
 @contextmanager
-def profile(settings: Any = None, process_index: int = 0) -> Iterator[torch.profiler.profile]:
+def profile(settings: Any, process_index: int = 0) -> Iterator[torch.profiler.profile]:
     """Profile the block and yield the torch profiler.
 
     With `output_trace_dir` a Chrome trace `profile_{process_index}.json` is
@@ -53,7 +55,7 @@ def profile(settings: Any = None, process_index: int = 0) -> Iterator[torch.prof
     `on_trace_ready` is called before the trace is written.
 
     Args:
-        settings: a `ProfileKwargs`, or None for torch's defaults.
+        settings: a `ProfileKwargs`.
         process_index: rank, the number in the file's name.
 
     Example:
@@ -61,55 +63,45 @@ def profile(settings: Any = None, process_index: int = 0) -> Iterator[torch.prof
             train()
         print(profiler.key_averages().table())
     """
-    directory = getattr(settings, "output_trace_dir", None)
-    if directory is None:
+    if settings.output_trace_dir is None:
         with build_profiler(settings) as profiler:
             yield profiler
         return
-    export = _Export(
-        Path(os.fspath(directory)), process_index, getattr(settings, "on_trace_ready", None)
-    )
     # Made before the block: a directory that cannot be written is known at once.
-    export.directory.mkdir(parents=True, exist_ok=True)
+    directory = Path(settings.output_trace_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    cycles = count()
+
+    def export(profiler: torch.profiler.profile) -> None:
+        if settings.on_trace_ready is not None:
+            settings.on_trace_ready(profiler)
+        cycle = next(cycles)
+        suffix = f"_cycle{cycle}" if cycle else ""
+        _write(profiler, directory / f"profile_{process_index}{suffix}.json")
+
     with build_profiler(settings, export) as profiler:
         yield profiler
-    if not export.cycles:
+    if not next(cycles):
         warnings.warn(
-            f"No trace was written to {export.directory}: the schedule "
+            f"No trace was written to {directory}: the schedule "
             f"{dict(settings.schedule_option or {})} reached no active step. Call profiler.step() "
             f"after each training step, and run more steps than wait + warmup.",
             stacklevel=3,
         )
 
 
-class _Export:
-    """Writes each complete trace; the user's own handler sees it first."""
-
-    def __init__(
-        self, directory: Path, process_index: int, handler: Callable[[Any], Any] | None
-    ) -> None:
-        self.directory = directory
-        self.cycles = 0
-        self._process_index = process_index
-        self._handler = handler
-
-    def __call__(self, profiler: torch.profiler.profile) -> None:
-        if self._handler is not None:
-            self._handler(profiler)
-        cycle = f"_cycle{self.cycles}" if self.cycles else ""
-        self.cycles += 1
-        path = self.directory / f"profile_{self._process_index}{cycle}.json"
-        try:
-            profiler.export_chrome_trace(str(path))
-        except RuntimeError as error:
-            # torch lets go of a trace once it has been saved.
-            if self._handler is None or "already saved" not in str(error):
-                raise
-            warnings.warn(
-                f"{path} is not written: on_trace_ready has already exported the trace, and torch "
-                f"exports one only once. Leave out output_trace_dir or that export.",
-                stacklevel=2,
-            )
+def _write(profiler: torch.profiler.profile, path: Path) -> None:
+    try:
+        profiler.export_chrome_trace(str(path))
+    except RuntimeError as error:
+        # torch lets go of a trace once it has been saved.
+        if "already saved" not in str(error):
+            raise
+        warnings.warn(
+            f"{path} is not written: on_trace_ready has already exported the trace, and torch "
+            f"exports one only once. Leave out output_trace_dir or that export.",
+            stacklevel=2,
+        )
 
 
 def _activities(names: Iterable[Any] | None) -> list[Any] | None:
@@ -119,16 +111,14 @@ def _activities(names: Iterable[Any] | None) -> list[Any] | None:
         return None
     known = {name.lower(): member for name, member in ProfilerActivity.__members__.items()}
     chosen = []
-    for name in [names] if isinstance(names, str) else names:
-        if isinstance(name, ProfilerActivity):
-            chosen.append(name)
-        elif str(name).lower() in known:
-            chosen.append(known[str(name).lower()])
-        else:
+    for one in [names] if isinstance(names, str) else names:
+        name = str(getattr(one, "name", one)).lower()
+        if name not in known:
             raise ConfigurationError(
-                f"ProfileKwargs(activities=...): {name!r} is not an activity of this torch; "
-                f"there is {listing(known)}.{did_you_mean(str(name), known)}"
+                f"ProfileKwargs(activities=...): {one!r} is not an activity of this torch; "
+                f"there is {listing(known)}.{did_you_mean(name, known)}"
             )
+        chosen.append(known[name])
     return chosen
 
 

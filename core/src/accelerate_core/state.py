@@ -282,8 +282,7 @@ class PartialState(ProcessVerbs):
 
     def set_device(self) -> None:
         """Select this process's device, as starting has done already."""
-        if self.device.type != "cpu" and self.device.index is not None:
-            torch.accelerator.set_device_index(self.device.index)
+        runtimes.select(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """End a group, or the default one if nothing else uses it."""
@@ -308,7 +307,7 @@ class AcceleratorState(PartialState):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return self._accelerator.plugin_attribute(name, "AcceleratorState")
+        return self._accelerator._plugin_attribute(name, "AcceleratorState")
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"

@@ -25,6 +25,7 @@ class DDPBackend(Backend):
 
     name = "ddp"
     api_version = (1, 0)
+    reduces_gradients = "backward"
     shards: ClassVar[Mapping[str, tuple[str, ...]]] = {"": ()}
     supports: ClassVar[Mapping[str, Any]] = {
         "accepts": tuple(NEEDS),

@@ -41,6 +41,7 @@ class DeepSpeedBackend(Backend):
 
     name = "deepspeed"
     api_version = (1, 0)
+    reduces_gradients = "engine"
     supports: ClassVar[Mapping[str, Any]] = {
         "accepts": ("autocast", "modules", "loss_scaling"),
         "precisions": ("no", "bf16", "fp16"),

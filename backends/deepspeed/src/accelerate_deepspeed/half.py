@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate_core.distributed.tree import convert_to_fp32, recursively_apply
+from accelerate_core.distributed.tree import convert_to_fp32, map_tensors
 from accelerate_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -50,13 +50,8 @@ def wrap_module(engine: Any, cast_inputs: bool, upcast: bool) -> None:
 def _cast(
     dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def is_other(leaf: Any) -> bool:
-        return (
-            isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype is not dtype
-        )
-
-    made: tuple[tuple[Any, ...], dict[str, Any]] = recursively_apply(
-        lambda leaf: leaf.to(dtype), (args, kwargs), test_type=is_other
+    made: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
+        lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, (args, kwargs)
     )
     return made
 

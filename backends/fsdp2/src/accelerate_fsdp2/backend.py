@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate_checkpoint import rng_state
 from accelerate_core import AcceleratorView, Backend, Claim, Request
-from accelerate_core.builtin import rng_state
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.errors import ConfigurationError, PrepareError
 from accelerate_fsdp2 import keeping, sequence, tensor_parallel, testing, units, weights
@@ -38,6 +39,7 @@ class FSDP2Backend(Backend):
 
     name = "fsdp2"
     api_version = (1, 0)
+    reduces_gradients = "backward"
     shards: ClassVar[Mapping[str, tuple[str, ...]]] = {"": ("weights", "gradients", "optimizer")}
     supports: ClassVar[Mapping[str, Any]] = {
         "accepts": tuple(word for word in NEEDS if word != "optimizer"),
@@ -249,11 +251,15 @@ class FSDP2Backend(Backend):
             return model
         from torch.distributed._composable import checkpoint
 
+        recompute = accelerator.precision.recompute(accelerator)
         for group in units.find_units(model, self.options) or [[model]]:
             for module in group:
                 if self.options.activation_checkpointing_offload:
                     _offload_saved(module, accelerator.device)
-                checkpoint(module)
+                if recompute is None:
+                    checkpoint(module)
+                else:
+                    module.forward = partial(recompute, module.forward)
         return model
 
     def prepare_model(

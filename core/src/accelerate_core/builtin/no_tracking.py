@@ -8,8 +8,6 @@ from typing import Any
 
 from accelerate_core.errors import MissingPluginError
 
-_Kwargs = Mapping[str, Mapping[str, Any]] | None
-
 
 def asks(log_with: object) -> bool:
     """Tell whether `log_with` asks for a tracker."""
@@ -80,22 +78,17 @@ class NoTracking:
         self.trackers: list[Any] = []
         self.resumed_runs: dict[str, str] = {}
 
-    def init(self, project_name: str, config: object, init_kwargs: _Kwargs) -> None:
-        """Start nothing."""
+    def _nothing(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing."""
 
-    def get(self, name: str, unwrap: bool) -> Nothing:
+    init_trackers = log = log_images = log_table = log_figure = log_artifact = _nothing
+    log_text = log_histogram = is_failing = finish = _nothing
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Nothing:
         """Return what swallows every call."""
         return Nothing(str(name))
 
-    def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: _Kwargs) -> None:
-        """Drop the values unread."""
-
-    def log_media(
-        self, verb: str, arguments: Mapping[str, Any], step: int | None, log_kwargs: _Kwargs
-    ) -> None:
-        """Drop it unread."""
-
-    def flush(self, timeout: float | None) -> list[str]:
+    def flush_trackers(self, timeout: float | None = None) -> list[str]:
         """Return at once: nobody is late."""
         return []
 
@@ -106,10 +99,3 @@ class NoTracking:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Know the runs of the checkpoint, which a script may ask for."""
         self.resumed_runs = dict(state.get("runs", {}))
-
-    def is_failing(self) -> bool:
-        """Tell that no run has to be marked."""
-        return False
-
-    def finish(self, failed: bool) -> None:
-        """Close nothing."""

@@ -1,4 +1,4 @@
-"""What a precision needs and a backend accepts, in one vocabulary: strangers then fit each other."""
+"""What precisions need and backends accept, and when gradients are reduced: one vocabulary each."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ NEEDS = {
     "subclasses": "parameters become tensor subclasses",
     "optimizer": "the optimizer is replaced",
     "forward_collectives": "ranks communicate in forward",
+}
+
+#: What a backend says by `reduces_gradients` -> when ranks have the gradients of all of them.
+REDUCES_GRADIENTS = {
+    "backward": "when the backward that synchronises has ended",
+    "step": "when they are clipped, or their optimizer steps",
+    "engine": "inside of the backend's engine, which owns them",
+    "never": "never: each rank steps with its own",
 }
 
 #: What the methods of `Backend` do right by themselves.
@@ -48,3 +56,27 @@ def check_words(words: Collection[str], label: str, where: str) -> None:
                 f"{label} has {word!r} in {where}; there are {listing(NEEDS)}."
                 f"{did_you_mean(word, NEEDS)}"
             )
+
+
+def check_reduces_gradients(backend: Any, label: str, num_processes: int) -> None:
+    """Refuse a backend that does not say when gradients are reduced, where there are several ranks.
+
+    There is no default: a backend that forgot to reduce them trains every rank on its own, and
+    nothing fails.
+
+    Raises:
+        PluginError: several processes were started and it says nothing, or it says a word that
+            nobody knows.
+    """
+    said = getattr(backend, "reduces_gradients", None)
+    if said in REDUCES_GRADIENTS or (said is None and num_processes == 1):
+        return
+    what = "does not say when gradients are reduced"
+    if said is not None:
+        what = f"has reduces_gradients={said!r}"
+    meanings = "; ".join(f"{word!r}: {when}" for word, when in REDUCES_GRADIENTS.items())
+    raise PluginError(
+        f"The backend plugin {label} {what}, and {num_processes} process(es) were started. Let its "
+        f"class have reduces_gradients = one of {listing(REDUCES_GRADIENTS)} ({meanings})."
+        f"{did_you_mean(str(said), REDUCES_GRADIENTS)}"
+    )

@@ -3,188 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+from accelerate_core.contract.topology import Process
+from accelerate_core.contract.view import AcceleratorView
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Checkpointer",
-    "Contributor",
-    "LoopEvents",
-    "Process",
-    "Stateful",
-    "Tracking",
-    "TrainingState",
-]
+__all__ = ["Checkpointer", "LoaderMaker", "LogKwargs", "PreparedLoader", "Run", "Tracking"]
 
 
-class Stateful(Protocol):
-    """What a checkpoint keeps and gives back."""
+@dataclass(frozen=True)
+class Run:
+    """The parts of one Accelerator, as a checkpointer is handed them.
 
-    def state_dict(self) -> dict[str, Any]: ...
+    `accelerate_checkpoint.TrainingState(run)` says what there is to save, and gives it back.
 
-    def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-class Process(Protocol):
-    """Where this process stands among the ranks."""
-
-    @property
-    def process_index(self) -> int: ...
-
-    @property
-    def num_processes(self) -> int: ...
-
-    @property
-    def local_process_index(self) -> int: ...
-
-    @property
-    def local_num_processes(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def timeout(self) -> timedelta | None: ...
-
-    @property
-    def store(self) -> Any:
-        """The ranks' key-value store (`torch.distributed.Store`), None on one process."""
-
-
-class LoopEvents(Protocol):
-    """Two slots of the training loop, which cost nothing while None, and what it has counted."""
-
-    #: Called by a loader before it reads a batch with which an accumulation cycle may begin.
-    before_cycle: Callable[[], None] | None
-    #: Called by a loader when the body of its loop has run.
-    loop_body_end: Callable[[], None] | None
-    #: How often a prepared optimizer was stepped.
-    steps: int
-    #: How often gradients were computed.
-    backwards: int
-    #: False inside an accumulation cycle.
-    sync_gradients: bool
-
-
-class Contributor(Protocol):
-    """A plugin that keeps something of its own in a checkpoint; an error names the plugin."""
-
-    key: str
-
-    def save(self, directory: Path) -> None:
-        """Write into `directory`, which is made if the plugin has anything to write."""
-
-    def load(self, directory: Path) -> None: ...
-
-
-class TrainingState(Protocol):
-    """All that a checkpointer is handed of a training run.
-
-    Methods that gather are called by all ranks in the same order.
+    Attributes:
+        accelerator: for the hooks.
+        process: ranks, device, store.
+        training: the `TrainingLoop`: accumulation cycle, scaler, token count.
+        prepared: the `Prepared` models, optimizers, schedulers and loaders.
+        saving: the project, registered objects and hooks of `Saving`.
+        tracking: feeds the trackers.
+        end_training: ends the run.
     """
 
+    accelerator: AcceleratorView
     process: Process
-    #: The world; `duplicate()` returns one for a thread, or None where there is no second group.
-    collectives: Any
-    #: Name of the backend.
-    backend: str
-    #: Whether the backend writes and reads models and optimizers itself.
-    owns_format: bool
-    #: Whether the gradients of a cycle that has begun can be read.
-    gives_gradients: bool
-    events: LoopEvents
-    #: The prepared objects, in the order of their preparing.
-    models: Sequence[torch.nn.Module]
-    schedulers: Sequence[Any]
-    registered: Sequence[Stateful]
-    scaler: Stateful | None
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        """The optimizers as they were before `prepare` wrapped them."""
-
-    @property
-    def project(self) -> Any:
-        """`ProjectConfiguration`: directories, naming and retention."""
-
-    @property
-    def saves_here(self) -> bool:
-        """Whether this rank writes what is written once (per machine, if so configured)."""
-
-    def settle(self) -> None:
-        """Finish what the last step left open, such as the loss scale's update."""
-
-    def inner(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model without the backend's wrapping and `torch.compile`'s."""
-
-    def model_state(self, model: torch.nn.Module) -> dict[str, Any]: ...
-
-    def load_model_state(
-        self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool
-    ) -> None: ...
-
-    def whole_model_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return what `save_model` writes: the whole weights, where they are needed."""
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
-
-    def load_optimizer_state(self, optimizer: Any, state: Mapping[str, Any]) -> None: ...
-
-    def backend_save(
-        self, directory: Path, options: Mapping[str, Any], later: bool
-    ) -> Callable[[], None] | None:
-        """Let the backend write what is its own; a returned function writes the rest later."""
-
-    def backend_load(self, directory: Path, options: Mapping[str, Any]) -> None: ...
-
-    def contributors(self) -> Sequence[Contributor]: ...
-
-    def save_hooks(self) -> list[Callable[..., None]]: ...
-
-    def load_hooks(self) -> list[Callable[..., None]]: ...
-
-    def rank_state(self) -> dict[str, Any]:
-        """Return this rank's own: step, generators, loaders, cycle, runs of trackers.
-
-        Plain data and tensors. Generators and `step` have the peer's keys, all else is under
-        "accelerate_core".
-        """
-
-    def pending_gradients(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Return this rank's gradients that wait for a step, by model and parameter name."""
-
-    def load_rank_state(
-        self,
-        states: Mapping[int, Mapping[str, Any]],
-        saved_by: int,
-        gradients: Iterable[Mapping[int, Mapping[str, torch.Tensor]]],
-    ) -> None:
-        """Go on from `rank_state`; called last, since the generators are set here.
-
-        Args:
-            states: by the rank that saved them: rank 0's and this one's; those of all ranks if
-                they were more or fewer than now. One of the peer's has step and generators only.
-            saved_by: how many ranks saved.
-            gradients: this rank's `pending_gradients`, or those of all ranks likewise; read one
-                after the other.
-        """
-
-    def waits_for_step(self) -> bool:
-        """Whether an optimizer has not stepped since the last backward."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return what a manifest says of the run: step, world, mesh, plugins, versions, objects."""
-
-    def note_once(self, text: str) -> None:
-        """Warn, once per text, on the main process."""
-
-    def end_training(self) -> None:
-        """End the run; called by preemption once its save stands."""
+    training: Any
+    prepared: Any
+    saving: Any
+    tracking: Tracking
+    end_training: Callable[[], None]
 
 
 class Checkpointer(Protocol):
@@ -206,7 +60,7 @@ class Checkpointer(Protocol):
             signals: text of `preemption_signals`, None without.
         """
 
-    def attach(self, state: TrainingState) -> None:
+    def attach(self, run: Run) -> None:
         """Take the run whose checkpoints are to be written; called once, before all else."""
 
     def save(
@@ -255,11 +109,104 @@ class Checkpointer(Protocol):
         """End; `failed`: the other ranks may be gone, so meet nobody."""
 
 
+class PreparedLoader(Protocol):
+    """A loader as `prepare` returns it: this rank's part of the data, in batches on its device.
+
+    Where `dataset_size` and `len` are known it has them too: a checkpoint's position of another
+    dataset is then left alone.
+    """
+
+    #: Whether the last global step is filled up, so that all ranks get batches of one size; the
+    #: core sets it after making, and `join_uneven_inputs` for a while.
+    even_batches: bool
+    #: Whether batches are moved by the backend's `feed_device`; set by the core after making.
+    put_on_device: bool
+
+    @property
+    def iteration(self) -> int:
+        """The epoch to which the next iteration belongs: how many were finished, or were set."""
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the last global batch if it is filled up or short, 0 if it is whole.
+
+        -1: not known.
+        """
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an iteration: where `load_state_dict` said, else at the beginning of the epoch.
+
+        Return `accelerator.gradient_state.serve(self, start, whole)`. There `whole` is the number
+        of samples of a full global batch, None if that is not known, and `start(served)` opens
+        the data and returns an iterator of batches on the device. When a batch comes out of it
+        the record of the iteration has to say
+
+        * `served.last`: that no batch follows on this rank. Accumulation steps then.
+        * `served.real`: of how many real samples the global batch is (all ranks' batches joined in
+          rank order, the real ones first) if it was filled up, else None. `gather_for_metrics`
+          cuts there.
+
+        In every global step the ranks' batches are different samples; with `even_batches` all
+        ranks get equally many batches. An iteration that is left by `break` ends there: the next
+        one begins the epoch anew.
+        """
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; what is shuffled depends on it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain data and tensors on the CPU.
+
+        The batches handed out do not come again after loading; between two epochs it is the
+        beginning of the next.
+        """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there with the next iteration: the same batches in the same order, and the next
+        epochs too, as if the run had not been interrupted.
+
+        Raises:
+            ConfigurationError: the position does not fit this loader.
+        """
+
+    def skipping(self, num_batches: int) -> Any:
+        """Return this loader without its first batches (per rank), counted from an epoch's start."""
+
+
+class LoaderMaker(Protocol):
+    """Makes prepared loaders, in the place of the core.
+
+    The class states `name`, as its entry point has it, and `api_version`. With a `Settings`, made
+    by `accelerate_core.settings`, it is made with one of these as its only argument: from
+    `kwargs_handlers`, the environment and the config file. It is made when the first loader is
+    prepared, once per Accelerator.
+    """
+
+    def make_loader(self, accelerator: AcceleratorView, loader: Any) -> PreparedLoader | None:
+        """Return the prepared form of a loader; None leaves it to the core.
+
+        Args:
+            accelerator: tells the part of the data (`hooks.data_shard(accelerator)` returns index
+                and count), the device's feed (`hooks.feed_device(accelerator, batches,
+                non_blocking)`), the smallest unit of a batch (`hooks.fixed_batch(accelerator)`) and
+                `gradient_state`.
+            loader: what was given to `prepare`.
+
+        Called on all ranks alike. A loader that has not a `dataset` and is no `DataLoader` is
+        recognised by `prepare` if a plugin classifies it.
+        """
+
+
+#: Per tracker name, arguments of its method.
+LogKwargs = Mapping[str, Mapping[str, Any]] | None
+
+
 class Tracking(Protocol):
     """From one `log` call to every tracker of one Accelerator.
 
     Raises at construction for a tracker that is not there; without one asked for, an Accelerator
-    has a `NoTracking`. No method meets another rank, and `log` waits for no library.
+    has a `NoTracking`. No method meets another rank, and `log` waits for no library. A tracker that
+    does not have one of the verbs is skipped, and said so once.
 
     Args:
         asked: what `log_with` has; `"all"` is resolved here.
@@ -285,54 +232,101 @@ class Tracking(Protocol):
     def names(self) -> list[str]:
         """Of the trackers asked for, those switched off included."""
 
-    def init(
+    def init_trackers(
         self,
         project_name: str,
-        config: Any,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None,
+        config: dict[str, Any] | None = None,
+        init_kwargs: LogKwargs = None,
     ) -> None:
-        """Start a run in every tracker.
+        """Start a run in every tracker asked for, with a configuration.
 
         Args:
             init_kwargs: per tracker name, arguments of its constructor.
         """
 
-    def get(self, name: str, unwrap: bool) -> Any:
-        """Return a tracker, or a blank one where it does not run here."""
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker by name, or with `unwrap` the library's own object."""
 
     def log(
         self,
         values: Mapping[str, Any],
-        step: int | None,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None,
-    ) -> None: ...
-
-    def log_media(
-        self,
-        verb: str,
-        arguments: Mapping[str, Any],
-        step: int | None,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None,
+        step: int | None = None,
+        log_kwargs: LogKwargs = None,
     ) -> None:
-        """Log what is no value.
+        """Log values to all trackers, on the main process.
 
         Args:
-            verb: `images`, `table`, `figure`, `artifact`, `text` or `histogram`.
-            arguments: those of the Accelerator's `log_<verb>`, but for `step` and `log_kwargs`.
+            log_kwargs: per tracker name, arguments of its `log`.
         """
 
-    def flush(self, timeout: float | None) -> list[str]:
-        """Wait until the trackers have what was logged; return the names of those not done.
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        channels_first: bool = False,
+        log_kwargs: LogKwargs = None,
+    ) -> None:
+        """Log images by name.
+
+        Args:
+            values: name -> one image, H W C, or a batch, N H W C; C is 1, 3 or 4; float
+                in [0, 1] or uint8; a NumPy array, a tensor, or a list of images of one shape.
+            channels_first: they are C H W or N C H W.
+            log_kwargs: per tracker name, arguments of its `log_images`.
+
+        Raises:
+            ConfigurationError: another shape, type or range, by name.
+        """
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Any = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: LogKwargs = None,
+    ) -> None:
+        """Log a table: names of `columns` with `data`, a list of rows; or a `dataframe`."""
+
+    def log_figure(
+        self, name: str, figure: Any, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log a matplotlib figure, which must stay as it is until the trackers have it."""
+
+    def log_artifact(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        log_kwargs: LogKwargs = None,
+    ) -> None:
+        """Keep a file or directory with the run."""
+
+    def log_text(
+        self, name: str, text: str, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log a text."""
+
+    def log_histogram(
+        self, name: str, values: Any, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log the distribution of an array or tensor of any shape."""
+
+    def flush_trackers(self, timeout: float | None = None) -> list[str]:
+        """Wait until every tracker has taken what was logged so far; `end_training` does it too.
 
         Args:
             timeout: seconds; None waits for whom makes progress.
+
+        Returns:
+            Names of the trackers that are not done.
         """
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data by which a resumed script goes on in the same runs."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the runs of a checkpoint; after `init`, empty runs are dropped for them."""
+        """Go on in the runs of a checkpoint; after `init_trackers`, empty runs are dropped for them."""
 
     def is_failing(self) -> bool:
         """Whether an exception is on its way out."""

@@ -1,4 +1,4 @@
-"""Which of how many processes this is, and what starting their group takes."""
+"""Which of how many processes this is, where it runs, and what starting their group takes."""
 
 from __future__ import annotations
 
@@ -23,49 +23,30 @@ _RANK_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Topology:
     """Which of how many processes this is, as the launcher said."""
 
+    #: Rank in the world.
     process_index: int = 0
+    #: World size.
     num_processes: int = 1
+    #: Rank on this machine.
     local_process_index: int = 0
+    #: Number of processes on this machine.
     local_num_processes: int = 1
     because: str = "not started by a launcher"
 
 
-def read_topology(environ: Mapping[str, str]) -> Topology:
-    """Read the ranks from the variables of torchrun or an MPI.
+@dataclass(kw_only=True)
+class Process(Topology):
+    """Where this process stands among the ranks, and what it runs on."""
 
-    Raises:
-        ConfigurationError: a variable is not a number, or the rank is outside the world.
-    """
-    for names in map(str.split, _RANK_VARIABLES):
-        rank_name, size_name, local_name, local_size_name = names
-        for name in (rank_name, size_name):
-            if environ.get(name):
-                _number(environ, name)  # also where the other one is not set
-        if rank_name not in environ or size_name not in environ:
-            continue
-        rank, size = _number(environ, rank_name), _number(environ, size_name)
-        local = _number(environ, local_name) if local_name in environ else rank
-        local_size = _number(environ, local_size_name) if local_size_name in environ else size
-        if not 0 <= rank < size:
-            raise ConfigurationError(
-                f"{rank_name}={rank} is outside a world of {size_name}={size}."
-            )
-        because = f"environment variables {rank_name}={rank}, {size_name}={size}"
-        return Topology(rank, size, local, local_size, because)
-    return Topology()
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise ConfigurationError(
-            f"Environment variable {name}={environ[name]!r} must be a number."
-        ) from None
+    device: torch.device
+    #: The ranks' key-value store (`torch.distributed.Store`), None on one process.
+    store: Any = None
+    #: How long a collective may take; None is torch's default.
+    timeout: timedelta | None = None
 
 
 @dataclass(frozen=True)
@@ -78,3 +59,34 @@ class GroupStart:
     backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | None = None
+
+
+def read_topology(environ: Mapping[str, str]) -> Topology:
+    """Read the ranks from the variables of torchrun or an MPI.
+
+    Raises:
+        ConfigurationError: a variable is not a number, or the rank is outside the world.
+    """
+    for names in map(str.split, _RANK_VARIABLES):
+        rank_name, size_name, local_name, local_size_name = names
+        said = {name: _number(environ, name) for name in names if name in environ}
+        if rank_name not in said or size_name not in said:
+            continue
+        rank, size = said[rank_name], said[size_name]
+        if not 0 <= rank < size:
+            raise ConfigurationError(
+                f"{rank_name}={rank} is outside a world of {size_name}={size}."
+            )
+        because = f"environment variables {rank_name}={rank}, {size_name}={size}"
+        local, local_size = said.get(local_name, rank), said.get(local_size_name, size)
+        return Topology(rank, size, local, local_size, because)
+    return Topology()
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigurationError(
+            f"Environment variable {name}={environ[name]!r} must be a number."
+        ) from None

@@ -20,17 +20,11 @@ from accelerate_core.distributed.torch_collectives import ReduceOp
 from accelerate_core.distributed.tree import (
     TensorInformation,
     flatten,
-    get_data_structure,
     iterate_leaves,
     unflatten,
 )
 from accelerate_core.distributed.verify import verify
-from accelerate_core.errors import (
-    ConfigurationError,
-    DistributedOperationException,
-    did_you_mean,
-    listing,
-)
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -40,7 +34,6 @@ __all__ = [
     "gather_uneven",
     "pad_across_processes",
     "reduce",
-    "scatter",
 ]
 
 
@@ -217,7 +210,11 @@ def broadcast(tree: Any, from_process: int = 0, *, comm: Communicator) -> Any:
     """
     if comm.size == 1:
         return tree
-    _check_rank("broadcast", from_process, comm)
+    if not 0 <= from_process < comm.size:
+        raise ConfigurationError(
+            f"broadcast: from_process={from_process} is not a process; there are {comm.size}, "
+            "counted from 0."
+        )
     verify("broadcast", tree, comm)
     tensors = _tensors("broadcast", tree)
     if not tensors:
@@ -239,57 +236,6 @@ def _write_into(leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             leaf.copy_(value)
     return leaf
-
-
-def scatter(tree: Any, from_process: int = 0, *, comm: Communicator, like: Any = None) -> Any:
-    """Split the tensors that process `from_process` holds evenly on dimension 0, a part for each.
-
-    A leaf [d0, ...] becomes [d0 / size, ...]; 0-d leaves and leaves that are no tensors go to
-    everyone. The other processes pass None. The structure of a part is sent first, unless every
-    process passes it as `like`, a tree of tensors or of `TensorInformation`; then the bytes go in
-    one collective. Raises `DistributedOperationException` on every process if `d0` does not
-    divide (with `like`: on `from_process`, before anything is sent).
-    """
-    if comm.size == 1:
-        return tree
-    _check_rank("scatter", from_process, comm)
-    is_source = comm.rank == from_process
-    leaves = flatten(tree) if is_source else []
-    problem = _unequal_split(tree, leaves, comm.size)
-    pieces = [
-        leaf.tensor_split(comm.size) if _has_rows(leaf) else (leaf,) * comm.size for leaf in leaves
-    ]
-    if like is None:
-        plan = unflatten(tree, [each[0] for each in pieces]) if is_source else None
-        problem, like = comm.broadcast_object((problem, get_data_structure(plan)), from_process)
-    if problem is not None:
-        raise DistributedOperationException(problem)
-
-    part = flatten(get_data_structure(like))
-    infos = [leaf for leaf in part if isinstance(leaf, TensorInformation)]
-    if not infos:
-        return like
-    layout = layout_of(infos)
-    rows = [[leaf for leaf in row if isinstance(leaf, torch.Tensor)] for row in zip(*pieces)]
-    sent = [pack(row, layout, comm.device) for row in rows] if is_source else None
-    empty = torch.empty(layout.total, dtype=torch.uint8, device=comm.device)
-    values = iter(unpack(comm.scatter(sent, empty, from_process), layout))
-    own = [next(values).clone() if isinstance(leaf, TensorInformation) else leaf for leaf in part]
-    return unflatten(like, own)
-
-
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
-
-
-def _unequal_split(tree: Any, leaves: list[Any], size: int) -> str | None:
-    for index, leaf in enumerate(leaves):
-        if _has_rows(leaf) and len(leaf) % size:
-            return (
-                f"scatter: the tensor{_at(tree, index)} has {len(leaf)} entries on dimension 0, "
-                f"which do not divide among {size} processes. Pad it, see pad_input_tensors."
-            )
-    return None
 
 
 def pad_across_processes(
@@ -394,10 +340,3 @@ def _tensors(verb: str, tree: Any, *, dense: bool = True) -> list[torch.Tensor]:
 def _at(tree: Any, index: int) -> str:
     path, _ = list(iterate_leaves(tree))[index]
     return f" at {path}" if path else ""
-
-
-def _check_rank(verb: str, rank: int, comm: Communicator) -> None:
-    if not 0 <= rank < comm.size:
-        raise ConfigurationError(
-            f"{verb}: from_process={rank} is not a process; there are {comm.size}, counted from 0."
-        )

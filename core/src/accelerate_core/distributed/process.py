@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from accelerate_core.contract.topology import GroupStart, Topology, read_topology
+from accelerate_core.contract.topology import GroupStart, Process, Topology, read_topology
 from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError
 
@@ -32,42 +32,18 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class Runtime:
-    """The ranks, device and process group of this process."""
+@dataclass(eq=False, kw_only=True)
+class Runtime(Process):
+    """The ranks, device and process group of this process, and who uses them."""
 
-    topology: Topology
-    device: torch.device
     debug: bool = False
-    store: Any = None
     owns_group: bool = False
-    timeout: timedelta | None = None
     comm_backend: str | None = None
     users: list[weakref.ref[Any]] = field(default_factory=list)
     #: Accelerators that have begun and not ended, dead ones too: unlike `users` it does not
     #: depend on when the garbage collector runs, which differs between ranks.
     unended: int = 0
     handshakes: int = 0
-
-    @property
-    def process_index(self) -> int:
-        """Rank in the world."""
-        return self.topology.process_index
-
-    @property
-    def num_processes(self) -> int:
-        """World size."""
-        return self.topology.num_processes
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank on this machine."""
-        return self.topology.local_process_index
-
-    @property
-    def local_num_processes(self) -> int:
-        """Number of processes on this machine."""
-        return self.topology.local_num_processes
 
 
 _current: Runtime | None = None
@@ -122,10 +98,10 @@ def acquire(
             else:
                 chosen = (choose_device or default_device)(topology, cpu)
             runtime = Runtime(
-                topology,
-                chosen,
-                debug,
-                _adopted_store(),
+                **vars(topology),
+                device=chosen,
+                debug=debug,
+                store=_adopted_store(),
                 timeout=timeout,
                 comm_backend=comm_backend,
             )
@@ -232,9 +208,10 @@ def _open_group(
     runtime: Runtime, init_method: str | None, init_group: Callable[[GroupStart], None] | None
 ) -> None:
     failures.install()
-    topology, timeout = runtime.topology, runtime.timeout
-    store = None if init_method else _store(topology, timeout)
-    start = GroupStart(topology, runtime.device, store, runtime.comm_backend, init_method, timeout)
+    store = None if init_method else _store(runtime, runtime.timeout)
+    start = GroupStart(
+        runtime, runtime.device, store, runtime.comm_backend, init_method, runtime.timeout
+    )
     (init_group or start_group)(start)
     runtime.store = store
     runtime.owns_group = True
@@ -282,11 +259,12 @@ def default_device(topology: Topology, cpu: bool) -> torch.device:
         )
     index = topology.local_process_index if several else torch.accelerator.current_device_index()
     chosen = torch.device(kind.type, index)
-    _select(chosen)
+    select(chosen)
     return chosen
 
 
-def _select(device: torch.device) -> None:
+def select(device: torch.device) -> None:
+    """Make a device the current one of its type."""
     import torch
 
     if device.type != "cpu" and device.index is not None:
@@ -353,7 +331,7 @@ def _named_device(name: str) -> torch.device:
         raise ConfigurationError(
             f"torch_device={name!r} (ACCELERATE_TORCH_DEVICE) is no device of torch: {reason}"
         ) from None
-    _select(device)
+    select(device)
     return device
 
 

@@ -43,13 +43,20 @@ def as_memory(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
+def _object_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where pickled objects travel: in host memory, where the group takes it."""
+    among: Any = group or dist.group.WORLD
+    kinds = [device.type for device in among._device_types]
+    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+
+
 def _pickled(obj: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
 
 
-def _among_hosts(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group takes host memory only; torch's own way for objects needs NumPy there."""
-    return bool(dist.get_backend(group) == "gloo")
+def _unpickled(data: torch.Tensor) -> Any:
+    host = data.cpu()  # has a name: the view of its memory does not keep it
+    return pickle.loads(as_memory(host))
 
 
 def host_group(
@@ -179,25 +186,18 @@ class TorchCollectives:
         """Return when every rank has called it."""
         dist.barrier(group=self.scope_group(scope))
 
+    # Objects travel as bytes: torch's own way to send them needs NumPy.
+
     @owner
     def gather_object(self, accelerator: AcceleratorView, obj: Any, scope: Scope) -> list[Any]:
         """Return the ranks' picklable objects in rank order, on every rank."""
-        group = self.scope_group(scope)
-        size = dist.get_world_size(group)
-        if not _among_hosts(group):
-            out: list[Any] = [None] * size
-            dist.all_gather_object(out, obj, group=group)
-            return out
-        data = _pickled(obj)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
-        longest = int(max(lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        data = _pickled(obj).to(_object_device(self.scope_group(scope)))
+        own = torch.tensor([len(data)], device=data.device)
+        lengths = TorchCollectives.gather(self, accelerator, own, scope).tolist()
+        padded = data.new_zeros(max(lengths))
         padded[: len(data)] = data
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
-        dist.all_gather(parts, padded, group=group)
-        both = zip(parts, lengths, strict=True)
-        return [pickle.loads(as_memory(part)[: int(length)]) for part, length in both]
+        rows = TorchCollectives.gather(self, accelerator, padded, scope).view(len(lengths), -1)
+        return [_unpickled(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
     @owner
     def broadcast_object(
@@ -206,31 +206,21 @@ class TorchCollectives:
         """Give every rank the object of rank `src`."""
         group = self.scope_group(scope)
         is_src = dist.get_rank(group) == src
-        if not _among_hosts(group):
-            out = [obj if is_src else None]
-            dist.broadcast_object_list(out, group=group, group_src=src)
-            return obj if is_src else out[0]
-        data = _pickled(obj if is_src else None)
-        length = torch.tensor([len(data)])
+        data = _pickled(obj if is_src else None).to(_object_device(group))
+        length = torch.tensor([len(data)], device=data.device)
         dist.broadcast(length, group=group, group_src=src)
         if not is_src:
-            data = torch.empty(int(length), dtype=torch.uint8)
+            data = data.new_empty(int(length))
         dist.broadcast(data, group=group, group_src=src)
-        return obj if is_src else pickle.loads(as_memory(data))
+        return obj if is_src else _unpickled(data)
 
     @owner
     def scatter_object(
         self, accelerator: AcceleratorView, objs: Sequence[Any] | None, src: int, scope: Scope
     ) -> Any:
         """Give each rank its own of the objects that `src` holds."""
-        group = self.scope_group(scope)
-        if _among_hosts(group):
-            every = TorchCollectives.broadcast_object(self, accelerator, objs, src, scope)
-            return every[dist.get_rank(group)]
-        given = list(objs) if objs is not None and dist.get_rank(group) == src else None
-        out: list[Any] = [None]
-        dist.scatter_object_list(out, given, group=group, group_src=src)
-        return out[0]
+        every = TorchCollectives.broadcast_object(self, accelerator, objs, src, scope)
+        return every[dist.get_rank(self.scope_group(scope))]
 
 
 def _all_gather() -> Callable[..., Any]:

@@ -19,13 +19,12 @@ __all__ = [
     "TensorInformation",
     "children",
     "convert_to_fp32",
-    "find_device",
     "flatten",
     "get_data_structure",
     "iterate_leaves",
     "map_leaves",
+    "map_tensors",
     "rebuild",
-    "recursively_apply",
     "send_to_device",
     "unflatten",
 ]
@@ -37,11 +36,6 @@ class TensorInformation:
 
     shape: torch.Size
     dtype: torch.dtype
-
-
-def is_torch_tensor(tensor: Any) -> bool:
-    """Say whether the object is a `torch.Tensor`."""
-    return isinstance(tensor, torch.Tensor)
 
 
 # --- one node ---------------------------------------------------------------------------------
@@ -93,10 +87,8 @@ def rebuild(node: Any, items: list[Any]) -> Any:
     `defaultdict`) and may carry attributes beside its items.
     """
     kind = type(node)
-    if kind is list:
-        return items
-    if kind is tuple:
-        return tuple(items)
+    if is_sequence(node):
+        return honor_type(node, items)
     if kind is dict:
         return dict(zip(node, items, strict=True))
     if isinstance(node, dict):
@@ -104,8 +96,6 @@ def rebuild(node: Any, items: list[Any]) -> Any:
         for key, value in zip(node, items, strict=True):
             rebuilt[key] = value
         return rebuilt
-    if is_sequence(node):
-        return honor_type(node, items)
     if isinstance(node, Mapping):
         return kind(dict(zip(node, items, strict=True)))
     return rebuild_record(node, dict(zip(record_items(node), items, strict=True)))
@@ -181,36 +171,9 @@ def iterate_leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from iterate_leaves(child, path + key)
 
 
-def recursively_apply(
-    func: Callable[..., Any],
-    data: Any,
-    *args: Any,
-    test_type: Callable[[Any], bool] = is_torch_tensor,
-    error_on_other_type: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """Apply `func(leaf, *args, **kwargs)` to every leaf that passes `test_type`.
-
-    Other leaves are kept as they are, or raise `TypeError` if `error_on_other_type`.
-
-        recursively_apply(torch.square, {"a": torch.ones(2), "name": "x"})
-    """
-
-    def visit(leaf: Any) -> Any:
-        if test_type(leaf):
-            return func(leaf, *args, **kwargs)
-        if error_on_other_type:
-            raise TypeError(
-                f"{_name(func)} does not take a {type(leaf).__name__}: only nested lists, tuples, "
-                f"mappings and dataclasses of objects for which {_name(test_type)} is true."
-            )
-        return leaf
-
-    return map_leaves(visit, data)
-
-
-def _name(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", repr(func))
+def map_tensors(func: Callable[[torch.Tensor], Any], data: Any) -> Any:
+    """Return the tree with `func` applied to every tensor; other leaves are kept."""
+    return map_leaves(lambda leaf: func(leaf) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
 def send_to_device(
@@ -263,13 +226,7 @@ def _move_object(data: Any, device: torch.device, non_blocking: bool) -> Any:
 
 def get_data_structure(data: Any) -> Any:
     """Return the tree with a `TensorInformation` in the place of every tensor."""
-    return recursively_apply(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), data)
-
-
-def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor of the tree, or None if it holds no tensor."""
-    tensors = (leaf for leaf in flatten(data) if isinstance(leaf, torch.Tensor))
-    return next((tensor.device for tensor in tensors), None)
+    return map_tensors(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:

@@ -6,13 +6,13 @@ comparison has to come first, over a collective that takes any size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.distributed.tree import children, is_sequence, iterate_leaves, record_items
+from accelerate_core.distributed.tree import iterate_leaves
 from accelerate_core.errors import DistributedOperationException
 
 _ADVICE = {
@@ -26,37 +26,15 @@ _ADVICE = {
 _DEFAULT_ADVICE = "Structures, shapes and dtypes have to be equal on all processes."
 
 
-def describe(tree: Any) -> str:
-    """Return the shapes and dtypes of a tree on one line, e.g. `{'x': [2, 3] float32}`."""
-    if isinstance(tree, torch.Tensor):
-        return f"{list(tree.shape)} {_dtype(tree.dtype)}"
-    inner = children(tree)
-    if inner is None:
-        return f"<{type(tree).__name__}>"
-    texts = map(describe, inner)
-    if is_sequence(tree):
-        return ("[{}]" if isinstance(tree, list) else "({})").format(", ".join(texts))
-    if isinstance(tree, Mapping):
-        return "{" + ", ".join(f"{key!r}: {text}" for key, text in zip(tree, texts)) + "}"
-    named = (f"{name}={text}" for name, text in zip(record_items(tree), texts))
-    return f"{type(tree).__name__}({', '.join(named)})"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _fingerprint(tree: Any, free_dim: Sequence[int]) -> list[tuple[Any, ...]]:
-    """Return what has to be equal on all ranks; lengths along `free_dim` are left out."""
-    rows: list[tuple[Any, ...]] = []
-    for path, leaf in iterate_leaves(tree):
-        if not isinstance(leaf, torch.Tensor):
-            rows.append((path, type(leaf).__name__))
-            continue
-        free = {dim % leaf.ndim for dim in free_dim if -leaf.ndim <= dim < leaf.ndim}
-        shape = [-1 if dim in free else length for dim, length in enumerate(leaf.shape)]
-        rows.append((path, shape, _dtype(leaf.dtype)))
-    return rows
+def _row(path: str, leaf: Any, free_dim: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
+    """Return what is shown of a leaf, and what of it has to be equal on all ranks."""
+    if not isinstance(leaf, torch.Tensor):
+        kind = type(leaf).__name__
+        return f"{path} <{kind}>", (path, kind)
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    free = {dim % leaf.ndim for dim in free_dim if -leaf.ndim <= dim < leaf.ndim}
+    fixed = [-1 if dim in free else length for dim, length in enumerate(leaf.shape)]
+    return f"{path} {list(leaf.shape)} {dtype}", (path, fixed, dtype)
 
 
 def verify(verb: str, tree: Any, comm: Communicator, free_dim: Sequence[int] = ()) -> None:
@@ -66,10 +44,15 @@ def verify(verb: str, tree: Any, comm: Communicator, free_dim: Sequence[int] = (
     """
     if not comm.debug or comm.size == 1:
         return
-    reports = comm.gather_object((_fingerprint(tree, free_dim), describe(tree)))
-    if all(report[0] == reports[0][0] for report in reports):
+    rows = [_row(path, leaf, free_dim) for path, leaf in iterate_leaves(tree)]
+    reports = comm.gather_object(rows)
+    compared = [[has_to_be_equal for _, has_to_be_equal in report] for report in reports]
+    if all(one == compared[0] for one in compared):
         return
-    lines = "\n".join(f"  - process {rank}: {text}" for rank, (_, text) in enumerate(reports))
+    lines = "\n".join(
+        f"  - process {rank}: {', '.join(text.strip() for text, _ in report) or 'no tensor'}"
+        for rank, report in enumerate(reports)
+    )
     raise DistributedOperationException(
         f"{verb}: the processes passed tensors that do not fit together.\n{lines}\n"
         f"{_ADVICE.get(verb, _DEFAULT_ADVICE)}"

@@ -121,6 +121,8 @@ ABSENT_ATTRIBUTES: dict[str, object] = {
     "is_fsdp2": False,
     "is_composable_parallelism_enabled": False,
     "fp8_backend": None,
+    **dict.fromkeys(("fp8_enabled", "has_fp8_handler", "delayed_fp8_autocast"), False),
+    **dict.fromkeys(f"{name}_recipe_handler" for name in ("ao", "fp8", "msamp", "te")),
     "ddp_handler": None,
     "is_xla_gradients_synced": False,
 }

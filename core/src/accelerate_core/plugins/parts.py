@@ -15,7 +15,7 @@ from accelerate_core.plugins.manager import blame, blaming
 from accelerate_core.plugins.selection import Selection
 
 #: The kinds of parts, each a setting of the core by that name.
-PARTS = ("checkpointer", "tracking")
+PARTS = ("checkpointer", "tracking", "loaders")
 
 
 @dataclass

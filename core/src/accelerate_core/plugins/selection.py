@@ -143,6 +143,7 @@ RULES = {
     "precision": Rule("no"),
     "checkpointer": Rule("directory"),
     "tracking": Rule("queued"),
+    "loaders": Rule(),
     "extension": Rule(claims=True, several=True),
 }
 

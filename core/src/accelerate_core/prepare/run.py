@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,14 +12,12 @@ from accelerate_core.compilation import uncompiled
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import classify
 from accelerate_core.prepare.plan import Entry, PreparePlan, repoint
+from accelerate_core.prepare.prepared import Prepared
 from accelerate_core.training.forward import wrap_forward
-
-if TYPE_CHECKING:
-    from accelerate_core.accelerator import Accelerator
 
 
 def prepare(
-    accelerator: Accelerator,
+    prepared: Prepared,
     objects: Sequence[Any],
     device_placement: Sequence[bool | None] | None = None,
     evaluation_mode: bool = False,
@@ -29,35 +27,36 @@ def prepare(
     classify → make models → record parameters by name → stages → tie, rebind, verify → the backend
     → the same again → schedulers → loaders.
     """
-    plan = _classify(accelerator, objects, device_placement, evaluation_mode)
+    accelerator = prepared.accelerator
+    plan = _classify(prepared, objects, device_placement, evaluation_mode)
     plan.each("model", lambda model, _: accelerator.hooks.make_model(accelerator, model))
-    plan.record([wrapper.optimizer for wrapper in accelerator.optimizers])
+    plan.record([wrapper.optimizer for wrapper in prepared.optimizers])
     for entry in plan.of_kind("model"):
-        entry.value = _stages(accelerator, entry)
+        entry.value = _stages(prepared, entry)
     accelerator.precision.prepare(accelerator, plan)
     plan.tie()
     plan.rebind()
     # Also for engines that own the optimizer: what the stages replaced must have reached it.
-    plan.verify(_unwrapped_models(accelerator, plan), warn=False)
+    plan.verify(_unwrapped_models(prepared, plan), warn=False)
     accelerator.hooks.prepare(accelerator, plan)
     if "optimizer" not in accelerator.backend.owns:
         plan.tie()
         plan.rebind()
-        plan.verify(_unwrapped_models(accelerator, plan))
+        plan.verify(_unwrapped_models(prepared, plan))
     _point_schedulers(plan)
     if accelerator.backend.compile_at == "after":
-        plan.each("model", lambda model, _: _compile(accelerator, model))
-    _wrap_steps(accelerator, plan)
+        plan.each("model", lambda model, _: _compile(prepared, model))
+    _wrap_steps(prepared, plan)
     plan.each(
         "loader",
-        lambda loader, entry: accelerator.prepare_data_loader(loader, device_placement=entry.place),
+        lambda loader, entry: prepared.prepare_data_loader(loader, device_placement=entry.place),
     )
-    _remember(accelerator, plan)
+    _remember(prepared, plan)
     return [entry.value for entry in plan.entries]
 
 
 def _classify(
-    accelerator: Accelerator,
+    prepared: Prepared,
     objects: Sequence[Any],
     device_placement: Sequence[bool | None] | None,
     evaluation_mode: bool,
@@ -70,29 +69,30 @@ def _classify(
         )
     else:
         placements = device_placement
-    default = accelerator.device_placement
+    default = prepared.device_placement
     entries = []
     for obj, place in zip(objects, placements, strict=True):
-        kind = classify(obj, accelerator.ask_classification)
-        done = accelerator.is_prepared(obj)
+        kind = classify(obj, prepared.ask_classification)
+        done = prepared.is_prepared(obj)
         entry = Entry(kind, obj, obj, default if place is None else place, evaluation_mode, done)
         entries.append(entry)
-    return PreparePlan(entries, accelerator.inner_model, accelerator.replaced_parameters)
+    return PreparePlan(entries, prepared.inner_model, prepared.replaced_parameters)
 
 
-def _stages(accelerator: Accelerator, entry: Entry) -> torch.nn.Module:
+def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
     """Pass one model through the stages that come before the backend's own wrapping."""
-    accelerator.verify_placeable(entry.value)
+    accelerator = prepared.accelerator
+    prepared.verify_placeable(entry.value)
     model = uncompiled(entry.value)
     if entry.place and "device_placement" not in accelerator.backend.owns:
         model = model.to(accelerator.device)
     for stage in ("convert", "tensor_parallel", "activation_checkpointing"):
-        model = accelerator.plugins.run_stage(stage, accelerator, model)
+        model = prepared.plugins.run_stage(stage, accelerator, model)
     if model is not entry.value and uncompiled(entry.value) is model:
         # The user compiled it already: keep doing so, in place, with the compiler torch was given.
         model.compile(**_compile_options(entry.value))
     if accelerator.backend.compile_at == "before":
-        model = _compile(accelerator, model)
+        model = _compile(prepared, model)
     if "precision" not in accelerator.backend.owns and accelerator.mixes_precision:
         handler = accelerator.autocast_handler
         context = partial(accelerator.hooks.autocast, accelerator, model, handler)
@@ -100,8 +100,8 @@ def _stages(accelerator: Accelerator, entry: Entry) -> torch.nn.Module:
     return model
 
 
-def _compile(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
-    compiled: torch.nn.Module = accelerator.plugins.run_stage("compile", accelerator, model)
+def _compile(prepared: Prepared, model: torch.nn.Module) -> torch.nn.Module:
+    compiled: torch.nn.Module = prepared.plugins.run_stage("compile", prepared.accelerator, model)
     return compiled
 
 
@@ -124,27 +124,27 @@ def _point_schedulers(plan: PreparePlan) -> None:
             repoint(scheduler.value, was, now)
 
 
-def _wrap_steps(accelerator: Accelerator, plan: PreparePlan) -> None:
+def _wrap_steps(prepared: Prepared, plan: PreparePlan) -> None:
     originals = {id(e.original): e for e in plan.entries if e.kind == "optimizer"}
-    plan.each("optimizer", lambda optimizer, entry: accelerator.wrap_optimizer(optimizer))
+    plan.each("optimizer", lambda optimizer, entry: prepared.wrap_optimizer(optimizer))
     for entry in plan.of_kind("scheduler"):
         inner = getattr(entry.original, "optimizer", None)
         mine = originals.get(id(inner))
-        known = accelerator.wrapper_of(inner)
+        known = prepared.wrapper_of(inner)
         if mine is not None:
             optimizers = [mine.value]
         elif known is not None:
             optimizers = [known]
         else:
-            optimizers = [e.value for e in originals.values()] or list(accelerator.optimizers)
-        entry.value = accelerator.wrap_scheduler(entry.value, optimizers)
+            optimizers = [e.value for e in originals.values()] or list(prepared.optimizers)
+        entry.value = prepared.wrap_scheduler(entry.value, optimizers)
 
 
-def _unwrapped_models(accelerator: Accelerator, plan: PreparePlan) -> list[torch.nn.Module]:
-    return [accelerator.inner_model(model) for model in [*accelerator.models, *plan.models]]
+def _unwrapped_models(prepared: Prepared, plan: PreparePlan) -> list[torch.nn.Module]:
+    return [prepared.inner_model(model) for model in [*prepared.models, *plan.models]]
 
 
-def _remember(accelerator: Accelerator, plan: PreparePlan) -> None:
+def _remember(prepared: Prepared, plan: PreparePlan) -> None:
     for entry in plan.entries:
         if not entry.done and entry.kind != "other":
-            accelerator.remember(entry.kind, entry.value, evaluation=entry.evaluation_mode)
+            prepared.remember(entry.kind, entry.value, evaluation=entry.evaluation_mode)

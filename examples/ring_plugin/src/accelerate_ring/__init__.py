@@ -33,6 +33,7 @@ class RingBackend(Backend):
 
     name = "ring"
     api_version = (1, 0)
+    reduces_gradients = "step"
     supports = {"accepts": ("autocast",), "no_sync": True, "join": False}
     Settings = RingPlugin
 

@@ -17,11 +17,12 @@ from accelerate_big_model.tensors import (
     TiedMap,
     as_device,
     default_device,
+    find_device,
     named_module_tensors,
     set_module_tensor_to_device,
 )
 from accelerate_core.builtin.memory import clear_device_cache
-from accelerate_core.distributed.tree import find_device, send_to_device
+from accelerate_core.distributed.tree import send_to_device
 
 __all__ = [
     "AlignDevicesHook",

@@ -11,6 +11,7 @@ from torch import nn
 
 from accelerate_checkpoint.weights import as_device, device_of, id_tensor_storage
 from accelerate_core.builtin.memory import clear_device_cache
+from accelerate_core.distributed.tree import flatten
 from accelerate_core.errors import ConfigurationError, did_you_mean
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "check_tied_parameters_on_same_device",
     "default_device",
     "device_of",
+    "find_device",
     "find_tied_parameters",
     "has_offloaded_params",
     "id_tensor_storage",
@@ -47,6 +49,12 @@ def default_device() -> torch.device:
     if device.type == "mps":
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Return the device of the first tensor of a nested structure, None if it holds no tensor."""
+    tensors = (leaf for leaf in flatten(data) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors), None)
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:

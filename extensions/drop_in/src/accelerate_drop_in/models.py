@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from accelerate_big_model.tensors import default_device
-from accelerate_core.compilation import strip_compiled
+from accelerate_core.compilation import (
+    is_compiled_module,
+    strip_compiled,
+    uncompiled,
+    within_wrappers,
+)
 from accelerate_core.distributed.process import current_user
 from accelerate_core.distributed.tree import convert_to_fp32
 from accelerate_core.training.forward import unwrap_forward
@@ -23,6 +28,7 @@ __all__ = [
     "get_grad_scaler",
     "get_mixed_precision_context_manager",
     "has_4bit_bnb_layers",
+    "has_compiled_regions",
     "is_peft_model",
 ]
 
@@ -64,6 +70,14 @@ def extract_model_from_parallel(
     if not keep_fp32_wrapper:
         unwrap_forward(inner)
     return inner if keep_torch_compile else strip_compiled(inner)
+
+
+def has_compiled_regions(module: object) -> bool:
+    """Whether a part of the module, not only the module itself, is compiled."""
+    if not isinstance(module, nn.Module):
+        return False
+    root = within_wrappers(uncompiled(module))
+    return any(is_compiled_module(part) for part in root.modules() if part is not root)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:

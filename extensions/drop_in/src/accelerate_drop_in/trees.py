@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from accelerate_core.distributed.tree import (
     TensorInformation,
     children,
     flatten,
+    map_leaves,
+    map_tensors,
     rebuild,
-    recursively_apply,
 )
 
 __all__ = [
@@ -21,10 +22,49 @@ __all__ = [
     "ignorant_find_batch_size",
     "initialize_tensors",
     "is_tensor_information",
+    "is_torch_tensor",
     "listify",
     "pad_input_tensors",
+    "recursively_apply",
     "slice_tensors",
 ]
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Say whether the object is a `torch.Tensor`."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply `func(leaf, *args, **kwargs)` to every leaf that passes `test_type`.
+
+    Other leaves are kept as they are, or raise `TypeError` if `error_on_other_type`.
+
+        recursively_apply(torch.square, {"a": torch.ones(2), "name": "x"})
+    """
+
+    def visit(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(
+                f"{_name(func)} does not take a {type(leaf).__name__}: only nested lists, tuples, "
+                f"mappings and dataclasses of objects for which {_name(test_type)} is true."
+            )
+        return leaf
+
+    return map_leaves(visit, data)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", repr(func))
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
@@ -69,7 +109,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 def listify(data: Any) -> Any:
     """Return the tree with every tensor as nested lists of Python numbers (0-d: a number)."""
-    return recursively_apply(lambda leaf: leaf.detach().tolist(), data)
+    return map_tensors(lambda leaf: leaf.detach().tolist(), data)
 
 
 def slice_tensors(
@@ -83,7 +123,7 @@ def slice_tensors(
     `process_index` and `num_processes` are not used here: they are part of the signature that a
     user's own slicing function for dispatched batches has to have.
     """
-    return recursively_apply(lambda leaf: leaf[tensor_slice] if leaf.ndim else leaf, data)
+    return map_tensors(lambda leaf: leaf[tensor_slice] if leaf.ndim else leaf, data)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:

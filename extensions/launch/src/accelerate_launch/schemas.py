@@ -29,11 +29,10 @@ from accelerate_core.plugins.discovery import (
     disabled_names,
     installed,
 )
-
-__all__ = ["WITH_SETTINGS", "PluginSchema", "cache_file", "describe", "plugin_schemas"]
+from accelerate_launch.paths import cache_directory
 
 #: Kinds of plugins that may have a section of a config file, `<name>_config`.
-WITH_SETTINGS = ("backend", "precision", "checkpointer", "extension")
+WITH_SETTINGS = ("backend", "precision", "checkpointer", "loaders", "extension")
 #: Raised with what is kept: older entries are then asked for anew.
 _FORMAT = 4
 
@@ -77,12 +76,6 @@ class PluginSchema:
         return next((one for one in self.fields if key in one.yaml), None)
 
 
-def cache_file(environ: Mapping[str, str]) -> Path:
-    """Return where the answers are kept."""
-    cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "accelerate-core" / "plugins.json"
-
-
 def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSchema, ...]:
     """Return the schemas of the core's mesh and of all installed plugins with settings.
 
@@ -97,7 +90,7 @@ def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSche
         and record.name not in disabled
         and (record.kind == "core" or not record.target.startswith("accelerate_core."))
     }
-    file = cache_file(environ)
+    file = cache_directory() / "plugins.json"
     known = _read(file)
     missing = {key: record for key, record in wanted.items() if key not in known}
     if missing:

@@ -162,6 +162,7 @@ _ABOUT = {
     "prepare": "prepare prepare_model prepare_optimizer prepare_scheduler",
     "randomness": "on_start prepare prepare_model prepare_optimizer",
     "same_start": "prepare_model",
+    "gradients_meet": "backward clip_grad",
     "kinds_of_models": "prepare_model",
     "several_models": f"prepare_model {_STEP} {_KEEP}",
     "one_of_two": "no_sync trigger_sync_in_backward backward",

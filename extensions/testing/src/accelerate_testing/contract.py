@@ -38,8 +38,12 @@ def contract(public: Mapping[str, Any] | None = None) -> dict[str, Any]:
         public: the classes plugins are made of, as `testing.surface` reads them; it goes in as it is.
     """
     hooks = {}
+    declared = [name for cls in Backend.__mro__ for name in vars(cls)]
     for kind in KINDS:
-        for name in hooks_of_kind(kind):
+        names = list(hooks_of_kind(kind))
+        if kind == "owner":
+            names.sort(key=declared.index)
+        for name in names:
             function = getattr(Backend if kind == "owner" else HookSpecs, name)
             signature = inspect.signature(function)
             hooks[name] = {

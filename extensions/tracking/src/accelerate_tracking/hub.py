@@ -30,6 +30,7 @@ from accelerate_tracking.normalise import (
 from accelerate_tracking.opening import builder, is_for_every_rank
 from accelerate_tracking.staging import Staging
 from accelerate_tracking.tracker import BlankTracker, GeneralTracker
+from accelerate_tracking.verbs import MediaVerbs
 from accelerate_tracking.writer import InlineWriter, Writer, drain
 
 __all__ = ["TrackerHub"]
@@ -50,7 +51,7 @@ _CLOSED = {
 _open_hubs: weakref.WeakSet[TrackerHub] = weakref.WeakSet()
 
 
-class TrackerHub:
+class TrackerHub(MediaVerbs):
     """The trackers of one Accelerator; implements `accelerate_core.contract.parts.Tracking`.
 
     Which trackers run is decided here, at construction; they are built and
@@ -112,7 +113,9 @@ class TrackerHub:
 
     # --- the life of a run --------------------------------------------------------------------
 
-    def init(self, project_name: str, config: object = None, init_kwargs: _Kwargs = None) -> None:
+    def init_trackers(
+        self, project_name: str, config: object = None, init_kwargs: _Kwargs = None
+    ) -> None:
         """Build and start the trackers, and hand them the configuration.
 
         Args:
@@ -356,15 +359,15 @@ class TrackerHub:
             raise TrackerError(f"{what}: {_CLOSED[self._state].format(names=listing(self.names))}")
         return bool(self._asked)
 
-    def get(self, name: str, unwrap: bool = False) -> Any:
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker of that name, or with `unwrap` its library's run object.
 
         On ranks where it does not run, if it was switched off, or if no tracker
         was asked for at all, the answer is a blank one that swallows every call.
-        What is logged through it directly may overtake what `log` has queued; see `flush`.
+        What is logged through it directly may overtake what `log` has queued; see `flush_trackers`.
 
         Raises:
-            TrackerError: `init` has not been called.
+            TrackerError: `init_trackers` has not been called.
             ConfigurationError (a ValueError): no tracker has that name.
         """
         name = str(name)
@@ -384,7 +387,7 @@ class TrackerHub:
 
     # --- the end ------------------------------------------------------------------------------
 
-    def flush(self, timeout: float | None = None) -> list[str]:
+    def flush_trackers(self, timeout: float | None = None) -> list[str]:
         """Wait until every tracker has taken and flushed what was logged so far.
 
         Those whose libraries do not promise that it is on disk then are named once.
@@ -405,7 +408,7 @@ class TrackerHub:
         return [writer.tracker.name for writer in late]
 
     def is_failing(self) -> bool:
-        """Tell whether an exception that came after `init` is being handled or on its way out."""
+        """Tell whether an exception that came after `init_trackers` is being handled or on its way out."""
         error = sys.exc_info()[1]
         return failures.is_failure(error) and id(error) != self._handled
 

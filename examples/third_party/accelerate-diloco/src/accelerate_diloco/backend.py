@@ -24,6 +24,7 @@ class DiLoCoBackend(Backend):
     """
 
     name = "diloco"
+    reduces_gradients = "never"
     api_version = (1, 0)
     # Not "exact": a step is not that of one process on all samples, unless they meet at each one.
     supports = {"no_sync": True, "several_models": True, "exact": False}

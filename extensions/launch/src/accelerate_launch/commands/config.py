@@ -159,7 +159,8 @@ def update_command(ctx: click.Context, config_file: str | None) -> None:
 
 
 def _path(named: str | None, environ: Mapping[str, str]) -> Path:
-    from accelerate_core.config.files import CONFIG_VARIABLE, default_config_path
+    from accelerate_core.config.files import CONFIG_VARIABLE
+    from accelerate_launch.paths import default_config_path
 
     return Path(named or environ.get(CONFIG_VARIABLE) or default_config_path(environ))
 

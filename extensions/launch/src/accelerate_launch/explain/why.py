@@ -115,7 +115,10 @@ def _release(record: PluginRecord) -> str:
 def _steps(record: PluginRecord, run: PlannedRun, made: Selection) -> Iterator[tuple[str, str]]:
     """Tell how a plugin fared where those of its kind were chosen."""
     wanted, rule = made.wanted, RULES.get(record.kind, Rule())
-    usual = f": {rule.usual!r} is taken where it is installed" if record.kind in PARTS else ""
+    usual = (
+        f": {rule.usual!r} is taken where it is installed" if rule.usual else ": the core does it"
+    )
+    usual = usual if record.kind in PARTS else ""
     named = f"{wanted.value!r}, {wanted.origin}" if wanted.value is not None else ""
     yield "asked for by name", named or f"none is named{usual}"
     if record.kind == "backend":

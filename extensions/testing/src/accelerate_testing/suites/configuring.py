@@ -15,7 +15,7 @@ from typing import Any
 from accelerate_core.config.files import read_config
 from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.config.schema import SettingField, settings_fields
-from accelerate_core.contract.capabilities import check_words
+from accelerate_core.contract.capabilities import check_reduces_gradients, check_words
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import installed
 from accelerate_core.utils import ProjectConfiguration
@@ -35,7 +35,7 @@ _OWNS = ("precision", "device_placement", "accumulation", "optimizer", "checkpoi
 
 @check("backend", place="alone")
 def declarations(lab: Lab) -> str | None:
-    """What it supports and owns is spelt as the core reads it."""
+    """What it supports and owns is spelt as the core reads it, and when gradients meet is said."""
     backend = lab.found
     for attribute, known in (("supports", _SUPPORTS), ("owns", _OWNS)):
         for key in getattr(backend, attribute):
@@ -45,13 +45,14 @@ def declarations(lab: Lab) -> str | None:
                     f"{did_you_mean(key, known)}"
                 )
     lab.equal(backend.compile_at in ("before", "after", "own"), True, "compile_at is one of three")
+    check_reduces_gradients(backend, lab.name, 2)
     names = [record.name for record in installed().of_kind("precision")]
     for name in backend.supports.get("precisions") or ():
         if name not in names and name != "fp8":
             raise AssertionError(f"supports the precision {name!r}; installed are {listing(names)}")
     check_words(backend.supports.get("accepts", ()), "the backend", "supports['accepts']")
     can = [key for key in _SUPPORTS if backend.supports.get(key)]
-    return ", ".join(can) or None
+    return ", ".join([f"reduces_gradients={backend.reduces_gradients}", *can])
 
 
 @check("backend", "precision", "launcher", "extension", "checkpointer", place="alone")

@@ -93,6 +93,24 @@ def _reaches_others(lab: Lab) -> int:
     )
 
 
+@check("backend", needs="gradients")
+def gradients_meet(lab: Lab) -> str | None:
+    """Ranks have the same gradients when `reduces_gradients` says so."""
+    accelerator = lab.accelerator()
+    said = accelerator.backend.reduces_gradients
+    when = {"backward": "after backward", "step": "after clipping"}.get(said)
+    if when is None:
+        lab.skip(f"it says reduces_gradients={said!r}")
+    model, _ = lab.ready(accelerator)
+    mine, _ = lab.batches(accelerator, 1)
+    accelerator.backward(loss_of(model, mine[0]))
+    if said == "step":
+        accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    gradients = [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+    lab.alike(accelerator, gradients, f"gradients {when}")
+    return when
+
+
 @check("backend", needs="exact")
 def accumulation(lab: Lab) -> str | None:
     """Two micro-batches per step give what one big batch gives, and so does one left at the end."""

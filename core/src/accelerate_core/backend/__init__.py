@@ -1,0 +1,349 @@
+"""`Backend`: the owner hooks with defaults for one process and for torch.distributed.
+
+A backend is a subclass that overrides what differs. Every default is right for
+one process and for the default group, which is why a small backend is small. Here are its
+declarations and the hooks of start and `prepare`; `step` and `state` have the others, and
+`distributed.torch_collectives` those that communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+
+from accelerate_core.backend.state import StateHooks
+from accelerate_core.backend.step import StepHooks
+from accelerate_core.contract.capabilities import NEEDS
+from accelerate_core.contract.topology import GroupStart, Topology
+from accelerate_core.data.feeding import feed
+from accelerate_core.distributed import process as runtime
+from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
+from accelerate_core.errors import ConfigurationError, PluginError, listing
+from accelerate_core.hookspecs import API_VERSION, Scope, owner
+from accelerate_core.plugins.selection import Claim, Request
+from accelerate_core.precision import mark_hooks
+
+if TYPE_CHECKING:
+    from accelerate_core.contract.view import AcceleratorView
+
+
+#: Mesh dimensions whose ranks have different samples, and different terms of a loss.
+_DATA = ("dp_replicate", "dp_shard")
+_LOSS = (*_DATA, "cp", "sp")
+
+
+class Backend(StepHooks, StateHooks, TorchCollectives):
+    """Base of every backend.
+
+    Class attributes are declarations the core, its error texts and the docs read:
+
+    * `supports`: `accepts` (what precisions may need, words of `contract.capabilities.NEEDS`; without
+      it autocast, loss_scaling and modules), `precisions` (names it brings about by itself,
+      whatever they need), `mesh` (dimension names),
+      `devices` (types such as "cuda", or None for all: on another one the core does not start
+      it), `no_sync`, `join`, `compile`, `num_items` (of one that owns accumulation: whether it
+      can divide by a number of items), `gradients`
+      (True unless False: gradients of a begun cycle are in `parameter.grad`, or saved by a
+      backend that owns checkpoints; without them the last step boundary is what is saved),
+      `several_models`, `exact` (True unless False: a step is that of one process on the samples
+      of all ranks). The conformance suite checks what is declared and skips the rest by name.
+    * `owns`: what the core leaves to this backend: `precision` (autocast of forward, scaling),
+      `device_placement`, `accumulation` (dividing the loss), `optimizer` (which holds other
+      tensors than the model's parameters), `checkpoint` (model and optimizer files, written in
+      the hook `save_state`).
+    * `reduces_gradients`: when ranks have the gradients of all of them, a word of
+      `contract.capabilities.REDUCES_GRADIENTS`: `backward`, `step`, `engine` or `never`. Without
+      a default: among several processes a backend that does not say is refused by name.
+    * `compile_at`: whether the compile stage runs `before` or `after` `prepare_model`,
+      or is the backend's `own`.
+    """
+
+    name: ClassVar[str]
+    api_version: ClassVar[tuple[int, int]] = API_VERSION
+    reduces_gradients: ClassVar[Literal["backward", "step", "engine", "never"]]
+    supports: ClassVar[Mapping[str, Any]] = {}
+    owns: ClassVar[frozenset[str]] = frozenset()
+    compile_at: ClassVar[Literal["before", "after", "own"]] = "before"
+    #: For `estimate-memory`: mode -> which of `weights`, `gradients`, `optimizer` it divides over
+    #: the ranks. The mode "" is the only one, or the usual one.
+    shards: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    #: Start a process group even for one process.
+    needs_group: ClassVar[bool] = False
+    #: Settings class, made with `settings`.
+    Settings: ClassVar[type[Any] | None] = None
+    #: Further settings classes, whose fields are options of `launch` and keys of config files.
+    more_settings: ClassVar[tuple[type[Any], ...]] = ()
+    #: Take a mapping of names to `Settings`, too; `settings` is then a dict.
+    several_settings: ClassVar[bool] = False
+    #: Classes of `kwargs_handlers` this backend takes, besides `Settings`.
+    handlers: ClassVar[tuple[type, ...]] = ()
+
+    _mesh: Any | None = None
+    _joint_meshes: Mapping[str, Any] = {}
+
+    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+        self.settings = settings
+        self.given_handlers = tuple(handlers)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # An override without the marker would silently not be a hook.
+        mark_hooks(cls)
+
+    @classmethod
+    def detect(cls, request: Request) -> Claim | None:
+        """Claim this run or not; called only when one of the plugin's triggers fired."""
+        return None
+
+    def core_defaults(self) -> Mapping[str, Any]:
+        """Return core settings that follow from this backend's own, such as accumulation steps.
+
+        `parallelism_config` may be among them, with `dp_shard_size` left to the number of ranks.
+        """
+        return {}
+
+    def check(self, accelerator: AcceleratorView) -> None:
+        """Refuse a combination this backend cannot do, before anything is started."""
+
+    def distributed_type(self, accelerator: AcceleratorView) -> str:
+        """Return the member of `DistributedType` that user code compares with."""
+        return "NO"
+
+    # --- start --------------------------------------------------------------------------------
+
+    @owner
+    def init_process_group(self, accelerator: AcceleratorView, start: GroupStart) -> None:
+        """Start the default process group; `start` is the `GroupStart` with ranks and store.
+
+        Default: start torch.distributed's default group.
+        """
+        runtime.start_group(start)
+
+    @owner
+    def device(self, accelerator: AcceleratorView, topology: Topology, cpu: bool) -> torch.device:
+        """Choose and select the device of this process; called before the group starts.
+
+        Default: take the local device of this rank, or the CPU.
+        """
+        return runtime.default_device(topology, cpu)
+
+    @owner
+    def device_count(self, accelerator: AcceleratorView) -> int:
+        """Return how many devices this world computes on.
+
+        Default: one per process.
+        """
+        return int(accelerator.num_processes)
+
+    @owner
+    def mesh(self, accelerator: AcceleratorView) -> Any | None:
+        """Return the device mesh, once the group runs; None where there is none.
+
+        Default: make the mesh of `parallelism_config` once; None where there is none.
+        """
+        config = accelerator.parallelism_config
+        if config is None or not dist.is_initialized():
+            return None
+        if self._mesh is None:
+            self._mesh = config.build_device_mesh(accelerator.device.type)
+            self._joint_meshes = config.flatten(self._mesh)
+            world = self._mesh.size()
+            scopes: tuple[tuple[Scope, str], ...] = (("data", "dp"), ("loss", "dp_cp"))
+            parts = {scope: self._joint_meshes[name] for scope, name in scopes}
+            self._scopes = {
+                scope: part.get_group() for scope, part in parts.items() if part.size() < world
+            }
+        return self._mesh
+
+    def sub_mesh(self, name: str) -> Any:
+        """Return the part of the mesh with a name: a dimension, or several together."""
+        if name in self._joint_meshes:
+            return self._joint_meshes[name]
+        known = [
+            *(self._mesh.mesh_dim_names if self._mesh is not None else ()),
+            *self._joint_meshes,
+        ]
+        if name not in known or self._mesh is None:
+            have = f"it has {listing(known)}" if known else "there is none"
+            raise ConfigurationError(f"The device mesh has no {name!r}; {have}.")
+        return self._mesh[name]
+
+    @owner
+    def new_group(
+        self, accelerator: AcceleratorView, ranks: Sequence[int] | None, device_type: str | None
+    ) -> Any | None:
+        """Return a new process group; None for `ranks` means all.
+
+        Only its members call this. `device_type` is "cpu" for tensors in host memory, None for
+        the backend's own. Who has no torch group returns None: nothing then runs on a thread.
+
+        Default: make a torch.distributed group; None where there is one process.
+        """
+        if accelerator.num_processes == 1:
+            return None
+        timeout = accelerator.group_timeout
+        if device_type == "cpu":
+            return host_group(ranks, timeout)
+        members = None if ranks is None else list(ranks)
+        return dist.new_group(
+            members, timeout=timeout, use_local_synchronization=members is not None
+        )
+
+    @owner
+    def data_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
+        """Return (index, count): which part of the data this rank reads.
+
+        Default: give every rank its own part; on a mesh, ranks of one tp, cp or sp group the same.
+        """
+        config = accelerator.parallelism_config
+        if config is None:
+            return accelerator.process_index, accelerator.num_processes
+        part: tuple[int, int] = config.shard(accelerator.process_index, _DATA)
+        return part
+
+    @owner
+    def loss_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
+        """Return (index, count) among the ranks over which a loss is summed.
+
+        They are those with different samples, and those with different parts of one sample.
+
+        Default: sum losses over the ranks with different samples, or different parts of a sequence.
+        """
+        config = accelerator.parallelism_config
+        if config is None:
+            index, count = accelerator.hooks.data_shard(accelerator)
+            return index, count
+        part: tuple[int, int] = config.shard(accelerator.process_index, _LOSS)
+        return part
+
+    @owner
+    def fixed_batch(self, accelerator: AcceleratorView) -> int | None:
+        """Return of how many samples a rank's batches are to be a multiple, to compile for one shape.
+
+        A batch that is not is filled up with samples of its own, also where one rank reads all
+        data, and `gather_for_metrics` leaves out what was added. Several ranks need a batch size
+        that is a multiple.
+
+        Default: None, batches are left as they are.
+        """
+        return None
+
+    @owner
+    def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[Any]:
+        """Return the context in which user code should construct models.
+
+        Default: construct models as torch does.
+        """
+        return nullcontext()
+
+    # --- prepare ------------------------------------------------------------------------------
+
+    @owner
+    def make_model(self, accelerator: AcceleratorView, obj: Any) -> torch.nn.Module:
+        """Return the module of an object that is classified as a model: of a provider, say.
+
+        Called before parameters are recorded, so its parameters are the ones that are trained.
+
+        Default: it is one.
+        """
+        module: torch.nn.Module = obj
+        return module
+
+    @owner
+    def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
+        """Prepare all objects of one call: replace the entries of the `PreparePlan` in place.
+
+        Default: prepare models, then optimizers, then schedulers, one by one.
+        """
+        plan.each(
+            "model",
+            lambda model, entry: _returned(
+                accelerator,
+                "prepare_model",
+                accelerator.hooks.prepare_model(accelerator, model, entry.evaluation_mode),
+            ),
+        )
+        plan.rebind()
+        plan.each(
+            "optimizer",
+            lambda optimizer, _: accelerator.hooks.prepare_optimizer(accelerator, optimizer),
+        )
+        plan.each(
+            "scheduler",
+            lambda scheduler, _: accelerator.hooks.prepare_scheduler(accelerator, scheduler),
+        )
+
+    @owner
+    def prepare_model(
+        self, accelerator: AcceleratorView, model: torch.nn.Module, evaluation_mode: bool
+    ) -> torch.nn.Module:
+        """Wrap or change one model after all stages; it is on the device already.
+
+        Default: return the model as it is.
+        """
+        return model
+
+    @owner
+    def prepare_optimizer(self, accelerator: AcceleratorView, optimizer: Any) -> Any:
+        """Return the optimizer to be stepped; its parameters are those of the prepared model.
+
+        Default: return the optimizer as it is.
+        """
+        return optimizer
+
+    @owner
+    def prepare_scheduler(self, accelerator: AcceleratorView, scheduler: Any) -> Any:
+        """Return the scheduler to be stepped.
+
+        Default: return the scheduler as it is.
+        """
+        return scheduler
+
+    @owner
+    def feed_device(
+        self, accelerator: AcceleratorView, batches: Iterator[Any], non_blocking: bool
+    ) -> Iterator[Any]:
+        """Yield the batches on the device.
+
+        Default: move the batches to the device, one ahead where it has streams.
+        """
+        return feed(batches, accelerator.device, non_blocking)
+
+    @owner
+    def unwrap_model(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:
+        """Undo `prepare_model`'s wrapping, not the stages.
+
+        Default: return the model as it is.
+        """
+        return model
+
+    @owner
+    def join_uneven_inputs(
+        self, accelerator: AcceleratorView, joinables: Sequence[Any]
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which ranks may run out of batches at different steps.
+
+        Default: do nothing.
+        """
+        return nullcontext()
+
+
+def _returned(accelerator: AcceleratorView, hook: str, value: Any) -> Any:
+    if value is None:
+        raise PluginError(
+            f"Hook {hook!r} of the backend {accelerator.backend.name!r} returned None; it returns "
+            "what is to be used from now on."
+        )
+    return value
+
+
+class SingleProcess(Backend):
+    """One process, one device: the defaults as they are."""
+
+    name = "single"
+    reduces_gradients = "never"
+    supports = {"accepts": tuple(NEEDS)}

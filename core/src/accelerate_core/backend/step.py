@@ -1,0 +1,228 @@
+"""The owner hooks of a step, with their defaults: from autocast to clearing the gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.hookspecs import owner
+
+if TYPE_CHECKING:
+    from accelerate_core.contract.view import AcceleratorView
+
+
+class StepHooks:
+    """What a backend is asked in every step."""
+
+    name: ClassVar[str]
+
+    @owner
+    def autocast(
+        self, accelerator: AcceleratorView, model: torch.nn.Module | None, settings: Any
+    ) -> AbstractContextManager[Any]:
+        """Return the context of mixed precision.
+
+        It is made for each forward of a prepared model, which is then `model`; None where the
+        script enters it by itself. `settings` is an `AutocastKwargs` or None.
+
+        Default: enter the precision's autocast.
+        """
+        options: dict[str, Any] = {}
+        if settings is not None:
+            options = {"enabled": settings.enabled, "cache_enabled": settings.cache_enabled}
+        context: AbstractContextManager[Any] = accelerator.precision.autocast(
+            accelerator, model, options
+        )
+        return context
+
+    @owner
+    def scale_loss(self, accelerator: AcceleratorView, loss: torch.Tensor) -> torch.Tensor:
+        """Scale the loss before backward (gradient scaling, not accumulation).
+
+        Default: scale by the gradient scaler, where there is one.
+        """
+        scaler = accelerator.scaler
+        return loss if scaler is None else scaler.scale(loss)
+
+    @owner
+    def backward(
+        self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
+    ) -> None:
+        """Run backward on a loss already divided by the accumulation steps and scaled.
+
+        Default: call `loss.backward(**kwargs)`.
+        """
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @owner
+    def scale_gradients(
+        self, accelerator: AcceleratorView, models: Sequence[torch.nn.Module], factor: torch.Tensor
+    ) -> None:
+        """Multiply the models' gradients by a 0-d tensor, after they were synchronised.
+
+        Called once per cycle of which the items were counted, after the backward that
+        synchronises. `factor` takes the gradients to be the mean over the loss scope; a backend
+        that adds them up instead divides by the number of ranks here.
+
+        Default: multiply every gradient in place, those of one device and dtype together.
+        """
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        for parameter in dict.fromkeys(p for model in models for p in model.parameters()):
+            if parameter.grad is not None:
+                grad = parameter.grad
+                groups[grad.device, grad.dtype].append(grad)
+        for (device, dtype), grads in groups.items():
+            # Rounding it to a short format would change every gradient by the same error.
+            by = factor.to(device, torch.promote_types(dtype, torch.float32))
+            dense = [grad for grad in grads if not grad.is_sparse]
+            if dense:
+                torch._foreach_mul_(dense, by)
+            for grad in grads:
+                if grad.is_sparse:
+                    grad.mul_(by)
+
+    @owner
+    def no_sync(self, accelerator: AcceleratorView, model: Any) -> AbstractContextManager[Any]:
+        """Return a context in which backward does not reduce gradients between ranks.
+
+        Default: do nothing: nothing is synchronised.
+        """
+        return nullcontext()
+
+    @owner
+    def trigger_sync_in_backward(
+        self, accelerator: AcceleratorView, model: Any
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which the next backward reduces, though forward ran unsynced.
+
+        Default: do nothing: nothing is synchronised.
+        """
+        return nullcontext()
+
+    @owner
+    def unscale_gradients(self, accelerator: AcceleratorView, optimizer: Any) -> None:
+        """Undo gradient scaling on one (inner) optimizer's gradients, once per step.
+
+        Default: unscale one optimizer's gradients, where there is a scaler.
+        """
+        if accelerator.scaler is not None:
+            accelerator.scaler.unscale_(optimizer)
+
+    @owner
+    def clip_grad(
+        self,
+        accelerator: AcceleratorView,
+        parameters: Sequence[torch.Tensor],
+        max_norm: float | None,
+        norm_type: float,
+        clip_value: float | None,
+    ) -> Any:
+        """Clip gradients: by their global norm, or element by element.
+
+        Exactly one of `max_norm` and `clip_value` is given. With `max_norm` return the norm as it
+        was before, a 0-d tensor; `clip_value` clips to [-clip_value, clip_value].
+
+        Default: clip with torch.
+        """
+        if clip_value is not None:
+            return torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        assert max_norm is not None
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    @owner
+    def optimizer_step(
+        self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Step the inner optimizer; return False if the step was skipped (overflow).
+
+        Default: step, through the scaler where there is one; tell whether the step was taken.
+        """
+        scaler = accelerator.scaler
+        if scaler is None:
+            optimizer.step() if closure is None else optimizer.step(closure)
+            return True
+        if closure is not None:
+            raise ConfigurationError("A closure cannot be used with a gradient scaler (fp16).")
+        with _steps_counted(optimizer) as taken:
+            scaler.step(optimizer)
+        overflowed = False
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # A fused optimizer is always called and leaves the step out by itself.
+            overflowed = any(
+                bool(found.item()) for found in scaler._found_inf_per_device(optimizer).values()
+            )
+        accelerator.scaler_stepped(optimizer)
+        return bool(taken) and not overflowed
+
+    @owner
+    def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
+        """Clear the gradients of the inner optimizer's parameters.
+
+        Default: clear gradients.
+        """
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    @owner
+    def context_parallel(
+        self,
+        accelerator: AcceleratorView,
+        buffers: Sequence[torch.Tensor] | None,
+        buffer_seq_dims: Sequence[int] | None,
+        no_restore_buffers: set[torch.Tensor] | None,
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which buffers are sharded along their sequence dimension.
+
+        Default: do nothing: there is no such dimension.
+        """
+        return nullcontext()
+
+    @owner
+    def run_schedule(
+        self, accelerator: AcceleratorView, model: torch.nn.Module, batch: Any, step: ScheduleStep
+    ) -> ScheduleResult:
+        """Run forward, and in training backward, of one batch where the engine owns both.
+
+        One call is one backward: it may stand inside of `accumulate`; clipping and stepping stay
+        the script's. The loss is known on every rank.
+
+        Args:
+            step: whether it trains, whether this backward synchronises, and how a loss is divided.
+
+        Default: refuse: forward and backward are the script's.
+        """
+        raise ConfigurationError(
+            f"train_step() is for backends that own forward and backward together; under {self.name!r} "
+            "call the model, accelerator.backward(loss) and optimizer.step()."
+        )
+
+
+@contextmanager
+def _steps_counted(optimizer: Any) -> Iterator[list[None]]:
+    """Yield a list that gets an entry whenever the optimizer really steps.
+
+    `GradScaler.step` calls `optimizer.step` only when no gradient overflowed, and says nothing
+    about it.
+    """
+    taken: list[None] = []
+    step, patched = optimizer.step, "step" in vars(optimizer)
+
+    @functools.wraps(step)  # the scaler reads its signature
+    def counted(*arguments: Any, **more: Any) -> Any:
+        taken.append(None)
+        return step(*arguments, **more)
+
+    optimizer.step = counted
+    try:
+        yield taken
+    finally:
+        if patched:  # by a scheduler
+            optimizer.step = step
+        else:
+            del optimizer.step
