@@ -90,7 +90,7 @@ class Fuses(Plain):
     def prepare(self, accelerator: Any, plan: Any) -> None:
         plan.each("model", lambda model, _: Fused(model))
         if self.says:
-            plan.rename(plan.models[0], {"q.weight": "qk", "k.weight": "qk"})
+            plan.rename(plan.values("model")[0], {"q.weight": "qk", "k.weight": "qk"})
 
 
 class FusesInSilence(Fuses):
