@@ -55,7 +55,7 @@ quickstart: $(VENV)/run.stamp
 	$(BIN)/accelerate-core launch --cpu --num_processes 2 examples/quickstart.py
 
 # Folders with a door of their own; .ci/run goes through all of them.
-CONFORMANCE := tests/conformance
+CONFORMANCE := tests/conformance tests/testing
 FAULTS := tests/faults tests/machines
 test: $(VENV)/dev.stamp
 	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS)) $(ARGS)

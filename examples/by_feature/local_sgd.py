@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from digits import digits, network
 from torch.utils.data import DataLoader
 
-from accelerate_core import Accelerator
-from accelerate_core.local_sgd import LocalSGD
+from accelerate_core import Accelerator, LocalSGD
 
 
 def main(every: int = 4) -> dict[str, object]:

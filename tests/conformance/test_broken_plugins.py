@@ -9,11 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import dummies
 import pytest
 from support import clean_environment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-import dummies
 
 import accelerate_core.backend  # noqa: F401  # it declares the owner hooks
 from accelerate_core.hookspecs import all_hooks, hook_kind

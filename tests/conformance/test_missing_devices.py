@@ -7,12 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dummies
 import pytest
 import torch
 from support import clean_environment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-import dummies
 
 PLUGINS = """
 from accelerate_core import Backend, BackendSettings, Precision, option, settings

@@ -29,11 +29,11 @@ from torch.utils.data import (
 from accelerate_core.data.dispatch.protocol import DispatchError
 from accelerate_core.data.dispatch.transport import CollectiveTransport, GroupTransport
 from accelerate_core.data.loader import DataLoaderDispatcher
-from accelerate_core.data.prepare import prepare_data_loader
-from accelerate_core.data.skip import skip_first_batches
+from accelerate_core.data.prepare import skip_first_batches
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.training.gradient_state import GradientState
+from accelerate_drop_in.data_loader import prepare_data_loader
 
 TIMEOUT = timedelta(seconds=30)
 RANK, WORLD, STORE = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -30,8 +30,8 @@ from accelerate_core.errors import (
     MissingPluginError,
     UnknownArgumentError,
 )
-from accelerate_core.plugins import discovery
-from accelerate_core.plugins.selection import Request, select_backend
+from accelerate_core.plugins import discovery, selection
+from accelerate_core.plugins.selection import Request, select
 
 
 class Foreign(KwargsHandler): ...
@@ -170,7 +170,8 @@ def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     found = discovery.installed()
     plugins = tuple(one for one in found.plugins if one.distribution in OWN)
     without = dataclasses.replace(found, plugins=plugins)
-    monkeypatch.setattr(discovery, "installed", lambda: without)
+    for module in (discovery, selection):
+        monkeypatch.setattr(module, "installed", lambda: without)
     with pytest.raises(MissingPluginError, match=r'pip install "accelerate-core\[mlflow\]"'):
         Accelerator(log_with="mlflow")
 
@@ -236,7 +237,7 @@ def test_ranks(variables: dict[str, str], said: str) -> None:
 def test_several_processes_without_a_backend_for_them() -> None:
     request = Request({}, {"ACCELERATE_DISABLED_PLUGINS": "ddp"}, Topology(0, 2, because="a test"))
     with pytest.raises(MissingPluginError, match=re.escape('pip install "accelerate-core[ddp]"')):
-        select_backend(None, "", request)
+        select("backend", request).settled()
 
 
 def test_a_misspelt_variable_is_pointed_out_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ BUDGET = {
 }
 #: Where the modules of today belong.
 PARTS = {
-    "accelerator": r"accelerator|assemble|arguments|compatibility|facade|state|utils|__init__|__main__",
+    "accelerator": r"accelerator|arguments|compatibility|state|utils|__init__|__main__",
     "prepare": r"prepare",
     "data": r"data|feeding",
     "training": r"training",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import collectives_worker as worker
 import pool
 import pytest
 import torch
@@ -34,9 +34,6 @@ from accelerate_core.distributed.tree import (
 )
 from accelerate_drop_in import trees
 from accelerate_drop_in.verbs import broadcast_object_list, copy_tensor_to_devices
-
-sys.path.insert(0, str(Path(__file__).parent))
-import collectives_worker as worker
 
 Point = namedtuple("Point", "x y")
 

@@ -208,7 +208,7 @@ def tracked(name):
     names = [tracker.name for tracker in a.trackers]
     a.end_training()
     return [names, [str(w.message) for w in caught if "'t" + name in str(w.message)]]
-def extensions(a): return [r.name for r, _, _ in a.plugins.plugins if r.kind == "extension"]
+def extensions(a): return [r.name for r, _, _ in a._plugins.plugins if r.kind == "extension"]
 result = {}
 for name in ("older", "equal", "newer", "next"):
     os.environ.clear(); os.environ.update(KEPT)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accelerate_core.data.prepare import prepare_data_loader
-from accelerate_core.data.skip import skip_first_batches
+from accelerate_core.data.prepare import skip_first_batches
 from accelerate_core.errors import ConfigurationError
+from accelerate_drop_in.data_loader import prepare_data_loader
 
 
 class Stream(IterableDataset):

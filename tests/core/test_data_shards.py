@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, repeat
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from accelerate_core.data.prepare import prepare_data_loader
 from accelerate_core.data.resumable import TaggedBatch
 from accelerate_core.data.shard import BatchSamplerShard, IterableDatasetShard
 from accelerate_core.data.sources import IndexStream
 from accelerate_core.data.steps import NOTHING, StepReader
 from accelerate_core.errors import ConfigurationError
+from accelerate_drop_in.data_loader import prepare_data_loader
 
 SIZES = range(41)
 PER_RANK = (1, 2, 3, 5, 8)
@@ -104,7 +104,7 @@ def test_steps_of_whole_batches_are_the_same_steps(size):
         loader = DataLoader(range(size), batch_size=batch_size, drop_last=drop_last)
         reader = StepReader(world, split, even, drop_last, batch_size=batch_size)
         ranks, real = [[] for _ in range(world)], None
-        for step in reader.steps(iter(loader)):
+        for step in reader.steps(zip(loader, repeat(None), repeat(None))):
             for rank, part in enumerate(step.parts):
                 if part is not NOTHING:
                     ranks[rank].append(part.tolist())

@@ -8,9 +8,9 @@ import weakref
 import pytest
 from torch.utils.data import DataLoader
 
-from accelerate_core.data.prepare import prepare_data_loader
-from accelerate_core.data.skip import skip_first_batches
+from accelerate_core.data.prepare import skip_first_batches
 from accelerate_core.training.gradient_state import GradientState
+from accelerate_drop_in.data_loader import prepare_data_loader
 
 
 @pytest.fixture

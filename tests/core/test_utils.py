@@ -17,14 +17,15 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import accelerate_core
 import accelerate_core.utils as utils
-from accelerate_core.builtin.affinity import parse_cpu_list
 from accelerate_core.errors import ConfigurationError, MissingPluginError
+from accelerate_core.plugins.exports import exported_names
 
 # --- the namespace --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in dir(utils) if not name.startswith("_")])
+@pytest.mark.parametrize("name", sorted({*accelerate_core.__all__, *exported_names()}))
 def test_every_listed_name_resolves(name: str) -> None:
     assert getattr(utils, name) is not None
     assert name in dir(utils)
@@ -80,91 +81,6 @@ def test_a_folder_of_that_name_is_no_library(
     (tmp_path / "bitsandbytes").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert utils.is_bnb_available() is False
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def test_the_batch_size_shrinks_until_memory_suffices() -> None:
-    tried = []
-
-    @utils.find_executable_batch_size(starting_batch_size=64)
-    def train(batch_size: int, epochs: int) -> tuple[int, int]:
-        tried.append(batch_size)
-        if batch_size > 50:
-            torch.empty(1 << 55, dtype=torch.uint8)  # torch's own error for want of memory
-        return batch_size, epochs
-
-    assert train(3) == (45, 3)
-    assert tried == [64, 57, 51, 45]
-    assert train(epochs=1) == (45, 1)
-    assert tried[4] == 64, "every call starts afresh"
-
-
-@pytest.mark.parametrize("shrink", [lambda size: size // 2, iter([4, 2, 1, 0]).__next__])
-def test_the_next_batch_size_is_up_to_the_caller(shrink: Any) -> None:
-    def train(batch_size: int) -> int:
-        if batch_size > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return batch_size
-
-    assert utils.find_executable_batch_size(train, 8, shrink)() == 2
-
-
-def _wrong() -> None:
-    raise RuntimeError("shapes do not match")
-
-
-def _too_large() -> None:
-    raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")
-
-
-@pytest.mark.parametrize(
-    ("failure", "text"),
-    [(_wrong, "shapes do not match"), (_too_large, "reached zero.*CUDNN_STATUS")],
-)
-def test_failures_of_the_search_are_told(failure: Any, text: str) -> None:
-    @utils.find_executable_batch_size(starting_batch_size=2)
-    def train(batch_size: int) -> None:
-        failure()
-
-    with pytest.raises(RuntimeError, match=text):
-        train()
-
-
-def test_passing_the_batch_size_oneself_is_explained() -> None:
-    @utils.find_executable_batch_size
-    def train(batch_size: int, epochs: int) -> None: ...
-
-    with pytest.raises(TypeError, match=r"Call it without: train\(epochs=3\)"):
-        train(8, 3)
-    with pytest.raises(ConfigurationError, match="first argument"):
-        utils.find_executable_batch_size(lambda: None)()
-
-
-@pytest.mark.parametrize(
-    ("error", "answer"),
-    [
-        (torch.OutOfMemoryError("x"), True),
-        (MemoryError(), True),
-        (RuntimeError("XPU out of memory."), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (RuntimeError("index out of range"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_want_of_memory_is_recognised(error: Exception, answer: bool) -> None:
-    assert utils.should_reduce_batch_size(error) is answer
-
-
-def test_memory_is_released() -> None:
-    import weakref
-
-    model = nn.Linear(2, 2)
-    gone = weakref.ref(model)
-    model, other = utils.release_memory(model, None)
-    assert gone() is None
-    assert other is None
 
 
 # --- tensors and sizes ----------------------------------------------------------------------------
@@ -411,11 +327,7 @@ def test_the_machine_is_described() -> None:
     assert many.startswith("MULTI_")
     assert utils.check_cuda_p2p_ib_support() in (True, False)
     assert utils.check_cuda_fp8_capability() in (True, False)
-    assert parse_cpu_list("0-2,8\n") == [0, 1, 2, 8]
     assert utils.are_libraries_initialized("torch", "not_a_library") == ["torch"]
-    affinity = os.sched_getaffinity(0)
-    utils.set_numa_affinity(0)
-    assert os.sched_getaffinity(0) <= affinity
 
 
 # --- other ----------------------------------------------------------------------------------------

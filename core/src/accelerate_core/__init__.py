@@ -5,65 +5,21 @@ Everything is imported on first use: `import accelerate_core` does not import to
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from accelerate_core.accelerator import Accelerator as Accelerator
-    from accelerate_core.backend import Backend as Backend
-    from accelerate_core.config.enums import DistributedType as DistributedType
-    from accelerate_core.config.handlers import AutocastKwargs as AutocastKwargs
-    from accelerate_core.config.handlers import DataLoaderConfiguration as DataLoaderConfiguration
-    from accelerate_core.config.handlers import (
-        GradientAccumulationPlugin as GradientAccumulationPlugin,
-    )
-    from accelerate_core.config.handlers import GradScalerKwargs as GradScalerKwargs
-    from accelerate_core.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from accelerate_core.config.handlers import ProfileKwargs as ProfileKwargs
-    from accelerate_core.config.handlers import ProjectConfiguration as ProjectConfiguration
-    from accelerate_core.config.handlers import TorchDynamoPlugin as TorchDynamoPlugin
-    from accelerate_core.config.parallelism import ParallelismConfig as ParallelismConfig
-    from accelerate_core.config.schema import BackendSettings as BackendSettings
-    from accelerate_core.config.schema import KwargsHandler as KwargsHandler
-    from accelerate_core.config.schema import option as option
-    from accelerate_core.config.schema import origin_of as origin_of
-    from accelerate_core.config.schema import settings as settings
-    from accelerate_core.contract.view import AcceleratorView as AcceleratorView
-    from accelerate_core.distributed.process import once as once
-    from accelerate_core.hookspecs import hookimpl as hookimpl
-    from accelerate_core.plugins.selection import Claim as Claim
-    from accelerate_core.plugins.selection import Request as Request
-    from accelerate_core.precision import Precision as Precision
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
-#: Module -> the public names that live there.
-_MODULES = {
-    "accelerator": "Accelerator",
-    "backend": "Backend",
-    "builtin.memory": "find_executable_batch_size release_memory",
-    "builtin.seed": "set_seed",
-    "compilation": "compile_regions",
-    "config.enums": "ComputeEnvironment DistributedType LoggerType PrecisionType RNGType",
-    "config.handlers": "AutocastKwargs DataLoaderConfiguration GradScalerKwargs "
-    "GradientAccumulationPlugin InitProcessGroupKwargs ProfileKwargs ProjectConfiguration "
-    "TorchDynamoPlugin",
-    "config.parallelism": "ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig "
-    "TorchTensorParallelPlugin",
-    "config.schema": "BackendSettings KwargsHandler option origin_of settings",
-    "contract.view": "AcceleratorView",
-    "data.skip": "skip_first_batches",
-    "distributed.process": "once",
-    "hookspecs": "API_VERSION hookimpl",
-    "local_sgd": "LocalSGD",
-    "logging": "get_logger",
-    "plugins.selection": "Claim Request",
-    "precision": "Precision",
-    "state": "AcceleratorState GradientState PartialState",
-}
+_STUB = Path(__file__).with_suffix(".pyi")
+#: Public name -> the module that defines it; said once, for type checkers and for us.
 _HOMES = {
-    name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()
+    name.name: str(line.module)
+    for line in ast.parse(_STUB.read_text(encoding="utf-8")).body
+    if isinstance(line, ast.ImportFrom) and line.module != "typing"
+    for name in line.names
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

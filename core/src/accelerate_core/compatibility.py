@@ -19,7 +19,7 @@ from accelerate_core.plugins.selection import Request
 from accelerate_core.precision import Precision
 
 if TYPE_CHECKING:
-    from accelerate_core.assemble import Assembly
+    from accelerate_core.accelerator.construction import Construction
 
 
 def parallelism(
@@ -80,7 +80,7 @@ def check_needs(precision: Any, record: PluginRecord) -> None:
             )
 
 
-def check_device(assembly: Assembly, kind: str, origin: str) -> None:
+def check_device(assembly: Construction, kind: str, origin: str) -> None:
     """Refuse to run a backend on a type of device it does not declare.
 
     Args:
@@ -106,7 +106,7 @@ def check_device(assembly: Assembly, kind: str, origin: str) -> None:
     )
 
 
-def check_supported(assembly: Assembly) -> None:
+def check_supported(assembly: Construction) -> None:
     """Refuse combinations the backend declares it cannot do, before anything is started."""
     backend, name = assembly.backend, assembly.selection.record.name
     device, cpu = assembly.because["torch_device"], assembly.because["cpu"]

@@ -307,7 +307,7 @@ class AcceleratorState(PartialState):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return self._accelerator.plugin_attribute(name, "AcceleratorState")
+        return self._accelerator._plugin_attribute(name, "AcceleratorState")
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"

@@ -1,7 +1,8 @@
 """DistributedDataParallel for accelerate-core."""
 
 from accelerate_ddp.backend import DDPBackend
+from accelerate_ddp.local_sgd import LocalSGD
 from accelerate_ddp.settings import DDPCommunicationHookType, DistributedDataParallelKwargs
 
-__all__ = ["DDPBackend", "DDPCommunicationHookType", "DistributedDataParallelKwargs"]
+__all__ = ["DDPBackend", "DDPCommunicationHookType", "DistributedDataParallelKwargs", "LocalSGD"]
 __version__ = "0.1.0"

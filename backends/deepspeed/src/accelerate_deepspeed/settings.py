@@ -54,11 +54,15 @@ class DeepSpeedPlugin(BackendSettings):
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     )
     gradient_clipping: float | str | None = option(
-        default=None, help="largest norm of the gradients", env="ACCELERATE_GRADIENT_CLIPPING"
+        default=None,
+        help="largest norm of the gradients",
+        env="ACCELERATE_GRADIENT_CLIPPING",
+        cli="gradient_clipping",
     )
     zero_stage: int | None = option(
         default=None,
         help="what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
+        cli="zero_stage",
         choices=("2", "0", "1", "3"),
         ask="ZeRO stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too",
     )
@@ -68,21 +72,27 @@ class DeepSpeedPlugin(BackendSettings):
     offload_optimizer_device: str | None = option(
         default=None,
         help="where the optimizer's state is kept: none, cpu, nvme",
+        cli="offload_optimizer_device",
         choices=_DEVICES,
         ask="Where is the optimizer's state kept?",
     )
     offload_param_device: str | None = option(
         default=None,
         help="where parameters are kept (stage 3): none, cpu, nvme",
+        cli="offload_param_device",
         choices=_DEVICES,
         ask="Where are parameters kept?",
         ask_if="zero_stage=3",
     )
     offload_optimizer_nvme_path: str | None = option(
-        default=None, help="directory for offload_optimizer_device=nvme"
+        default=None,
+        help="directory for offload_optimizer_device=nvme",
+        cli="offload_optimizer_nvme_path",
     )
     offload_param_nvme_path: str | None = option(
-        default=None, help="directory for offload_param_device=nvme"
+        default=None,
+        help="directory for offload_param_device=nvme",
+        cli="offload_param_nvme_path",
     )
     zero3_init_flag: bool | None = option(
         default=None,
@@ -90,9 +100,12 @@ class DeepSpeedPlugin(BackendSettings):
         ask="Shard parameters while the model is made?",
         ask_if="zero_stage=3",
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        cli="zero3_init_flag",
     )
     zero3_save_16bit_model: bool | None = option(
-        default=None, help="gather whole weights when a model is saved (stage 3)"
+        default=None,
+        help="gather whole weights when a model is saved (stage 3)",
+        cli="zero3_save_16bit_model",
     )
     transformer_moe_cls_names: list[str] | str | None = option(
         default=None,

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate_checkpoint import rng_state
 from accelerate_core import AcceleratorView, Backend, Claim, Request
-from accelerate_core.builtin import rng_state
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.errors import ConfigurationError, PrepareError
 from accelerate_fsdp2 import keeping, sequence, tensor_parallel, testing, units, weights

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
 
-from accelerate_core.config.files import default_config_path, read_config
+from accelerate_core.config.files import read_config
 from accelerate_core.errors import ConfigurationError
 
 __all__ = ["command", "converted"]
@@ -29,9 +30,7 @@ _GONE = {
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
 def command(config_file: str | None, output_file: str | None, overwrite: bool) -> None:
     """Convert the config file of FSDP1 into one of FSDP2."""
-    import os
-
-    source = Path(config_file) if config_file else default_config_path(os.environ)
+    source = Path(config_file) if config_file else _default_file()
     target = Path(output_file) if output_file else source
     if target.exists() and not overwrite:
         raise click.UsageError(
@@ -43,6 +42,17 @@ def command(config_file: str | None, output_file: str | None, overwrite: bool) -
     for note in notes:
         click.echo(note, err=True)
     click.echo(f"Written: {target}")
+
+
+def _default_file() -> Path:
+    try:
+        from accelerate_launch import default_config_path
+    except ModuleNotFoundError:
+        raise click.UsageError(
+            "Where launch looks for its file is known to accelerate-launch, which is not installed: "
+            'name a file with --config_file, or pip install "accelerate-core[launch]".'
+        ) from None
+    return default_config_path(os.environ)
 
 
 def converted(values: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:

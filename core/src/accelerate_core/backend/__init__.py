@@ -19,10 +19,10 @@ from accelerate_core.backend.state import StateHooks
 from accelerate_core.backend.step import StepHooks
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.contract.topology import GroupStart, Topology
+from accelerate_core.data.feeding import feed
 from accelerate_core.distributed import process as runtime
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.errors import ConfigurationError, PluginError, listing
-from accelerate_core.feeding import feed
 from accelerate_core.hookspecs import API_VERSION, Scope, owner
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import mark_hooks
@@ -219,6 +219,18 @@ class Backend(StepHooks, StateHooks, TorchCollectives):
             return index, count
         part: tuple[int, int] = config.shard(accelerator.process_index, _LOSS)
         return part
+
+    @owner
+    def fixed_batch(self, accelerator: AcceleratorView) -> int | None:
+        """Return of how many samples a rank's batches are to be a multiple, to compile for one shape.
+
+        A batch that is not is filled up with samples of its own, also where one rank reads all
+        data, and `gather_for_metrics` leaves out what was added. Several ranks need a batch size
+        that is a multiple.
+
+        Default: None, batches are left as they are.
+        """
+        return None
 
     @owner
     def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[Any]:

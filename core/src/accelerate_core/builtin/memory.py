@@ -1,25 +1,11 @@
-"""Freeing memory, and finding a batch size that fits into it."""
+"""Giving an accelerator's unused memory back to it."""
 
 from __future__ import annotations
 
-import functools
 import gc
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from accelerate_core.errors import ConfigurationError
-
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "cudnn error: cudnn_status_not_supported",
-    "cudnn_status_alloc_failed",
-    "cublas_status_alloc_failed",
-    "can't allocate memory",
-    "not enough memory",
-)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -31,108 +17,3 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         if not hasattr(owner, "empty_cache"):  # torch 2.8
             owner = torch.get_device_module()
         owner.empty_cache()
-
-
-def release_memory(*objects: Any) -> list[None]:
-    """Free what `objects` hold, provided that the caller rebinds its names to the result.
-
-    Example:
-        >>> model, optimizer = release_memory(model, optimizer)
-    """
-    count = len(objects)
-    del objects
-    clear_device_cache(garbage_collection=True)
-    return [None] * count
-
-
-def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Say whether an exception means that memory ran out, on any device or on the host."""
-    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if not isinstance(exception, RuntimeError):
-        return False
-    text = str(exception).lower()
-    return any(sign in text for sign in _OUT_OF_MEMORY)
-
-
-def _nine_tenths(batch_size: int) -> int:
-    return int(batch_size * 0.9)
-
-
-def _shrinker(reduce: Callable[..., int] | None) -> Callable[[int], int]:
-    """Accept both forms: a function of the last size, and one without arguments."""
-    if reduce is None:
-        return _nine_tenths
-    if inspect.signature(reduce).parameters:
-        return reduce
-    without_argument = reduce
-    return lambda _: without_argument()
-
-
-def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    names = list(inspect.signature(function).parameters)
-    if not names:
-        raise ConfigurationError(
-            f"{function.__name__}() must take the batch size as its first argument, it takes none."
-        )
-    if len(args) >= len(names):
-        shown = ", ".join(f"{name}={arg!r}" for name, arg in zip(names[1:], args[1:]))
-        raise TypeError(
-            f"{function.__name__}() is given its first argument, the batch size, by"
-            f" find_executable_batch_size. Call it without: {function.__name__}({shown})."
-        )
-
-
-def find_executable_batch_size(
-    function: Callable[..., Any] | None = None,
-    starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[..., int] | None = None,
-) -> Any:
-    """Call a function with ever smaller batch sizes until memory suffices.
-
-    A decorator, with or without arguments. The function's first argument is the batch
-    size; callers leave it out. Every call begins at `starting_batch_size`. Anything that
-    is not a lack of memory is raised as it is.
-
-    Args:
-        function: what is decorated.
-        starting_batch_size: the first size to try, in samples.
-        reduce_batch_size_fn: gives the next size, from the last one or from nothing.
-            The default takes nine tenths, rounded down.
-
-    Raises:
-        RuntimeError: not even the smallest size fits; its text has the last failure.
-
-    Example:
-        >>> @find_executable_batch_size(starting_batch_size=64)
-        ... def train(batch_size, epochs): ...
-        >>> train(epochs=3)
-    """
-    if function is None:
-        return functools.partial(
-            find_executable_batch_size,
-            starting_batch_size=starting_batch_size,
-            reduce_batch_size_fn=reduce_batch_size_fn,
-        )
-    shrink = _shrinker(reduce_batch_size_fn)
-
-    @functools.wraps(function)
-    def search(*args: Any, **kwargs: Any) -> Any:
-        _check_call(function, args)
-        batch_size, failure = starting_batch_size, ""
-        while batch_size > 0:
-            clear_device_cache(garbage_collection=True)
-            try:
-                return function(batch_size, *args, **kwargs)
-            except Exception as error:
-                if not should_reduce_batch_size(error):
-                    raise
-                # Only the text is kept: the traceback would hold the failed try's tensors.
-                failure = f"{type(error).__name__}: {error}"
-            batch_size = shrink(batch_size)
-        raise RuntimeError(
-            f"No executable batch size found, reached zero. The last try of {function.__name__}()"
-            f" ended with {failure or 'nothing, for starting_batch_size is not positive'}"
-        )
-
-    return search

@@ -57,6 +57,9 @@ class CoreSettings:
     tracking: str | None = option(
         default=None, help="plugin that feeds the trackers; default: queued"
     )
+    loaders: str | None = option(
+        default=None, help="plugin that makes prepared data loaders; default: the core"
+    )
 
 
 CORE_SETTINGS = settings_fields(CoreSettings)

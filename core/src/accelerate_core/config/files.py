@@ -123,14 +123,6 @@ def _modern(values: dict[Any, Any], lines: dict[str, int]) -> tuple[dict[str, An
     return made, lines
 
 
-def default_config_path(environ: Mapping[str, str]) -> Path:
-    """Return where the launcher looks for a config file when none is named."""
-    cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return (
-        Path(environ.get("ACCELERATE_CONFIG_HOME", Path(cache) / "accelerate-core")) / "config.yaml"
-    )
-
-
 def _collect(node: yaml.Node, prefix: str, lines: dict[str, int], path: Path) -> None:
     if not isinstance(node, yaml.MappingNode):
         return

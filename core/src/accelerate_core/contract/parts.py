@@ -3,162 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from accelerate_core.contract.topology import Process
+from accelerate_core.contract.view import AcceleratorView
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Checkpointer",
-    "Contributor",
-    "LoopEvents",
-    "Stateful",
-    "Tracking",
-    "TrainingState",
-]
+__all__ = ["Checkpointer", "LoaderMaker", "PreparedLoader", "Run", "Tracking"]
 
 
-class Stateful(Protocol):
-    """What a checkpoint keeps and gives back."""
+@dataclass(frozen=True)
+class Run:
+    """The parts of one Accelerator, as a checkpointer is handed them.
 
-    def state_dict(self) -> dict[str, Any]: ...
+    `accelerate_checkpoint.TrainingState(run)` says what there is to save, and gives it back.
 
-    def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-class LoopEvents(Protocol):
-    """Two slots of the training loop, which cost nothing while None, and what it has counted."""
-
-    #: Called by a loader before it reads a batch with which an accumulation cycle may begin.
-    before_cycle: Callable[[], None] | None
-    #: Called by a loader when the body of its loop has run.
-    loop_body_end: Callable[[], None] | None
-    #: How often a prepared optimizer was stepped.
-    steps: int
-    #: How often gradients were computed.
-    backwards: int
-    #: False inside an accumulation cycle.
-    sync_gradients: bool
-
-
-class Contributor(Protocol):
-    """A plugin that keeps something of its own in a checkpoint; an error names the plugin."""
-
-    key: str
-
-    def save(self, directory: Path) -> None:
-        """Write into `directory`, which is made if the plugin has anything to write."""
-
-    def load(self, directory: Path) -> None: ...
-
-
-class TrainingState(Protocol):
-    """All that a checkpointer is handed of a training run.
-
-    Methods that gather are called by all ranks in the same order.
+    Attributes:
+        accelerator: for the hooks.
+        process: ranks, device, store.
+        training: the `TrainingLoop`: accumulation cycle, scaler, token count.
+        prepared: the `Prepared` models, optimizers, schedulers and loaders.
+        saving: the project, registered objects and hooks of `Saving`.
+        tracking: feeds the trackers.
+        end_training: ends the run.
     """
 
+    accelerator: AcceleratorView
     process: Process
-    #: The world; `duplicate()` returns one for a thread, or None where there is no second group.
-    collectives: Any
-    #: Name of the backend.
-    backend: str
-    #: Whether the backend writes and reads models and optimizers itself.
-    owns_format: bool
-    #: Whether the gradients of a cycle that has begun can be read.
-    gives_gradients: bool
-    events: LoopEvents
-    #: The prepared objects, in the order of their preparing.
-    models: Sequence[torch.nn.Module]
-    schedulers: Sequence[Any]
-    registered: Sequence[Stateful]
-    scaler: Stateful | None
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        """The optimizers as they were before `prepare` wrapped them."""
-
-    @property
-    def project(self) -> Any:
-        """`ProjectConfiguration`: directories, naming and retention."""
-
-    @property
-    def saves_here(self) -> bool:
-        """Whether this rank writes what is written once (per machine, if so configured)."""
-
-    def settle(self) -> None:
-        """Finish what the last step left open, such as the loss scale's update."""
-
-    def inner(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model without the backend's wrapping and `torch.compile`'s."""
-
-    def model_state(self, model: torch.nn.Module) -> dict[str, Any]: ...
-
-    def load_model_state(
-        self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool
-    ) -> None: ...
-
-    def whole_model_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return what `save_model` writes: the whole weights, where they are needed."""
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
-
-    def load_optimizer_state(self, optimizer: Any, state: Mapping[str, Any]) -> None: ...
-
-    def backend_save(
-        self, directory: Path, options: Mapping[str, Any], later: bool
-    ) -> Callable[[], None] | None:
-        """Let the backend write what is its own; a returned function writes the rest later."""
-
-    def backend_load(self, directory: Path, options: Mapping[str, Any]) -> None: ...
-
-    def contributors(self) -> Sequence[Contributor]: ...
-
-    def save_hooks(self) -> list[Callable[..., None]]: ...
-
-    def load_hooks(self) -> list[Callable[..., None]]: ...
-
-    def rank_state(self) -> dict[str, Any]:
-        """Return this rank's own: step, generators, loaders, cycle, runs of trackers.
-
-        Plain data and tensors. Generators and `step` have the peer's keys, all else is under
-        "accelerate_core".
-        """
-
-    def pending_gradients(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Return this rank's gradients that wait for a step, by model and parameter name."""
-
-    def load_rank_state(
-        self,
-        states: Mapping[int, Mapping[str, Any]],
-        saved_by: int,
-        gradients: Iterable[Mapping[int, Mapping[str, torch.Tensor]]],
-    ) -> None:
-        """Go on from `rank_state`; called last, since the generators are set here.
-
-        Args:
-            states: by the rank that saved them: rank 0's and this one's; those of all ranks if
-                they were more or fewer than now. One of the peer's has step and generators only.
-            saved_by: how many ranks saved.
-            gradients: this rank's `pending_gradients`, or those of all ranks likewise; read one
-                after the other.
-        """
-
-    def waits_for_step(self) -> bool:
-        """Whether an optimizer has not stepped since the last backward."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return what a manifest says of the run: step, world, mesh, plugins, versions, objects."""
-
-    def note_once(self, text: str) -> None:
-        """Warn, once per text, on the main process."""
-
-    def end_training(self) -> None:
-        """End the run; called by preemption once its save stands."""
+    training: Any
+    prepared: Any
+    saving: Any
+    tracking: Tracking
+    end_training: Callable[[], None]
 
 
 class Checkpointer(Protocol):
@@ -180,7 +60,7 @@ class Checkpointer(Protocol):
             signals: text of `preemption_signals`, None without.
         """
 
-    def attach(self, state: TrainingState) -> None:
+    def attach(self, run: Run) -> None:
         """Take the run whose checkpoints are to be written; called once, before all else."""
 
     def save(
@@ -227,6 +107,94 @@ class Checkpointer(Protocol):
 
     def close(self, failed: bool) -> None:
         """End; `failed`: the other ranks may be gone, so meet nobody."""
+
+
+class PreparedLoader(Protocol):
+    """A loader as `prepare` returns it: this rank's part of the data, in batches on its device.
+
+    Where `dataset_size` and `len` are known it has them too: a checkpoint's position of another
+    dataset is then left alone.
+    """
+
+    #: Whether the last global step is filled up, so that all ranks get batches of one size; the
+    #: core sets it after making, and `join_uneven_inputs` for a while.
+    even_batches: bool
+    #: Whether batches are moved by the backend's `feed_device`; set by the core after making.
+    put_on_device: bool
+
+    @property
+    def iteration(self) -> int:
+        """The epoch to which the next iteration belongs: how many were finished, or were set."""
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the last global batch if it is filled up or short, 0 if it is whole.
+
+        -1: not known.
+        """
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an iteration: where `load_state_dict` said, else at the beginning of the epoch.
+
+        Return `accelerator.gradient_state.serve(self, start, whole)`. There `whole` is the number
+        of samples of a full global batch, None if that is not known, and `start(served)` opens
+        the data and returns an iterator of batches on the device. When a batch comes out of it
+        the record of the iteration has to say
+
+        * `served.last`: that no batch follows on this rank. Accumulation steps then.
+        * `served.real`: of how many real samples the global batch is (all ranks' batches joined in
+          rank order, the real ones first) if it was filled up, else None. `gather_for_metrics`
+          cuts there.
+
+        In every global step the ranks' batches are different samples; with `even_batches` all
+        ranks get equally many batches. An iteration that is left by `break` ends there: the next
+        one begins the epoch anew.
+        """
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; what is shuffled depends on it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain data and tensors on the CPU.
+
+        The batches handed out do not come again after loading; between two epochs it is the
+        beginning of the next.
+        """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there with the next iteration: the same batches in the same order, and the next
+        epochs too, as if the run had not been interrupted.
+
+        Raises:
+            ConfigurationError: the position does not fit this loader.
+        """
+
+    def skipping(self, num_batches: int) -> Any:
+        """Return this loader without its first batches (per rank), counted from an epoch's start."""
+
+
+class LoaderMaker(Protocol):
+    """Makes prepared loaders, in the place of the core.
+
+    The class states `name`, as its entry point has it, and `api_version`. With a `Settings`, made
+    by `accelerate_core.settings`, it is made with one of these as its only argument: from
+    `kwargs_handlers`, the environment and the config file. It is made when the first loader is
+    prepared, once per Accelerator.
+    """
+
+    def make_loader(self, accelerator: AcceleratorView, loader: Any) -> PreparedLoader | None:
+        """Return the prepared form of a loader; None leaves it to the core.
+
+        Args:
+            accelerator: tells the part of the data (`hooks.data_shard(accelerator)` returns index
+                and count), the device's feed (`hooks.feed_device(accelerator, batches,
+                non_blocking)`), the smallest unit of a batch (`hooks.fixed_batch(accelerator)`) and
+                `gradient_state`.
+            loader: what was given to `prepare`.
+
+        Called on all ranks alike. A loader that has not a `dataset` and is no `DataLoader` is
+        recognised by `prepare` if a plugin classifies it.
+        """
 
 
 class Tracking(Protocol):

@@ -14,12 +14,11 @@ import torch
 from accelerate_core.distributed.collectives import gather_object
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.tree import (
+    children,
     flatten,
-    honor_type,
     is_namedtuple,
     is_record,
     rebuild,
-    rebuild_record,
     record_items,
 )
 
@@ -42,33 +41,13 @@ def _has_arrays(item: Any) -> bool:
     return _is_array(item)
 
 
-def children_of(tree: Any) -> dict[Any, Any] | None:
-    """Return a container's children by key, field or index; None for everything else."""
-    kind = type(tree)
-    if kind is dict:
-        return tree  # type: ignore[no-any-return]
-    if isinstance(tree, (list, tuple)):
-        return dict(enumerate(tree))
-    if isinstance(tree, Mapping):
-        return {key: tree[key] for key in tree}
-    return record_items(tree) if is_record(tree) else None
-
-
-def _with_children(tree: Any, children: dict[Any, Any]) -> Any:
-    if isinstance(tree, (list, tuple)):
-        return honor_type(tree, children.values())
-    if isinstance(tree, Mapping):
-        return rebuild(tree, [children[key] for key in tree])
-    return rebuild_record(tree, children)
-
-
 def batch_size_of(batch: Any) -> int | None:
     """Return the number of samples of a batch, None if nothing in it tells."""
     if _is_array(batch):
         return int(batch.shape[0]) if len(batch.shape) else None
     if _is_sample_list(batch):
         return len(batch)
-    sizes = (batch_size_of(child) for child in (children_of(batch) or {}).values())
+    sizes = (batch_size_of(child) for child in children(batch) or ())
     return next((size for size in sizes if size is not None), None)
 
 
@@ -79,11 +58,10 @@ def slice_batch(batch: Any, part: slice, size: int | None = None) -> Any:
         return batch[part] if len(batch.shape) and batch.shape[0] == size else batch
     if _is_sample_list(batch):
         return batch[part] if len(batch) == size else batch
-    children = children_of(batch)
-    if children is None:
+    inner = children(batch)
+    if inner is None:
         return batch
-    cut = {key: slice_batch(child, part, size) for key, child in children.items()}
-    return _with_children(batch, cut)
+    return rebuild(batch, [slice_batch(child, part, size) for child in inner])
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:
@@ -103,12 +81,11 @@ def concat_batches(batches: Sequence[Any]) -> Any:
         return numpy.concatenate(list(batches)) if len(first.shape) else first
     if _is_sample_list(first):
         return type(first)(sample for batch in batches for sample in batch)
-    children = [children_of(batch) or {} for batch in batches]
-    if children_of(first) is not None:
-        if isinstance(first, (list, tuple)) and len({len(each) for each in children}) > 1:
-            raise ValueError("The batches have different numbers of fields.")
-        joined = {key: concat_batches([each[key] for each in children]) for key in children[0]}
-        return _with_children(first, joined)
+    if isinstance(first, Mapping):
+        return rebuild(first, [concat_batches([each[key] for each in batches]) for key in first])
+    if children(first) is not None:
+        fields = zip(*(children(batch) or () for batch in batches), strict=True)
+        return rebuild(first, [concat_batches(field) for field in fields])
     if all(batch is first or batch == first for batch in batches):
         return first
     raise TypeError(f"Batches of type {type(first).__name__} cannot be joined.")
@@ -131,14 +108,13 @@ def gather_samples(objects: Any, real: int, whole: int | None, comm: Communicato
         fits = whole is None or len(gathered) <= whole
         return gathered[:real] if real and fits else gathered
     ranks = comm.gather_object(objects)
-    there = sum(batch_size_of(each) or 0 for each in ranks)
-    if whole is not None and there > whole:
-        real = there
+    sizes = [batch_size_of(each) or 0 for each in ranks]
+    if whole is not None and sum(sizes) > whole:
+        real = sum(sizes)
     cut = []
-    for each in ranks:
-        size = batch_size_of(each) or 0
-        cut.append(slice_batch(each, slice(0, min(real, size)), size))
-        real -= min(real, size)
+    for each, size in zip(ranks, sizes, strict=True):
+        cut.append(slice_batch(each, slice(0, max(real, 0)), size))
+        real -= size
     return cut if isinstance(objects, Mapping) else [field for each in cut for field in each]
 
 

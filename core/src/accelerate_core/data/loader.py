@@ -6,22 +6,60 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate_core.data.batch import needs_move
+from accelerate_core.config.handlers import DataLoaderConfiguration
+from accelerate_core.data.batch import batch_size_of, concat_batches, needs_move, slice_batch
+from accelerate_core.data.feeding import feed
 from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
 from accelerate_core.data.sources import Item
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.feeding import feed
+from accelerate_core.errors import ConfigurationError
 from accelerate_core.training.gradient_state import GradientState, Served
 
 Feed = Callable[[Iterator[Any]], Iterator[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How a loader is shared out, and where its batches go.
+
+    Args:
+        config: how the data is shared out.
+        num_processes, process_index: of how many ranks with different data this is which.
+        device, put_on_device: where the batches go, and whether they are moved there at all.
+        rng_types: generators whose state rank 0 shares at the start of every iteration: "torch",
+            "generator" (the sampler's or dataset's own) or a device type; `["generator"]` if None.
+        slice_fn_for_dispatch: `(data, tensor_slice, process_index=, num_processes=)` -> part.
+        comm: how the ranks talk; None if they do not.
+        order_comm: how all ranks agree on an order, where several read the same part and `comm`
+            joins only those that read different ones; default `comm`.
+        gradient_state: is told of iterations and batches.
+        feed: iterator of batches -> iterator of batches on the device, for `put_on_device`.
+        feed_always: call it where the batches are on the device already, too.
+        fixed_batch: a short batch is filled up to a multiple of so many samples.
+    """
+
+    config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
+    num_processes: int = 1
+    process_index: int = 0
+    device: torch.device | None = None
+    put_on_device: bool = False
+    rng_types: Sequence[Any] | None = None
+    slice_fn_for_dispatch: Callable[..., Any] | None = None
+    comm: Communicator | None = None
+    order_comm: Communicator | None = None
+    gradient_state: GradientState | None = None
+    feed: Feed | None = None
+    feed_always: bool = False
+    fixed_batch: int | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -31,58 +69,43 @@ class PreparedLoader(DataLoader[Any]):
     Args:
         base: a copy of the user's loader, reading this rank's part (or all, for dispatching).
         _source: how batches come out of `base`.
-        _original: the user's loader, with what was made of its order.
+        _view: the user's loader as it is seen from outside, with what was made of its order.
         _users: the user's loader itself; what a pickle or a copy of this one is.
-        batch_sampler, sampler: what the attributes of these names answer.
+        options: the `LoaderOptions`.
         _batch_size: of the user's loader, None if it has none.
-        device: where the batches go, None to leave them.
-        put_on_device: whether they go there at all.
-        rng_types: the generators rank 0 shares at the start of an iteration.
-        comm, order_comm: as for `prepare_data_loader`.
-        _feed: iterator of batches -> iterator of batches on the device.
-        _feed_always: call it where the batches are on the device already, too.
 
     `base` is not rebuilt, so subclasses, workers, collate functions and custom attributes stay: a
-    name that is no field here is one of `base`.
+    name that is not known here is one of `base`, or of the options.
     `end_of_dataloader` is True while the last batch is being worked on; `iteration` counts the
     epochs that were finished.
     """
 
     base: Any = None
     _source: Any = None
-    _original: Any = None
+    _view: Any = None
     _users: Any = None
-    batch_sampler: Any = None
-    sampler: Any = None
-    num_processes: int = 1
-    process_index: int = 0
-    split_batches: bool = False
+    options: Any = None
     _batch_size: int | None = None
-    device: torch.device | None = None
-    put_on_device: bool = False
-    non_blocking: bool = False
-    rng_types: Sequence[str] = ()
-    comm: Communicator | None = None
-    order_comm: Communicator | None = None
-    gradient_state: GradientState | None = None
-    _feed: Feed | None = None
-    _feed_always: bool = False
     _skip: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        shown = ("batch_sampler", "sampler", "collate_fn")
         self.__dict__.update(
-            collate_fn=getattr(self._original, "collate_fn", None),
-            synchronized_generator=find_generator(self._original),
+            {name: getattr(self._view, name, None) for name in shown},
+            split_batches=self.options.config.split_batches,
+            gradient_state=self.options.gradient_state,
+            synchronized_generator=find_generator(self._view),
             _position=Position(),
             _runs=[],
             _served=Served(),
         )
 
     def __getattr__(self, name: str) -> Any:
-        base = self.__dict__.get("base")
-        if base is None:
+        known = self.__dict__
+        if "base" not in known:
             raise AttributeError(name)
-        return getattr(base, name)
+        is_option = not hasattr(known["base"], name) and hasattr(known["options"], name)
+        return getattr(known["options" if is_option else "base"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         owners = (kind for kind in type(self).__mro__ if issubclass(kind, PreparedLoader))
@@ -96,7 +119,7 @@ class PreparedLoader(DataLoader[Any]):
         return _plain, (self._users,)
 
     def __repr__(self) -> str:
-        part = f"rank {self.process_index} of {self.num_processes}"
+        part = f"rank {self.options.process_index} of {self.options.num_processes}"
         return f"{type(self).__name__}({part}, base={self.base!r})"
 
     def __len__(self) -> int:
@@ -117,21 +140,19 @@ class PreparedLoader(DataLoader[Any]):
             return int(self._served.real)
         if getattr(self.batch_sampler, "drop_last", getattr(self.base, "drop_last", False)):
             return -1
-        try:
-            return self.total_dataset_length % (self.total_batch_size or 0)
-        except (TypeError, ZeroDivisionError):
-            return -1
+        size, step = self.dataset_size, self.total_batch_size
+        return -1 if size is None or not step else size % step
 
     @property
     def total_batch_size(self) -> int | None:
         """Samples per global step over all ranks, None if the loader has no batch size."""
         size: int | None = self._batch_size
-        return size if size is None or self.split_batches else size * self.num_processes
+        return size if size is None or self.split_batches else size * self.options.num_processes
 
     @property
     def total_dataset_length(self) -> int:
         """Number of samples of the whole dataset; `TypeError` if it has no length."""
-        dataset = getattr(self._original, "dataset", None)
+        dataset = getattr(self._view, "dataset", None)
         length = getattr(dataset, "total_length", None)
         return int(length) if length is not None else len(dataset)  # type: ignore[arg-type]
 
@@ -146,11 +167,12 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def even_batches(self) -> bool:
         """Whether the last global step is filled up."""
-        return bool(self._source.even_batches)
+        return bool(getattr(self._source.filler, "even_batches", True))
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self._source.even_batches = value
+        if hasattr(self._source.filler, "even_batches"):
+            self._source.filler.even_batches = value
 
     # -- epochs and positions ----------------------------------------------------------------
 
@@ -232,34 +254,37 @@ class PreparedLoader(DataLoader[Any]):
     # -- iterating ---------------------------------------------------------------------------
 
     def __iter__(self) -> Any:
-        if self.gradient_state is not None and self.gradient_state.before_cycle is not None:
-            self.gradient_state.before_cycle()
-        if self.order_comm is not None and self.order_comm.size > 1:
-            synchronize_rng_states(self.rng_types, self.synchronized_generator, self.order_comm)
-        sampler = self._seedable()
-        if sampler is not None:
-            sampler.set_epoch(self._position.epoch)
-        served = Served(whole=self.total_batch_size)
-        return self._serve(self._start(served), served)
+        whole, fixed = self.total_batch_size, self.options.fixed_batch
+        if whole is not None and fixed is not None:
+            whole += -whole % fixed
+        state = self.gradient_state or GradientState()
+        return state.serve(self, self._batches, whole)
 
     def _start(self, owner: object) -> Iterator[Item]:
         """Open the source where this iteration begins, and note the position."""
+        options: LoaderOptions = self.options
         position: Position = self._position
-        source, generator = self._source, self.synchronized_generator
-        start, state, order, kept_workers = 0, None, None, False
-        if position.owner is None:
-            if position.ended and self._skip == 0:
-                # That epoch is over, and of the next none is to be skipped.
-                position.start_of(position.epoch + 1)
-            start, state, order = position.batches, position.loader_state, position.order
-            kept_workers = position.kept_workers
+        if options.order_comm is not None:
+            generator = self.synchronized_generator
+            synchronize_rng_states(options.rng_types, generator, options.order_comm)
+        sampler = self._seedable()
+        if sampler is not None:
+            sampler.set_epoch(position.epoch)
+        if position.owner is not None:  # an iteration was begun and left
+            position.start_of(position.epoch)
+            position.kept_workers = False
+        elif position.ended and self._skip == 0:
+            # That epoch is over, and of the next none is to be skipped.
+            position.start_of(position.epoch + 1)
         if self._skip is not None:
-            start, state = self._skip * source.per_step, None
-        began = order or OrderState.capture(generator)
-        position.begin(owner, start, began, state, kept_workers or self._workers_live_on())
-        draw = order is not None and state is None
-        with self._without_seed(kept_workers), began.replayed(generator) if draw else nullcontext():
-            return source.start(start, draw, state)  # type: ignore[no-any-return]
+            position.batches, position.loader_state = self._skip * self._source.per_step, None
+        generator, kept_workers = self.synchronized_generator, position.kept_workers
+        draw = position.order is not None and position.loader_state is None
+        order = position.order or OrderState.capture(generator)
+        position.owner, position.ended, position.order = owner, False, order
+        position.kept_workers = kept_workers or self._workers_live_on()
+        with self._without_seed(kept_workers), order.replayed(generator) if draw else nullcontext():
+            return self._source.start(position.batches, draw, position.loader_state)  # type: ignore[no-any-return]
 
     def _workers_live_on(self) -> bool:
         """Whether there are worker processes of an earlier epoch, so that none are begun."""
@@ -281,66 +306,83 @@ class PreparedLoader(DataLoader[Any]):
         finally:
             self.base.generator = before
 
-    def _serve(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
-        state, position, per_step = self.gradient_state, self._position, self._source.per_step
-        source = self._source
-        exhausted = False
+    def _batches(self, served: Served) -> Iterator[Any]:
+        """Begin to read; each batch is noted in `served` and in the position."""
+        items, fixed = self._start(served), self.options.fixed_batch
+        return self._noted(items if fixed is None else self._filled(items, fixed), served)
+
+    def _noted(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
+        position, per_step = self._position, self._source.per_step
         self._runs.append(served)
-        if state is not None:
-            state.open(self, served)
         try:
-            for batch, served.last, served.real in self._on_device(items):
+            for batch, served.last, served.real, data_state in self._on_device(items):
                 self.__dict__["_served"] = served
                 if position.owner is served:
                     position.batches += per_step
                     position.ended = served.last
-                    position.loader_state = source.state
-                if state is not None:
-                    state.touched(self, served)
+                    position.loader_state = data_state
                 yield batch
-                if state is not None:
-                    if state.loop_body_end is not None:
-                        state.loop_body_end()
-                    if state.before_cycle is not None:
-                        state.before_cycle()
-            exhausted = True
+            position.finish(served)
         finally:
             self._runs[:] = [run for run in self._runs if run is not served]
-            if exhausted:
-                position.finish(served)
-            if state is not None:
-                state.close(self, exhausted, served)
+
+    def _filled(self, items: Iterator[Item], multiple: int) -> Iterator[Item]:
+        """Fill batches up to a multiple of so many samples, with samples of their own."""
+        count = self.options.num_processes
+        for batch, last, real, state in items:
+            size = batch_size_of(batch) or 0
+            missing = -size % multiple
+            if not missing:
+                yield batch, last, real, state
+                continue
+            check_fixed_batch(size, multiple, count)
+            pieces = [batch] * (1 + -(-missing // size))
+            filled = slice_batch(concat_batches(pieces), slice(size + missing), size * len(pieces))
+            yield filled, last, size, state
 
     def _on_device(self, items: Iterator[Item]) -> Iterator[Item]:
-        if not self.put_on_device or self.device is None:
+        options: LoaderOptions = self.options
+        if not options.put_on_device or options.device is None:
             return items
-        if self.device.type == "cpu" and not self._feed_always:
+        if options.device.type == "cpu" and not options.feed_always:
             # Nothing is to be done where batches are born: one look decides for the iteration.
             first = next(items, None)
             if first is None:
                 return iter(())
             items = chain([first], items)
-            if not needs_move(first[0], self.device):
+            if not needs_move(first[0], options.device):
                 return items
         return self._fed(items)
 
     def _fed(self, items: Iterator[Item]) -> Iterator[Item]:
-        marks: deque[tuple[bool, int | None, Any]] = deque()
-        source = self._source
+        options: LoaderOptions = self.options
+        known: deque[list[Any]] = deque()
 
         def batches() -> Iterator[Any]:
-            for batch, last, real in items:
-                marks.append((last, real, source.state))
+            for batch, *rest in items:
+                known.append(rest)
                 yield batch
 
         # A feed may read ahead, so what is known of a batch waits for it to come out.
-        for batch in (self._feed or self._send)(batches()):
-            last, real, state = marks.popleft()
-            source.state = state
-            yield batch, last, real
+        device: Any = options.device
+        plain = partial(feed, device=device, non_blocking=options.config.non_blocking)
+        for batch in (options.feed or plain)(batches()):
+            yield batch, *known.popleft()
 
-    def _send(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return feed(batches, self.device, self.non_blocking)  # type: ignore[arg-type]
+
+def check_fixed_batch(size: int, multiple: int, count: int) -> None:
+    """Refuse batches of ranks that would be filled up in the middle of a global batch.
+
+    Raises:
+        ConfigurationError: `size` samples per rank are no multiple, and there are several ranks.
+    """
+    if count > 1 and size % multiple:
+        raise ConfigurationError(
+            f"The backend takes batches of a multiple of {multiple} samples, and this loader gives "
+            f"a rank {size}. With {count} ranks that read different data a batch can only be "
+            f"filled up at the end of an epoch: use a batch size per rank of "
+            f"{size + -size % multiple}, and even_batches=True or drop_last=True."
+        )
 
 
 def _plain(original: Any) -> Any:

@@ -86,12 +86,8 @@ def order_sampler(loader: Any) -> Any:
 
 def draws_from_torch(sampler: Any) -> bool:
     """Say whether a sampler of torch's own takes its order from the global generator."""
-    kinds = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    return (
-        isinstance(sampler, kinds)
-        and getattr(sampler, "generator", None) is None
-        and any(type(sampler).__iter__ is kind.__iter__ for kind in kinds)
-    )
+    draw = _DRAWS.get(getattr(type(sampler), "__iter__", None), _in_sequence)
+    return draw is not _in_sequence and sampler.generator is None
 
 
 class SharedOrderSampler(Wrapper, Sampler[int]):
@@ -145,19 +141,6 @@ class _Picked:
 
     def __getitem__(self, part: slice) -> list[Any]:
         return [self.values[place] for place in self.places[part].tolist()]
-
-
-def _runs_of(sampler: Any) -> Iterator[Run] | None:
-    """Return a sampler's indices in a few long runs, None if only its iterator knows them.
-
-    A subclass with an `__iter__` of its own is a sampler of the user's.
-    """
-    if isinstance(sampler, (range, list, tuple)):
-        return iter([sampler])
-    shared = isinstance(sampler, SharedOrderSampler)
-    own: Any = getattr(type(sampler.base if shared else sampler), "__iter__", None)
-    draw = _DRAWS.get(own)
-    return None if draw is None else _drawn(draw, sampler, shared)
 
 
 def _drawn(draw: Callable[[Any], Iterator[Run]], sampler: Any, shared: bool) -> Iterator[Run]:
@@ -223,22 +206,17 @@ class Cursor:
         self._keep = keep
         self._first: list[Run] = []
         self._kept = 0
-        self._ahead: deque[Run] = deque()
         self._run: Run = ()
         self._length = 0
         self._at = 0
 
-    def _draw(self) -> Run | None:
-        run = next(self._runs, None)
-        if run is not None and self._kept < self._keep:
-            self._first.append(run)
-            self._kept += len(run)
-        return run
-
     def _next_run(self) -> bool:
-        run = self._ahead.popleft() if self._ahead else self._draw()
+        run = next(self._runs, None)
         if run is None:
             return False
+        if self._kept < self._keep:
+            self._first.append(run)
+            self._kept += len(run)
         self._run, self._length, self._at = run, len(run), 0
         return True
 
@@ -274,9 +252,7 @@ class Cursor:
         return taken, before + len(taken) + self.skip(step - low - width)
 
     def head(self) -> list[Any]:
-        """Return the first indices of the order, as many as were to be kept."""
-        while self._kept < self._keep and (run := self._draw()) is not None:
-            self._ahead.append(run)
+        """Return the first indices of the order, as many as were to be kept, once they are passed."""
         first: list[Any] = []
         for run in self._first:
             first += _listed(run[: self._keep - len(first)])
@@ -289,6 +265,8 @@ def _listed(run: Run) -> list[Any]:
 
 class _Stream(Cursor):
     """A place in the order of any iterable: passing over an index means drawing it."""
+
+    _at = _length = 0  # there is no run to take from
 
     def __init__(self, indices: Iterator[Any], keep: int = 0) -> None:
         self._indices = indices
@@ -309,12 +287,6 @@ class _Stream(Cursor):
     def take(self, count: int) -> list[Any]:
         return list(islice(self._opened(), count))
 
-    def part(self, low: int, width: int, step: int) -> tuple[list[Any], int]:
-        before = self.skip(low) if low else 0
-        taken = self.take(width)
-        rest = step - low - width
-        return taken, before + len(taken) + (self.skip(rest) if rest else 0)
-
     def head(self) -> list[Any]:
         self._opened()
         return list(self._head or ())
@@ -323,10 +295,16 @@ class _Stream(Cursor):
 def cursor_over(sampler: Any, keep: int = 0) -> Cursor:
     """Return a cursor at the start of a new iteration over the sampler.
 
-    Nothing is drawn before it moves.
+    Nothing is drawn before it moves. A subclass with an `__iter__` of its own is a sampler of the
+    user's, of which only the iterator knows the order.
     """
-    runs = _runs_of(sampler)
-    return _Stream(iter(sampler), keep) if runs is None else Cursor(runs, keep)
+    if isinstance(sampler, (range, list, tuple)):
+        return Cursor(iter([sampler]), keep)
+    shared = isinstance(sampler, SharedOrderSampler)
+    draw = _DRAWS.get(getattr(type(sampler.base if shared else sampler), "__iter__", None))
+    if draw is None:
+        return _Stream(iter(sampler), keep)
+    return Cursor(_drawn(draw, sampler, shared), keep)
 
 
 def is_plain(batch_sampler: Any) -> bool:
@@ -381,10 +359,11 @@ def iterate_from(plan: Any, start: int, keep: int = 0) -> Iterator[Any]:
 def _entries(plan: Any, start: int, keep: int) -> Iterator[Any]:
     plain = is_plain(plan)
     size = plan.batch_size if plain else 1
-    cursor = cursor_over(plan.sampler if plain else plan, keep * size)
-    cursor.skip(start * size)
-    head = cursor.head()
-    kept = (head[begin : begin + size] for begin in range(0, len(head), size))
+    cursor = cursor_over(plan.sampler if plain else plan)
+    head = cursor.take(keep * size)
+    cursor.skip(max(start - keep, 0) * size)
+    again = head + head[start * size :]
+    kept = (again[begin : begin + size] for begin in range(0, len(again), size))
     for batch in chain(kept, iter(lambda: cursor.take(size), [])):
         if not plain:
             yield batch[0]

@@ -64,13 +64,6 @@ class Position:
     kept_workers: bool = False
     owner: object = field(default=None, repr=False)
 
-    def begin(
-        self, owner: object, start: int, order: OrderState, loader_state: Any, kept_workers: bool
-    ) -> None:
-        """Note that an iteration begins at batch `start`."""
-        self.owner, self.batches, self.ended = owner, start, False
-        self.order, self.loader_state, self.kept_workers = order, loader_state, kept_workers
-
     def finish(self, owner: object) -> None:
         """Note that the epoch is over, if `owner` is the latest iteration."""
         if self.owner is owner:

@@ -1,14 +1,16 @@
-"""Turn a user's loader into a prepared one."""
+"""Turn a user's loader into a prepared one; skip the start of its epochs."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,7 +19,13 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from accelerate_core.data.loader import DataLoaderDispatcher, DataLoaderShard, Feed, PreparedLoader
+from accelerate_core.data.loader import (
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    LoaderOptions,
+    PreparedLoader,
+    check_fixed_batch,
+)
 from accelerate_core.data.order import (
     SeedableRandomSampler,
     SharedOrderSampler,
@@ -30,72 +38,27 @@ from accelerate_core.data.shard import (
     ItemShard,
     IterableDatasetShard,
     check_rank,
-    check_split,
 )
 from accelerate_core.data.sources import (
-    DealtSource,
     DispatchedSource,
     IndexedSource,
     IndexStream,
+    ReadSource,
     Source,
-    StreamSource,
 )
-from accelerate_core.data.steps import StepReader
+from accelerate_core.data.steps import StepReader, check_split
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.distributed.process import current_runtime
-from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.errors import ConfigurationError, MissingPluginError
-from accelerate_core.training.gradient_state import GradientState
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_data_loader(
-    dataloader: Any,
-    device: torch.device | str | None = None,
-    num_processes: int | None = None,
-    process_index: int | None = None,
-    split_batches: bool = False,
-    put_on_device: bool = False,
-    rng_types: Sequence[Any] | None = None,
-    dispatch_batches: bool | None = None,
-    even_batches: bool = True,
-    slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    use_seedable_sampler: bool = False,
-    data_seed: int | None = None,
-    non_blocking: bool = False,
-    use_stateful_dataloader: bool = False,
-    *,
-    comm: Communicator | None = None,
-    order_comm: Communicator | None = None,
-    gradient_state: GradientState | None = None,
-    feed: Feed | None = None,
-    feed_always: bool = False,
-    read_ahead: bool = True,
-) -> PreparedLoader:
+def prepare_loader(loader: Any, options: LoaderOptions) -> PreparedLoader:
     """Return a loader that gives this rank its part of the data, on its device.
 
     Args:
-        dataloader: a `DataLoader`, or any iterable of batches.
-        device, put_on_device, non_blocking: where the batches go (the process's device by default),
-            whether, and how.
-        num_processes, process_index: the rank's place, by default that of the process.
-        split_batches: the loader's batch size is that of all ranks together.
-        rng_types: generators whose state rank 0 shares at the start of every iteration: "torch",
-            "generator" (the sampler's or dataset's own) or a device type; `["generator"]` if None.
-        dispatch_batches: rank 0 reads for all; None means for iterable datasets.
-        even_batches: fill up the last global step from the start of the epoch.
-        slice_fn_for_dispatch: `(data, tensor_slice, process_index=, num_processes=)` -> part.
-        use_seedable_sampler, data_seed: shuffle by a seed and the epoch instead of a generator.
-        use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
-        comm: how the ranks talk; without it, and outside a process group, they do not.
-        order_comm: how all ranks agree on an order, where several read the same part and `comm`
-            joins only those that read different ones; default `comm`.
-        gradient_state: is told of iterations and batches.
-        feed: iterator of batches -> iterator of batches on the device, for `put_on_device`.
-        feed_always: call it where the batches are on the device already, too.
-        read_ahead: when dispatching, read the next step on a thread while this one is worked on;
-            False for a dataset that only the thread that made it may use.
+        loader: a `DataLoader`, or any iterable of batches.
+        options: how it is shared out.
 
     With one process the batches, their order and the random numbers drawn are those of the plain
     loader. A prepared loader is returned as it is. Batches need not be moved are not touched.
@@ -104,95 +67,93 @@ def prepare_data_loader(
         ConfigurationError: settings that do not fit the loader or each other.
         MissingPluginError: `use_stateful_dataloader` without torchdata.
 
-        loader = prepare_data_loader(DataLoader(dataset, 8), num_processes=2, process_index=1)
+        loader = prepare_loader(DataLoader(dataset, 8), LoaderOptions(num_processes=2))
     """
-    if isinstance(dataloader, PreparedLoader):
-        return dataloader
-    if not hasattr(dataloader, "__iter__"):
+    if isinstance(loader, PreparedLoader):
+        return loader
+    if not hasattr(loader, "__iter__"):
         raise ConfigurationError(
-            f"A {type(dataloader).__name__} is no data loader: it cannot be iterated."
+            f"A {type(loader).__name__} is no data loader: it cannot be iterated."
         )
-    count = current_runtime().num_processes if num_processes is None else num_processes
-    index = current_runtime().process_index if process_index is None else process_index
-    check_rank(count, index)
-    if put_on_device and device is None:
-        device = current_runtime().device
-    if _is_sharded_already(dataloader, count):
-        count, index = 1, 0
-    if comm is None and count > 1:
-        comm = _default_communicator(count)
-    order_comm = order_comm or (comm if count > 1 else None)
-    names = check_rng_types(rng_types)
-    base = _copy(dataloader)
-    if use_stateful_dataloader:
+    check_rank(options.num_processes, options.process_index)
+    if _is_sharded_already(loader, options.num_processes):
+        options = replace(options, num_processes=1, process_index=0)
+    count, index, config = options.num_processes, options.process_index, options.config
+    order_comm = options.order_comm or (options.comm if count > 1 else None)
+    if order_comm is not None and order_comm.size == 1:
+        order_comm = None
+    rng_types = check_rng_types(options.rng_types)
+    options = replace(options, order_comm=order_comm, rng_types=rng_types)
+    base = _copy(loader)
+    if config.use_stateful_dataloader:
         base = _as_stateful(base)
-    if use_seedable_sampler:
-        _make_seedable(base, data_seed, order_comm)
-    dispatches = _dispatches(dispatch_batches, base, count, comm)
-    if not dispatches and order_comm is not None and order_comm.size > 1:
+    if config.use_seedable_sampler:
+        _make_seedable(base, config.data_seed, order_comm)
+    dispatches = _dispatches(config.dispatch_batches, base, count, options.comm)
+    if not dispatches and order_comm is not None:
         _share_order(base, order_comm)
     batch_size = _batch_size(base)
-    if split_batches and count > 1 and (batch_size is not None or _has_batch_sampler(base)):
+    if config.split_batches and count > 1 and (batch_size is not None or _has_batch_sampler(base)):
         check_split(batch_size, count)
-    original = _copy(base)  # the attributes as they are before this rank's part replaces them
-    kind: type[PreparedLoader] = DataLoaderDispatcher if dispatches else DataLoaderShard
-    slice_fn, wanted = (slice_fn_for_dispatch, None) if dispatches else (None, [index])
-    drop_last = _drops_last(base)
-    steps = StepReader(count, split_batches, even_batches, drop_last, slice_fn, wanted, batch_size)
+    if options.fixed_batch is not None and batch_size is not None:
+        own = batch_size // count if config.split_batches else batch_size
+        check_fixed_batch(own, options.fixed_batch, count)
+    view = _copy(base)  # the attributes as they are before this rank's part replaces them
     if dispatches:
-        assert comm is not None
-        source: Source = _dispatched_source(base, steps, index, comm, read_ahead)
-    else:
-        source = _own_source(base, steps, index)
-        workers = getattr(base, "num_workers", 0)
-        if index > 0 and workers and isinstance(base, DataLoader):
-            init = RankedWorkerInit(index * workers, base.worker_init_fn)
-            _replace(base, worker_init_fn=init)
-    batch_sampler, sampler = _attr(original, "batch_sampler"), _attr(original, "sampler")
+        source: Source = _dispatched_source(base, options, batch_size)
+        return DataLoaderDispatcher(base, source, view, loader, options, batch_size)
+    source = _own_source(base, options, batch_size)
+    workers = getattr(base, "num_workers", 0)
+    if index > 0 and workers and isinstance(base, DataLoader):
+        init = RankedWorkerInit(index * workers, base.worker_init_fn)
+        _replace(base, worker_init_fn=init)
     if isinstance(source, IndexedSource):
-        if batch_sampler is None:
-            sampler = source.stream.plan
-        else:
-            batch_sampler = source.stream.plan
-    return kind(
-        base,
-        source,
-        original,
-        dataloader,
-        batch_sampler,
-        sampler,
-        num_processes=count,
-        process_index=index,
-        split_batches=split_batches,
-        _batch_size=batch_size,
-        device=torch.device(device) if device is not None else None,
-        put_on_device=put_on_device,
-        non_blocking=non_blocking,
-        rng_types=names,
-        comm=comm,
-        order_comm=order_comm,
-        gradient_state=gradient_state,
-        _feed=feed,
-        _feed_always=feed_always,
-    )
+        _replace(view, **{_order_name(view): source.stream.plan})
+    return DataLoaderShard(base, source, view, loader, options, batch_size)
 
 
-def _attr(loader: Any, name: str) -> Any:
-    return getattr(loader, name, None)
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a loader without the first `num_batches` batches (per rank) of every iteration.
+
+    Map-style data that is skipped is not loaded. The result of a prepared loader shares its epoch
+    and position: `num_batches` counts from the start of the epoch, also after a position was
+    loaded, and the next epoch of the original is the one after.
+
+        for batch in skip_first_batches(loader, 100): ...
+    """
+    if num_batches < 0:
+        raise ConfigurationError(f"num_batches={num_batches}: it must be 0 or more.")
+    if not hasattr(dataloader, "skipping"):
+        dataloader = prepare_loader(dataloader, LoaderOptions())
+    return dataloader.skipping(num_batches)
 
 
-def _default_communicator(count: int) -> Communicator | None:
-    """Return one over the default process group if it has as many ranks."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == count):
-        return None
-    runtime = current_runtime()
-    return Communicator(
-        rank=dist.get_rank(),
-        size=count,
-        device=runtime.device,
-        hooks=TorchCollectives(),
-        new_group=lambda ranks: host_group(ranks, runtime.timeout),
-    )
+@contextmanager
+def override_even_batches(loaders: Iterable[Any], value: bool | None) -> Iterator[None]:
+    """Let prepared loaders fill up their last step or not, for the iterations begun inside.
+
+    None changes nothing. A stream that is read by workers which are running keeps its setting.
+    """
+    known = [one for one in loaders if value is not None]
+    before = [loader.even_batches for loader in known]
+    try:
+        for loader in known:
+            if _is_iterable(loader) and getattr(loader, "persistent_workers", False):
+                warnings.warn(
+                    "even_batches cannot be overridden for an iterable dataset with persistent "
+                    "workers once they run.",
+                    stacklevel=3,
+                )
+            loader.even_batches = bool(value)
+        yield
+    finally:
+        for loader, was in zip(known, before, strict=True):
+            loader.even_batches = was
+
+
+def _order_name(loader: DataLoader[Any]) -> str:
+    """Return the name of the attribute that decides which samples a map-style loader reads."""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
 def _copy(loader: Any) -> Any:
@@ -200,8 +161,7 @@ def _copy(loader: Any) -> Any:
     if not isinstance(loader, DataLoader):
         return loader
     clone = copy.copy(loader)
-    if clone.__dict__.get("_iterator") is not None:
-        clone.__dict__["_iterator"] = None
+    clone.__dict__.update(_iterator=None)
     return clone
 
 
@@ -255,23 +215,16 @@ def _iterates_plainly(loader: Any) -> bool:
     """Whether the loader's batches are exactly those its sampler names, one for one."""
     if not isinstance(loader, DataLoader):
         return False
-    return all(
-        "__iter__" not in vars(kind) and "_get_iterator" not in vars(kind)
-        for kind in type(loader).__mro__
-        if kind is not DataLoader
-        and issubclass(kind, DataLoader)
-        and not kind.__module__.startswith("torchdata.")
-    )
+    methods = (type(loader).__iter__, type(loader)._get_iterator)
+    return all(method.__module__.startswith(("torch.", "torchdata.")) for method in methods)
 
 
 def _batch_size(loader: Any) -> int | None:
-    sampler = _attr(loader, "sampler")
-    batch_sampler = sampler if isinstance(sampler, BatchSampler) else _attr(loader, "batch_sampler")
-    for owner in (batch_sampler, loader):
-        size = getattr(owner, "batch_size", None)
-        if isinstance(size, int):
-            return size
-    return None
+    owners = [getattr(loader, "batch_sampler", None), loader]
+    if isinstance(getattr(loader, "sampler", None), BatchSampler):
+        owners = [loader.sampler, loader]
+    sizes = (getattr(owner, "batch_size", None) for owner in owners)
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _is_sharded_already(loader: Any, count: int) -> bool:
@@ -306,7 +259,7 @@ def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None
     if data_seed is None:
         # Not a draw: preparing must not move the stream that the weights come from.
         seed = (sampler.generator or torch.default_generator).initial_seed() & (2**62 - 1)
-        if comm is not None and comm.size > 1:
+        if comm is not None:
             seed = int(share_from_main(comm)(torch.tensor([seed])).item())
         data_seed = seed
     seedable = SeedableRandomSampler(
@@ -323,7 +276,7 @@ def _share_order(loader: Any, comm: Communicator) -> None:
 
 def _set_order_sampler(loader: Any, sampler: Any) -> None:
     for name in ("batch_sampler", "sampler"):
-        holder = _attr(loader, name)
+        holder = getattr(loader, name, None)
         if holder is not None and hasattr(holder, "sampler"):
             holder = copy.copy(holder)
             holder.sampler = sampler
@@ -334,61 +287,77 @@ def _set_order_sampler(loader: Any, sampler: Any) -> None:
 
 def _drops_last(loader: Any) -> bool:
     default = getattr(loader, "drop_last", False)
-    return bool(getattr(_attr(loader, "batch_sampler"), "drop_last", default))
-
-
-def _indexed(loader: Any, plan: Any) -> IndexStream | None:
-    """Let a map-style loader read its indices from a plan; None if it cannot be told to."""
-    stream = IndexStream(plan)
-    name = "batch_sampler" if _has_batch_sampler(loader) else "sampler"
-    return stream if _replace(loader, **{name: stream}) else None
+    return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", default))
 
 
 def _plan_of(loader: Any) -> Any:
     """Return what names the indices of a map-style loader that follows them, else None."""
     if not isinstance(loader, DataLoader) or _is_iterable(loader) or not _iterates_plainly(loader):
         return None
-    return loader.batch_sampler if _has_batch_sampler(loader) else loader.sampler
+    return getattr(loader, _order_name(loader))
+
+
+def _indexed(loader: Any, plan: Any) -> IndexStream | None:
+    """Let a map-style loader read its indices from a plan; None if it cannot be told to."""
+    if plan is None:
+        return None
+    stream = IndexStream(plan)
+    return stream if _replace(loader, **{_order_name(loader): stream}) else None
 
 
 def _dispatched_source(
-    base: Any, steps: StepReader, index: int, comm: Communicator, read_ahead: bool
+    base: Any, options: LoaderOptions, batch_size: int | None
 ) -> DispatchedSource:
-    plan = _plan_of(base)
-    stream = None if plan is None else _indexed(base, plan)
+    comm, config, slice_fn = options.comm, options.config, options.slice_fn_for_dispatch
+    assert comm is not None
+    count, index = options.num_processes, options.process_index
+    stream = _indexed(base, _plan_of(base))
+    steps = _steps(base, options, slice_fn=slice_fn, batch_size=batch_size)
     shards = list(range(comm.size))
-    if comm.size != steps.num_processes or index != comm.rank:
+    if comm.size != count or index != comm.rank:
         shards = comm.gather_object(index)
-    return DispatchedSource(base, stream, steps, index, comm, shards, read_ahead)
+    return DispatchedSource(base, stream, steps, comm, shards, config.read_ahead)
 
 
-def _own_source(base: Any, steps: StepReader, index: int) -> Source:
+def _own_source(base: Any, options: LoaderOptions, batch_size: int | None) -> Source:
     """Make `base` read this rank's part, in the way that loads least."""
-    count, split_batches = steps.num_processes, steps.split_batches
+    count, index = options.num_processes, options.process_index
+    split, even = options.config.split_batches, options.config.even_batches
+    per_step = 1 if split else count
     plan = _plan_of(base)
-    if plan is not None:
-        in_batches = _has_batch_sampler(base) or isinstance(plan, BatchSampler)
-        if count > 1 and in_batches:
-            plan = BatchSamplerShard(plan, count, index, split_batches, steps.even_batches)
-        elif count > 1:
-            plan = None if split_batches else ItemShard(plan, count, index, steps.even_batches)
-        stream = None if plan is None else _indexed(base, plan)
-        if stream is not None:
-            return IndexedSource(base, stream, steps.per_step)
-    if count == 1 or _shard_stream(base, steps, index):
-        return StreamSource(base, steps.per_step)
-    return DealtSource(base, steps, index)
+    if count > 1 and plan is not None:
+        if _has_batch_sampler(base) or isinstance(plan, BatchSampler):
+            plan = BatchSamplerShard(plan, count, index, split, even)
+        else:
+            items = BatchSampler(plan, 1, drop_last=False)
+            plan = None if split else ItemShard(items, count, index, even_batches=even)
+    stream = _indexed(base, plan)
+    if stream is not None:
+        return IndexedSource(base, stream, per_step)
+    if count == 1 or _shard_stream(base, options):
+        whole = StepReader(1, split_batches=False, even_batches=False, drop_last=False)
+        return ReadSource(base, per_step, whole, 0)
+    steps = _steps(base, options, wanted=[index], batch_size=batch_size)
+    return ReadSource(base, per_step, steps, index)
 
 
-def _shard_stream(base: Any, steps: StepReader, index: int) -> bool:
+def _steps(base: Any, options: LoaderOptions, **more: Any) -> StepReader:
+    config, drop_last = options.config, _drops_last(base)
+    count = options.num_processes
+    return StepReader(count, config.split_batches, config.even_batches, drop_last, **more)
+
+
+def _shard_stream(base: Any, options: LoaderOptions) -> bool:
     """Put the rank's share of a stream in the place of the dataset, if the loader has one."""
     if not (isinstance(base, DataLoader) and _is_iterable(base) and _iterates_plainly(base)):
         return False
-    size, count, split = base.batch_size, steps.num_processes, steps.split_batches
+    size, count, config = base.batch_size, options.num_processes, options.config
+    split = config.split_batches
     if size is None and split:
         return False
+    drop_last, index = bool(base.drop_last), options.process_index
     shard = IterableDatasetShard(
-        base.dataset, size or 1, bool(base.drop_last), count, index, split, steps.even_batches
+        base.dataset, size or 1, drop_last, count, index, split, config.even_batches
     )
     replaced = _replace(base, dataset=shard)
     if replaced and split:

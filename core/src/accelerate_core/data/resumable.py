@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_core.data.batch import batch_size_of
 from accelerate_core.data.shard import IterableDatasetShard
+from accelerate_core.data.steps import Read
 from accelerate_core.errors import ConfigurationError
 
 
@@ -98,7 +99,7 @@ class ResumableReader:
             tagging = _Tagging(base.dataset, base.collate_fn, self._asks_dataset)
             object.__setattr__(base, "collate_fn", tagging)
 
-    def batches(self, state: Any = None) -> Iterator[tuple[Any, int | None, Any]]:
+    def batches(self, state: Any = None) -> Iterator[Read]:
         """Iterate over `(batch, real, state)`, from where a state was taken if one is given.
 
         `real`: samples of the global step if it was filled up, else None. The loader is opened
@@ -131,9 +132,7 @@ class ResumableReader:
         finally:
             object.__setattr__(base, "worker_init_fn", init)
 
-    def _read(
-        self, iterator: Iterator[Any], workers: _WorkerStates | None
-    ) -> Iterator[tuple[Any, int | None, Any]]:
+    def _read(self, iterator: Iterator[Any], workers: _WorkerStates | None) -> Iterator[Read]:
         state, asks_loader = None, self._asks_loader
         for item in iterator:
             if workers is not None:

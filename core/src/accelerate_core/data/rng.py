@@ -57,7 +57,7 @@ def find_generator(loader: Any) -> torch.Generator | None:
 
 
 def synchronize_rng_states(
-    rng_types: Iterable[Any], generator: torch.Generator | None, comm: Communicator
+    rng_types: Iterable[Any] | None, generator: torch.Generator | None, comm: Communicator
 ) -> None:
     """Give every rank the states of rank 0's generators; a device that is absent is left out."""
     if comm.size == 1:

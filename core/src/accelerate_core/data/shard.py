@@ -7,30 +7,16 @@ the epoch, so that every rank gets the same number of full batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, cycle, islice
-from typing import Any, ClassVar
+from itertools import chain, repeat
+from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
 from accelerate_core.data.order import Wrapper, is_plain, parts_of
+from accelerate_core.data.steps import NOTHING, StepReader, check_split, steps_of
 from accelerate_core.errors import ConfigurationError
-
-
-def check_split(batch_size: int | None, num_processes: int) -> None:
-    """Raise `ConfigurationError` unless a batch can be split equally between the processes."""
-    if batch_size is None:
-        raise ConfigurationError(
-            "split_batches=True needs a batch sampler with a `batch_size`, and this one has none. "
-            "Use split_batches=False, or give it the attribute."
-        )
-    if batch_size % num_processes:
-        nearest = max(round(batch_size / num_processes), 1) * num_processes
-        raise ConfigurationError(
-            f"split_batches=True needs a batch size that is a multiple of the number of processes: "
-            f"{batch_size} is none of {num_processes}. The nearest that is: {nearest}."
-        )
 
 
 def check_rank(num_processes: int, process_index: int) -> None:
@@ -39,15 +25,6 @@ def check_rank(num_processes: int, process_index: int) -> None:
         raise ConfigurationError(
             f"process_index={process_index} is outside of num_processes={num_processes}."
         )
-
-
-def steps_of(total: int, shard: Any, process_index: int) -> int:
-    """Return how many of the global steps made of `total` batches have one for this rank."""
-    count: int = shard.num_processes
-    whole, rest = divmod(total, count)
-    if not rest or shard.drop_last:
-        return whole
-    return whole + (1 if shard.even_batches else int(process_index < rest))
 
 
 @dataclass(eq=False, repr=False)
@@ -114,7 +91,7 @@ class BatchSamplerShard(Wrapper, BatchSampler):
         self.tail = None
         if is_plain(self.batch_sampler):
             return self._parts(start)
-        return self._split(start) if self.split_batches else self._deal(start)
+        return self._whole_batches(start)
 
     def _parts(self, start: int) -> Iterator[list[int]]:
         """Take the part out of the sampler's order: no other rank's batch is made."""
@@ -124,88 +101,43 @@ class BatchSamplerShard(Wrapper, BatchSampler):
         for part, self.tail in parts:
             yield part
 
-    def _split(self, start: int) -> Iterator[list[int]]:
-        size, count = self.batch_size, self.num_processes
-        first: list[int] = []
-        for position, batch in enumerate(self.batch_sampler):
-            batch = list(batch)
-            first = first or batch
-            if position < start:
-                continue
-            target = size if len(batch) <= size else -(-len(batch) // count) * count
-            self.tail = None
-            if len(batch) < target and self.drop_last:
-                continue
-            if len(batch) < target and self.even_batches:
-                self.tail = len(batch)
-                batch = batch + list(islice(cycle(first), target - len(batch)))
-            width = target // count
-            part = batch[self.process_index * width : (self.process_index + 1) * width]
-            if part:
+    def _whole_batches(self, start: int) -> Iterator[list[int]]:
+        """Arrange the batches of a batch sampler of the user's in global steps."""
+        count, rank = self.num_processes, self.process_index
+        steps = StepReader(
+            count,
+            self.split_batches,
+            self.even_batches,
+            self.drop_last,
+            None,
+            [rank],
+            self.batch_size or 0,
+            len,
+            lambda batch, part, _: batch[part],
+            _joined,
+        )
+        batches = zip(map(list, self.batch_sampler), repeat(None), repeat(None))
+        for step in steps.steps(batches, start):
+            part, self.tail = step.parts[rank], step.real
+            if part is not NOTHING:
                 yield part
 
-    def _deal(self, start: int) -> Iterator[list[int]]:
-        first: list[list[int]] = []
-        group: list[list[int]] = []
-        for position, batch in enumerate(self.batch_sampler):
-            if len(first) < self.num_processes and not self.drop_last:
-                first.append(list(batch))
-            if position < start:
-                continue
-            # A group goes out when the next one begins: only the last one may have to be filled.
-            if len(group) == self.num_processes:
-                yield group[self.process_index]
-                group = []
-            group.append(batch)
-        if group:
-            yield from self._last_step(group, first)
 
-    def _last_step(self, group: list[list[int]], first: list[list[int]]) -> Iterator[list[int]]:
-        count, rank, size = self.num_processes, self.process_index, self.batch_size
-        whole = len(group) == count and (size is None or len(group[-1]) >= size)
-        if whole or not (self.drop_last or self.even_batches):
-            yield from group[rank : rank + 1]
-        elif not self.drop_last:
-            self.tail = sum(len(batch) for batch in group)
-            missing = rank - len(group)
-            if size is None and missing >= 0:
-                yield first[missing % len(first)]
-            elif size is None or missing < -1:
-                yield group[rank]
-            else:
-                filled = chain(group[-1], cycle(chain.from_iterable(first)))
-                yield list(islice(filled, (missing + 1) * size, (missing + 2) * size))
+def _joined(batches: Sequence[list[int]]) -> list[int]:
+    return list(chain.from_iterable(batches))
 
 
 @dataclass(eq=False, repr=False)
-class ItemShard(Wrapper):
+class ItemShard(BatchSamplerShard):
     """The items of one rank, dealt in turn, for a loader whose dataset gives whole batches.
 
-    After an iteration `tail` is the number of real batches in the last global step if it was
-    filled up with the first items of the epoch, else None.
+    `batch_sampler` gives them one by one, as lists of one. After an iteration `tail` is the number
+    of real batches in the last global step if it was filled up with the first items of the epoch.
     """
-
-    own_names = ("sampler",)
-    drop_last: ClassVar[bool] = False
-
-    sampler: Any
-    num_processes: int = 1
-    process_index: int = 0
-    even_batches: bool = True
-    tail: int | None = field(default=None, init=False)
-
-    def __len__(self) -> int:
-        return steps_of(len(self.sampler), self, self.process_index)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.iterate()
 
     def iterate(self, start: int = 0) -> Iterator[Any]:
         """Yield this rank's items of the epoch from the single-process item `start` on."""
-        self.tail = None
-        parts = parts_of(self, self.sampler, 1, start)
-        for part, self.tail in parts:
-            yield part[0]
+        return (item for [item] in super().iterate(start))
 
 
 @dataclass(eq=False, repr=False)

@@ -1,12 +1,14 @@
-"""The four ways a prepared loader gets its batches. Each gives `(batch, last, real)`.
+"""The three ways a prepared loader gets its batches. Each gives `(batch, last, real, state)`.
 
 `last`: no batch follows. `real`: real samples of the global step if it was filled up, else None.
+`state`: that of the data after the batch, where it has one of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 from accelerate_core.data.batch import batch_size_of
@@ -15,10 +17,10 @@ from accelerate_core.data.dispatch.transport import SOURCE
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.resumable import ResumableReader
 from accelerate_core.data.shard import ItemShard, IterableDatasetShard
-from accelerate_core.data.steps import NOTHING, Step, StepReader
+from accelerate_core.data.steps import NOTHING, Read, Step, StepReader
 from accelerate_core.distributed.communicator import Communicator
 
-Item = tuple[Any, bool, int | None]
+Item = tuple[Any, bool, int | None, Any]
 _END: Any = object()
 
 
@@ -88,37 +90,26 @@ class IndexIterator(Iterator[Any]):
         return batch
 
 
-class Source:
-    """Batches of one rank.
+class IndexedSource:
+    """A map-style loader that reads the indices of an `IndexStream`: nothing is read early.
 
     Args:
         base: a copy of the user's loader.
+        stream: this rank's indices.
         per_step: batches of the single-process loader that make one global step.
-        filler: fills up the end of the epoch according to its `even_batches`, if it has one.
 
-    `state` is that of the data after the batch handed out last, where it has one of its own.
+    `filler` fills up the end of the epoch according to its `even_batches`, if it has one.
     """
 
-    state: Any = None
-
-    def __init__(self, base: Any, per_step: int, filler: Any) -> None:
+    def __init__(self, base: Any, stream: IndexStream, per_step: int) -> None:
         self.base = base
+        self.stream = stream
         self.per_step = per_step
-        self.filler = filler
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the last global step is filled up."""
-        return bool(getattr(self.filler, "even_batches", True))
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        if hasattr(self.filler, "even_batches"):
-            self.filler.even_batches = value
+        self.filler = stream.plan
 
     def length(self) -> int:
         """Return the number of batches of a whole epoch; `TypeError` if it is not known."""
-        return len(self.base)
+        return len(self.stream)
 
     def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
         """Begin an iteration `batches` (of the single-process loader) into the epoch.
@@ -126,20 +117,6 @@ class Source:
         With `draw` the order is drawn before this returns. A `state` of the data's own goes
         before the count.
         """
-        raise NotImplementedError
-
-
-class IndexedSource(Source):
-    """A map-style loader that reads the indices of an `IndexStream`: nothing is read early."""
-
-    def __init__(self, base: Any, stream: IndexStream, per_step: int) -> None:
-        super().__init__(base, per_step, stream.plan)
-        self.stream = stream
-
-    def length(self) -> int:
-        return len(self.stream)
-
-    def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
         self.stream.start = batches
         iterator = iter(self.base)
         index = self.stream.latest
@@ -151,9 +128,9 @@ class IndexedSource(Source):
     def _items(self, iterator: Iterator[Any], index: IndexIterator) -> Iterator[Item]:
         for seen, batch in enumerate(iterator, 1):
             if index.exhausted and seen == index.count:
-                yield batch, True, self._real(batch)
+                yield batch, True, self._real(batch), None
             else:
-                yield batch, False, None
+                yield batch, False, None, None
 
     def _real(self, batch: Any) -> int | None:
         plan = self.stream.plan
@@ -164,83 +141,71 @@ class IndexedSource(Source):
         return None if size is None else tail * size
 
 
-class StreamSource(Source):
-    """A loader whose end shows only by reading on: it is read one batch ahead."""
+class ReadSource:
+    """A loader whose end shows only by reading on: it is read one global step ahead.
 
-    def __init__(self, base: Any, per_step: int) -> None:
-        dataset = getattr(base, "dataset", None)
-        self.shard = dataset if isinstance(dataset, IterableDatasetShard) else None
-        super().__init__(base, per_step, self.shard)
-        self.reader = ResumableReader(base)
-
-    def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
-        skip = 0 if state is not None else batches
-        if self.shard is not None and not getattr(self.base, "num_workers", 0):
-            # Samples can be counted where one process reads them all, whatever the ranks were.
-            self.shard.skip, skip = skip * self.shard.batch_size, 0
-        items = self.reader.batches(state)
-        for _ in range(skip // self.per_step):
-            next(items, None)
-        return self._items(items)
-
-    def _items(self, items: Iterator[tuple[Any, int | None, Any]]) -> Iterator[Item]:
-        item = next(items, _END)
-        while item is not _END:
-            failure: Exception | None = None
-            following = _END
-            try:
-                following = next(items, _END)
-            except Exception as error:
-                failure = error
-            batch, real, self.state = item
-            yield batch, failure is None and following is _END, real
-            if failure is not None:
-                raise failure
-            item = following
-
-
-class DealtSource(Source):
-    """A loader of any class, which every rank reads whole and keeps its part of."""
+    Args:
+        base, per_step: as for an `IndexedSource`; so are the methods.
+        steps: arranges the batches that `base` gives in global steps.
+        part: which part of a step is this rank's.
+    """
 
     def __init__(
-        self, base: Any, steps: StepReader, process_index: int, reads: bool = True
+        self, base: Any, per_step: int, steps: StepReader, part: int, reads: bool = True
     ) -> None:
-        super().__init__(base, steps.per_step, steps)
+        dataset = getattr(base, "dataset", None)
+        self.shard = dataset if isinstance(dataset, IterableDatasetShard) else None
+        self.filler = steps if steps.num_processes > 1 else self.shard
+        self.base = base
+        self.per_step = per_step
         self.steps = steps
-        self.process_index = process_index
+        self.part = part
         self.reader = ResumableReader(base) if reads else None
 
     def length(self) -> int:
-        return self.steps.length(len(self.base), self.process_index)
+        return self.steps.length(len(self.base), self.part)
 
     def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
+        reading, skip = self._open(batches, state)
+        return self._items(self.steps.steps(reading, skip))
+
+    def _open(self, batches: int, state: Any) -> tuple[Iterator[Read], int]:
+        """Open the loader; return it, and how many of its batches are passed over."""
         assert self.reader is not None
-        reading = Reading(self.reader.batches(state))
-        skip = 0 if state is not None else batches
-        return self._items(self.steps.steps(reading, skip, reading.state_now))
+        skip = 0 if state is not None else batches * self.steps.per_step // self.per_step
+        if self.shard is not None and state is None and not getattr(self.base, "num_workers", 0):
+            # Samples can be counted where one process reads them all, whatever the ranks were.
+            self.shard.skip, skip = batches * self.shard.batch_size, 0
+        return self.reader.batches(state), skip
 
     def _items(self, steps: Iterator[Step]) -> Iterator[Item]:
         for step in steps:
-            part = step.parts[self.process_index]
+            part = step.parts[self.part]
             if part is not NOTHING:
-                self.state = step.state
-                yield part, step.last[self.process_index], step.real
+                yield part, step.last[self.part], step.real, step.state
 
 
-class DispatchedSource(DealtSource):
-    """A loader that rank 0 reads for all. Only there is its state known."""
+class DispatchedSource(ReadSource):
+    """A loader that rank 0 reads for all. Only there is its state known.
+
+    Args:
+        stream: the indices that the loader follows, None if it follows none.
+        comm: the ranks.
+        shard_of_rank: which part of a step each of them gets.
+        read_ahead: read the next step on a thread.
+    """
 
     def __init__(
         self,
         base: Any,
         stream: IndexStream | None,
         steps: StepReader,
-        process_index: int,
         comm: Communicator,
         shard_of_rank: Sequence[int],
-        read_ahead: bool = True,
+        read_ahead: bool,
     ) -> None:
-        super().__init__(base, steps, process_index, stream is None and comm.rank == SOURCE)
+        reads = stream is None and comm.rank == SOURCE
+        super().__init__(base, steps.per_step, steps, shard_of_rank[comm.rank], reads)
         self.stream = stream
         self.comm = comm
         self.shard_of_rank = shard_of_rank
@@ -256,35 +221,33 @@ class DispatchedSource(DealtSource):
         reading: Reading | Exception | None = None
         if self.comm.rank == SOURCE:
             try:
-                reading, skip = self._open(batches, state)
+                items, skip = self._open(batches, state)
+                reading = Reading(items)
             except Exception as error:  # the others wait for the first message: tell them there
                 reading = error
         shards, ahead = self.shard_of_rank, self.read_ahead
         dispatch = Dispatch(self.steps, reading, skip, self.comm, shards, group, ahead)
-        return self._received(dispatch)
+        return ((one.part, one.last, one.real, one.state) for one in dispatch.messages())
 
-    def _received(self, dispatch: Dispatch) -> Iterator[Item]:
-        for message in dispatch.messages():
-            self.state = message.state
-            yield message.part, message.last, message.real
-
-    def _open(self, batches: int, state: Any) -> tuple[Reading, int]:
+    def _open(self, batches: int, state: Any) -> tuple[Iterator[Read], int]:
         """Open the loader; return it, and how many of its batches are passed over.
 
         Where it reads indices, they begin at the batch that is wanted. What fills up the end of
         the epoch is read all the same, and comes first.
         """
-        if self.reader is not None:
-            return Reading(self.reader.batches(state)), 0 if state is not None else batches
         stream = self.stream
-        assert stream is not None
+        if stream is None:
+            return super()._open(batches, state)
         stream.start, stream.keep = batches, self.per_step if self.steps.fills else 0
         skip = stream.keep if batches else 0
         try:
             skip = min(skip, len(stream))
         except TypeError:
             pass
-        reading = Reading((batch, None, None) for batch in iter(self.base))
+        items = zip(iter(self.base), repeat(None), repeat(None))
         if stream.latest is not None:
             stream.latest.draw()  # before it is watched whether reading draws from the generators
-        return reading, skip
+        return items, skip
+
+
+Source = IndexedSource | ReadSource

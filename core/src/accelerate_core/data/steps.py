@@ -1,4 +1,4 @@
-"""Global steps out of a stream of whole batches: for dispatching, and for foreign loaders."""
+"""Global steps out of a stream of whole batches, of samples or of indices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,38 @@ from itertools import cycle, islice
 from typing import Any
 
 from accelerate_core.data.batch import batch_size_of, concat_batches, slice_batch
-from accelerate_core.data.shard import check_split, steps_of
+from accelerate_core.data.feeding import look_ahead
+from accelerate_core.errors import ConfigurationError
 
 SliceFn = Callable[..., Any]
+#: A batch, how many samples of its step are real if that is known, the data's state after it.
+Read = tuple[Any, int | None, Any]
 NOTHING: Any = object()
 _CANNOT_JOIN = (TypeError, ValueError, RuntimeError, KeyError, IndexError)
+
+
+def check_split(batch_size: int | None, num_processes: int) -> None:
+    """Raise `ConfigurationError` unless a batch can be split equally between the processes."""
+    if batch_size is None:
+        raise ConfigurationError(
+            "split_batches=True needs a batch sampler with a `batch_size`, and this one has none. "
+            "Use split_batches=False, or give it the attribute."
+        )
+    if batch_size % num_processes:
+        nearest = max(round(batch_size / num_processes), 1) * num_processes
+        raise ConfigurationError(
+            f"split_batches=True needs a batch size that is a multiple of the number of processes: "
+            f"{batch_size} is none of {num_processes}. The nearest that is: {nearest}."
+        )
+
+
+def steps_of(total: int, shard: Any, process_index: int) -> int:
+    """Return how many of the global steps made of `total` batches have one for this rank."""
+    count: int = shard.num_processes
+    whole, rest = divmod(total, count)
+    if not rest or shard.drop_last:
+        return whole
+    return whole + (1 if shard.even_batches else int(process_index < rest))
 
 
 @dataclass(slots=True)
@@ -43,7 +70,9 @@ class StepReader:
         drop_last: leave a last step out that is not full.
         slice_fn: the user's `(data, tensor_slice, process_index=, num_processes=) -> part`.
         wanted: the ranks whose parts are needed, all by default.
-        batch_size: samples of a full batch, by default those of the first one.
+        batch_size: samples of a full batch, by default those of the first one; 0 if there is no
+            such size: what is missing is then replaced by whole batches.
+        size_of, cut, join: what is done with batches: their size, a part, several as one.
 
     An exception while reading ahead is raised when its step is asked for, not before.
     """
@@ -55,6 +84,9 @@ class StepReader:
     slice_fn: SliceFn | None = None
     wanted: Sequence[int] | None = None
     batch_size: int | None = None
+    size_of: Callable[[Any], int | None] = batch_size_of
+    cut: Callable[[Any, slice, int], Any] = slice_batch
+    join: Callable[[Sequence[Any]], Any] = concat_batches
     _first: list[Any] = field(default_factory=list, init=False)
     _size: int | None = field(default=None, init=False)
 
@@ -68,38 +100,23 @@ class StepReader:
         """Whether the start of the epoch is needed to fill up its end."""
         return self.even_batches and not self.drop_last
 
-    def steps(
-        self, batches: Iterator[Any], skip: int = 0, state: Callable[[], Any] = lambda: None
-    ) -> Iterator[Step]:
-        """Yield the steps of an epoch, without the first `skip` batches.
-
-        `state` tells that of the loader after the batch read last.
-        """
+    def steps(self, batches: Iterator[Read], skip: int = 0) -> Iterator[Step]:
+        """Yield the steps of an epoch, without the first `skip` batches."""
         self._first, self._size = [], self.batch_size
         if skip:
             passed_over = islice(batches, skip)
             self._read(passed_over)  # which remembers the start of the epoch
             deque(passed_over, maxlen=0)
-        group = self._read(batches)
-        while group:
-            reached = state()
-            failure: Exception | None = None
-            following: list[Any] = []
-            try:
-                following = self._read(batches)
-            except Exception as error:
-                failure = error
-            more = failure is not None or bool(following)
+        groups = iter(lambda: self._read(batches), [])
+        for group, following, failure in look_ahead(groups):
+            more = failure is not None or following is not None
             last = [
-                not more or (failure is None and not self._has_part(following, rank))
+                not more or (following is not None and not self._has_part(following, rank))
                 for rank in range(self.num_processes)
             ]
-            arrange = self._arrange_split if self.split_batches else self._arrange_dealt
-            parts, real = arrange(group, not more)
-            yield Step(parts, last, more, real, reached)
-            if failure is not None:
-                raise failure
-            group = following
+            _, told, state = group[-1]
+            parts, real = self._arranged([batch for batch, _, _ in group], not more)
+            yield Step(parts, last, more, told if real is None else real, state)
 
     def length(self, batches: int, rank: int) -> int:
         """Return how many of the steps made of so many batches have a part for a rank."""
@@ -107,24 +124,27 @@ class StepReader:
             return batches
         return steps_of(batches, self, rank)
 
-    def _remember(self, group: list[Any]) -> None:
-        """Note the size of a batch, and the start of the epoch if it may be needed."""
+    def _read(self, batches: Iterator[Read]) -> list[Read]:
+        """Read the batches of a step; note their size, and the start of the epoch for its end."""
+        group = list(islice(batches, self.per_step))
         if group and self._size is None:
-            self._size = batch_size_of(group[0])
+            self._size = self.size_of(group[0][0])
             if self.split_batches:
                 check_split(self._size, self.num_processes)
         if not self._first and self.fills:
-            self._first = group
-
-    def _read(self, batches: Iterator[Any]) -> list[Any]:
-        group = list(islice(batches, self.per_step))
-        self._remember(group)
+            self._first = [batch for batch, _, _ in group]
         return [] if self.drop_last and len(group) < self.per_step else group
 
-    def _has_part(self, group: list[Any], rank: int) -> bool:
+    def _arranged(self, group: list[Any], is_last: bool) -> tuple[list[Any], int | None]:
+        """Return every rank's part of a step, and its real length if it was filled up."""
+        if self.num_processes == 1 and not self.fills:
+            return group, None
+        return self._split(group[0]) if self.split_batches else self._dealt(group, is_last)
+
+    def _has_part(self, group: list[Read], rank: int) -> bool:
         if self.even_batches or not self.split_batches:
             return self.even_batches or rank < len(group)
-        size = batch_size_of(group[0]) or 0
+        size = self.size_of(group[0][0]) or 0
         return rank * self._width(size) < size
 
     def _width(self, size: int) -> int:
@@ -132,9 +152,8 @@ class StepReader:
         full = self._size or size
         return max(full, -(-size // self.num_processes) * self.num_processes) // self.num_processes
 
-    def _arrange_split(self, group: list[Any], is_last: bool) -> tuple[list[Any], int | None]:
-        batch = group[0]
-        size = batch_size_of(batch) or 0
+    def _split(self, batch: Any) -> tuple[list[Any], int | None]:
+        size = self.size_of(batch) or 0
         width = self._width(size)
         target = width * self.num_processes
         real = None
@@ -143,12 +162,12 @@ class StepReader:
                 width = size // self.num_processes
             else:
                 batch, real = self._filled([batch], target), size
-        total = batch_size_of(batch) or 0
-        return self._cut(batch, width, total), real
+        total = self.size_of(batch) or 0
+        return self._parts(batch, width, total), real
 
-    def _arrange_dealt(self, group: list[Any], is_last: bool) -> tuple[list[Any], int | None]:
+    def _dealt(self, group: list[Any], is_last: bool) -> tuple[list[Any], int | None]:
         count = self.num_processes
-        sizes = [batch_size_of(batch) for batch in group]
+        sizes = [self.size_of(batch) for batch in group]
         known = None not in sizes
         short = is_last and known and sizes[-1] < (self._size or 0)  # type: ignore[operator]
         full = len(group) == count and not short
@@ -157,7 +176,7 @@ class StepReader:
             return self._fill_dealt(group, short), real
         if self.slice_fn is not None and full and len(set(sizes)) == 1 and sizes[0]:
             try:
-                return self._cut(concat_batches(group), sizes[0], sizes[0] * count), None
+                return self._parts(self.join(group), sizes[0], sizes[0] * count), None
             except TypeError:
                 pass
         return group + [NOTHING] * (count - len(group)), None
@@ -166,7 +185,7 @@ class StepReader:
         size, count = self._size, self.num_processes
         if size and (short or self.slice_fn is not None):
             try:
-                return self._cut(self._filled(group, size * count), size, size * count)
+                return self._parts(self._filled(group, size * count), size, size * count)
             except _CANNOT_JOIN:
                 pass  # e.g. padded to different lengths: whole batches have to do
         return group + list(islice(cycle(self._first), count - len(group)))
@@ -174,25 +193,25 @@ class StepReader:
     def _filled(self, group: list[Any], target: int) -> Any:
         """Join the batches, and as much of the start of the epoch as makes `target` samples."""
         pieces = list(group)
-        have = sum(batch_size_of(batch) or 0 for batch in group)
+        have = sum(self.size_of(batch) or 0 for batch in group)
         for batch in cycle(self._first):
             if have >= target:
                 break
-            size = batch_size_of(batch) or 0
+            size = self.size_of(batch) or 0
             if size == 0:
                 raise ValueError("An empty batch cannot fill up a step.")
             pieces.append(batch)
             have += size
-        return slice_batch(concat_batches(pieces), slice(0, target), have)
+        return self.cut(self.join(pieces), slice(0, target), have)
 
-    def _cut(self, batch: Any, width: int, total: int) -> list[Any]:
+    def _parts(self, batch: Any, width: int, total: int) -> list[Any]:
         parts: list[Any] = [NOTHING] * self.num_processes
         for rank in range(self.num_processes) if self.wanted is None else self.wanted:
             part = slice(rank * width, min((rank + 1) * width, total))
             if part.start >= total:
                 continue
             if self.slice_fn is None:
-                parts[rank] = slice_batch(batch, part, total)
+                parts[rank] = self.cut(batch, part, total)
             else:
                 parts[rank] = self.slice_fn(
                     batch, part, process_index=rank, num_processes=self.num_processes

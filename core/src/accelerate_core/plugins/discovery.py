@@ -29,6 +29,7 @@ KINDS = {
     "accelerate_core.extensions": "extension",
     "accelerate_core.commands": "command",
     "accelerate_core.checkpointers": "checkpointer",
+    "accelerate_core.loaders": "loaders",
     "accelerate_core.tracking": "tracking",
 }
 _EXPORTS = "accelerate_core.exports"

@@ -117,12 +117,8 @@ class ActivePlugins:
 
     def call_each(self, hook: str, **arguments: Any) -> list[Any]:
         """Call a broadcast or registration hook on everyone; return the answers that are not None."""
-        answers = []
-        for key, function, names in self.implementations(hook):
-            answer = self._call(key, hook, function, [arguments[name] for name in names])
-            if answer is not None:
-                answers.append(answer)
-        return answers
+        found = (self.call_one(hook, *one, **arguments) for one in self.implementations(hook))
+        return [answer for answer in found if answer is not None]
 
     def call_one(
         self,
@@ -133,7 +129,11 @@ class ActivePlugins:
         **arguments: Any,
     ) -> Any:
         """Call one implementation of a hook, as `implementations` lists it."""
-        return self._call(key, hook, function, [arguments[name] for name in names])
+        try:
+            return function(*[arguments[name] for name in names])
+        except BaseException as error:
+            blame(error, hook, self._records[key])
+            raise
 
     def run_stage(self, hook: str, accelerator: Any, model: Any) -> Any:
         """Pass the model through every implementation of a stage.
@@ -141,25 +141,14 @@ class ActivePlugins:
         Raises:
             PluginError: an implementation returned something that is no module.
         """
-        for key, function, names in self.implementations(hook):
-            arguments = {"accelerator": accelerator, "model": model}
-            result = self._call(key, hook, function, [arguments[name] for name in names])
-            if not callable(getattr(result, "named_parameters", None)):
+        for one in self.implementations(hook):
+            model = self.call_one(hook, *one, accelerator=accelerator, model=model)
+            if not callable(getattr(model, "named_parameters", None)):
                 raise PluginError(
-                    f"Stage {hook!r} of {self._records[key].label} returned "
-                    f"{type(result).__name__}; a stage returns the model."
+                    f"Stage {hook!r} of {self._records[one[0]].label} returned "
+                    f"{type(model).__name__}; a stage returns the model."
                 )
-            model = result
         return model
-
-    def _call(
-        self, key: str, hook: str, function: Callable[..., Any], arguments: Iterable[Any]
-    ) -> Any:
-        try:
-            return function(*arguments)
-        except BaseException as error:
-            blame(error, hook, self._records[key])
-            raise
 
     def bind_owner(self, backend: Any, record: PluginRecord, base: type) -> Hooks:
         """Bind every owner hook of the backend once, so that calling one costs a method call."""
@@ -194,15 +183,7 @@ def blame_methods(plugin: Any, record: PluginRecord, names: Iterable[str]) -> No
     """Let what these methods of an object raise name its plugin; each costs one more call."""
     for name in names:
         method = getattr(plugin, name)
-
-        def call(*arguments: Any, _method: Any = method, _name: str = name) -> Any:
-            try:
-                return _method(*arguments)
-            except BaseException as error:
-                blame(error, _name, record)
-                raise
-
-        setattr(plugin, name, functools.wraps(method)(call))
+        setattr(plugin, name, functools.wraps(method)(_blamed(method, name, record)))
 
 
 @contextmanager
@@ -228,28 +209,38 @@ def _bind(backend: Any, record: PluginRecord, name: str, base: type) -> Callable
             f"{did_you_mean(unknown[0], wanted)}{_written_for(backend)}"
         )
     if taken == wanted:
+        return _blamed(method, name, record)
+    indices = [wanted.index(argument) for argument in taken]
+    if len(indices) > 1:
+        return _blamed(method, name, record, operator.itemgetter(*indices))
+    first = indices[0] if indices else 0  # an itemgetter of one index returns no tuple
+    return _blamed(method, name, record, operator.itemgetter(slice(first, first + len(indices))))
 
-        def call(*arguments: Any) -> Any:
-            try:
-                return method(*arguments)
-            except BaseException as error:
-                blame(error, name, record)
-                raise
 
-        return call
-    if not taken:
-        pick: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arguments: ()  # noqa: E731
-    elif len(taken) == 1:
-        index = wanted.index(taken[0])
-        pick = lambda arguments: (arguments[index],)  # noqa: E731
-    else:
-        pick = operator.itemgetter(*(wanted.index(argument) for argument in taken))
+def _blamed(
+    method: Callable[..., Any],
+    name: str,
+    record: PluginRecord,
+    pick: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
+) -> Callable[..., Any]:
+    """Return a method that notes its plugin on what it raises.
 
-    def call_subset(*arguments: Any) -> Any:
+    Args:
+        pick: makes the method's arguments out of those of its hook, where they are not the same.
+    """
+
+    def call(*arguments: Any) -> Any:
         try:
-            return method(*pick(arguments))
+            return method(*arguments)
         except BaseException as error:
             blame(error, name, record)
             raise
 
-    return call_subset
+    def call_subset(*arguments: Any) -> Any:
+        try:
+            return method(*pick(arguments))  # type: ignore[misc]
+        except BaseException as error:
+            blame(error, name, record)
+            raise
+
+    return call if pick is None else call_subset

@@ -9,37 +9,42 @@ from typing import Any
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.errors import PluginError
-from accelerate_core.plugins import discovery
-from accelerate_core.plugins.discovery import (
-    PluginRecord,
-    check_api_version,
-    disabled_names,
-    find,
-)
-from accelerate_core.plugins.manager import blame
+from accelerate_core.plugins.discovery import PluginRecord, check_api_version
+from accelerate_core.plugins.manager import blame, blaming
+from accelerate_core.plugins.selection import Selection
 
-#: Kind -> the plugin that is taken where none is named.
-DEFAULTS = {"checkpointer": "directory", "tracking": "queued"}
+#: The kinds of parts, each a setting of the core by that name.
+PARTS = ("checkpointer", "tracking", "loaders")
 
 
 class Part:
-    """A chosen part: its class is imported when it is made, and whatever it raises names it."""
+    """A chosen part: its class is imported when it is made, and whatever it raises names it.
 
-    def __init__(self, record: PluginRecord, because: str) -> None:
+    Args:
+        sources: where its settings come from, should it have any.
+        handlers: those of `kwargs_handlers`, by class.
+    """
+
+    def __init__(
+        self, record: PluginRecord, because: str, sources: Sources, handlers: Mapping[type, Any]
+    ) -> None:
         self.record = record
         self.because = because
         #: Fields of its `Settings`, once it is made: value and where that came from.
         self.settings: dict[str, Because] = {}
-        self._sources, self._handlers = Sources({}), dict[type, Any]()
+        self._sources, self._handlers = sources, handlers
 
-    def reads(self, sources: Sources, handlers: Mapping[type, Any]) -> Part:
-        """Take the settings of the part from here, should it have any; return the part.
+    @classmethod
+    def of(
+        cls, selection: Selection, sources: Sources, handlers: Mapping[type, Any]
+    ) -> Part | None:
+        """Return the part that was chosen; None where there is none.
 
-        Args:
-            handlers: those of `kwargs_handlers`, by class.
+        Raises:
+            MissingPluginError, PluginError: the one that is named is not there, or there twice.
         """
-        self._sources, self._handlers = sources, dict(handlers)
-        return self
+        chosen = selection.settled().active
+        return cls(chosen[0].record, chosen[0].because, sources, handlers) if chosen else None
 
     def make(self, *arguments: Any) -> Any:
         """Return the part, made with `arguments`, and its `Settings` after them if it has some.
@@ -58,12 +63,8 @@ class Part:
                 own, self._handlers.get(own), self._sources, owner=self.record.name
             )
             arguments += (settings,)
-        try:
-            made = plugin(*arguments)
-        except BaseException as error:
-            blame(error, "__init__", self.record)
-            raise
-        return _Blamed(made, self.record)
+        with blaming("__init__", self.record):
+            return _Blamed(plugin(*arguments), self.record)
 
 
 class _Blamed:
@@ -92,26 +93,3 @@ class _Blamed:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._part, name, value)
-
-
-def select_part(kind: str, wanted: Because) -> Part | None:
-    """Choose the plugin of one kind; nothing of it is imported yet.
-
-    Args:
-        kind: a key of `DEFAULTS`.
-        wanted: the name that was asked for, or None.
-
-    Returns:
-        None where none is named and the usual one is not installed, or kept out.
-
-    Raises:
-        MissingPluginError, PluginError: the one that is named is not there, or there twice.
-    """
-    if wanted.value is not None:
-        name = str(wanted.value)
-        return Part(find(kind, name, because=wanted.origin), wanted.origin)
-    usual = DEFAULTS[kind]
-    there = {record.name for record in discovery.installed().of_kind(kind)} - disabled_names()
-    if usual not in there:
-        return None
-    return Part(find(kind, usual, because="default"), "default")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate_core.config.files import ConfigFile
+from accelerate_core.config.provenance import Because
 from accelerate_core.config.truth import truth
 from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import (
@@ -17,6 +18,7 @@ from accelerate_core.errors import (
     PluginConflictError,
     PluginError,
     PluginVersionError,
+    UnknownArgumentError,
     did_you_mean,
     listing,
 )
@@ -57,171 +59,212 @@ class Request:
         return bool(truth(self.environ.get(name, "")))
 
 
+#: No plugin is named.
+NOTHING = Because(None, "default")
+
+
 @dataclass
 class Considered:
-    """What became of one plugin during selection."""
+    """What became of one plugin during selection, and why.
+
+    `state` is active, available, passed over, refused, broken or disabled.
+    """
 
     record: PluginRecord
     state: str
     because: str
+    claim: Claim | None = None
 
 
 @dataclass
 class Selection:
-    """The chosen backend class, why, and what was considered."""
+    """What was chosen among the plugins of one kind, and how it came to that.
 
-    record: PluginRecord
-    because: str
+    Attributes:
+        wanted: the name that was asked for and by what, or None as its value.
+        fired: the triggers that fired, each with what fired it.
+        considered: each plugin that was looked at.
+        error: why nothing can be chosen.
+        given: the plugin itself, where an object was passed instead of a name.
+    """
+
+    kind: str
+    wanted: Because = NOTHING
+    fired: Mapping[str, str] = field(default_factory=dict)
     considered: list[Considered] = field(default_factory=list)
+    error: AccelerateError | None = None
     given: Any = None
+
+    def settled(self) -> Selection:
+        """Return the selection, or raise what kept it from being made."""
+        if self.error is not None:
+            raise self.error
+        return self
+
+    @property
+    def active(self) -> list[Considered]:
+        """The plugins that were chosen, by name."""
+        chosen = (one for one in self.considered if one.state == "active")
+        return sorted(chosen, key=lambda one: one.record.name)
+
+    @property
+    def record(self) -> PluginRecord:
+        """The one that was chosen, of a kind of which there is always one."""
+        return self.active[0].record
+
+    @property
+    def because(self) -> str:
+        """Why that one was chosen."""
+        return self.active[0].because
 
     @property
     def plugin(self) -> Any:
-        """The backend's class, imported now if it was not yet; or the object that was given."""
+        """Its class, imported now if it was not yet; or the object that was given."""
         return self.record.load() if self.given is None else self.given
 
 
-def fired_triggers(request: Request) -> dict[str, str]:
-    """Return the triggers that this request fires, each with what fired it.
+@dataclass(frozen=True)
+class _Kind:
+    """How the plugins of a kind are chosen.
 
-    A trigger's name is a constructor argument, an environment variable, a key
-    of the config file, `multi_process` (more than one process), or `always`.
+    Attributes:
+        usual: the one that is taken where nothing asks for another.
+        claims: those whose triggers fire are imported and asked for a claim.
+        several: not the best is active but all that are named or claim.
     """
-    fired: dict[str, str] = {}
-    for name in installed().triggers:
-        if name == "always":
-            fired[name] = "it asks to be probed always"
-        elif name == "multi_process":
-            if request.topology.num_processes > 1:
-                fired[name] = (
-                    f"{request.topology.num_processes} processes ({request.topology.because})"
-                )
-        elif request.arguments.get(name) is not None:
-            fired[name] = f"constructor argument {name}"
-        elif request.environ.get(name, "") != "":
-            fired[name] = f"environment variable {name}={request.environ[name]}"
-        elif _asked_by_file(name, request.config):
-            fired[name] = request.config.where(name) if request.config is not None else ""
-    return fired
+
+    usual: str = ""
+    claims: bool = False
+    several: bool = False
 
 
-def _asked_by_file(name: str, config: ConfigFile | None) -> bool:
-    """Tell whether a key of the config file asks for a plugin.
-
-    A peer's file says by `distributed_type` which of its sections is meant.
-    """
-    if config is None or name not in config:
-        return False
-    kind, owner = config.get("distributed_type"), catalog.SECTIONS.get(name)
-    if kind is None or owner not in catalog.DISTRIBUTED_TYPES.values():
-        return True
-    return catalog.DISTRIBUTED_TYPES.get(str(kind).upper()) == owner
+KINDS = {
+    "backend": _Kind("single", claims=True),
+    "precision": _Kind("no"),
+    "checkpointer": _Kind("directory"),
+    "tracking": _Kind("queued"),
+    "loaders": _Kind(),
+    "extension": _Kind(claims=True, several=True),
+}
 
 
-def select_backend(wanted: Any, because: str, request: Request) -> Selection:
-    """Choose the backend.
+def select(kind: str, request: Request, wanted: Because = NOTHING) -> Selection:
+    """Choose among the plugins of one kind; what goes wrong is told by the answer's `error`.
+
+    A name is stronger than a claim, and a claim than the usual one. Only plugins that may claim are
+    imported; of the others that is left to whoever makes them.
 
     Args:
-        wanted: a name, a Backend class or instance, or None to detect.
-        because: where `wanted` came from.
-
-    Raises:
-        MissingPluginError: what is asked for, or needed, is not installed.
-        PluginConflictError: two plugins claim with equal priority.
+        kind: a key of `KINDS`.
+        wanted: the setting that names one: a name (of extensions several, with commas between
+            them), or a Backend class or instance.
     """
-    if wanted is None and request.config is not None:
-        kind = str(request.config.get("distributed_type", "")).upper()
-        if kind in catalog.DISTRIBUTED_TYPES and not _asked_otherwise(request):
-            wanted = catalog.DISTRIBUTED_TYPES[kind]
-            because = request.config.where("distributed_type")
-    if wanted is not None and not isinstance(wanted, str):
-        return _selection_of_object(wanted, because)
-    if wanted is not None:
-        record = find("backend", wanted, because=because, environ=request.environ)
-        plugin = record.load()
-        check_api_version(record, plugin)
-        return Selection(record, because, [Considered(record, "active", because)])
-    return _detect(request)
+    made = Selection(kind, wanted if wanted.value is not None else _named_elsewhere(kind, request))
+    try:
+        if made.wanted.value is not None and not isinstance(made.wanted.value, str):
+            _take_object(made)
+        else:
+            _choose(made, KINDS[kind], request)
+    except AccelerateError as error:
+        made.error = error
+    return made
 
 
-def _asked_otherwise(request: Request) -> bool:
-    """Tell whether an argument or a variable asks for a plugin: both are stronger than a file."""
-    named = [name for name in installed().triggers if request.arguments.get(name) is not None]
-    return bool(named) or any(request.flag(name) for name in catalog.VARIABLES)
+def _choose(made: Selection, rule: _Kind, request: Request) -> None:
+    text = made.wanted.value or ""
+    names = [one.strip() for one in text.split(",")] if rule.several else [text]
+    for name in dict.fromkeys(filter(None, names)):
+        record = _named(made, name, request)
+        if rule.claims:
+            check_api_version(record, record.load())
+        made.considered.append(Considered(record, "active", made.wanted.origin))
+    if rule.claims and (rule.several or not made.considered):
+        _ask_for_claims(made, rule, request)
+    if rule.usual and not made.active:
+        _take_usual(made, rule.usual, request)
 
 
-def _selection_of_object(wanted: Any, because: str) -> Selection:
-    cls = wanted if isinstance(wanted, type) else type(wanted)
+def _named(made: Selection, name: str, request: Request) -> PluginRecord:
+    if made.kind == "precision":
+        names = [record.name for record in installed().of_kind("precision")]
+        if name not in names and catalog.extra_for("precision", name) is None:
+            raise ConfigurationError(
+                f"mixed_precision={name!r} (from {made.wanted.origin}) is not one of "
+                f"{listing(names)}.{did_you_mean(name, [*names, *catalog.known_names('precision')])}"
+            )
+    return find(made.kind, name, because=made.wanted.origin, environ=request.environ)
+
+
+def _take_object(made: Selection) -> None:
+    made.given = made.wanted.value
+    cls = made.given if isinstance(made.given, type) else type(made.given)
     name = getattr(cls, "name", None)
     if not name or not hasattr(cls, "detect"):
-        raise ConfigurationError(f"backend={wanted!r} is neither a name nor a Backend.")
-    record = PluginRecord(
-        "backend", name, f"{cls.__module__}:{cls.__qualname__}", cls.__module__, ""
-    )
+        raise ConfigurationError(f"backend={made.given!r} is neither a name nor a Backend.")
+    target = f"{cls.__module__}:{cls.__qualname__}"
+    record = PluginRecord(made.kind, name, target, cls.__module__, "")
     check_api_version(record, cls)
-    return Selection(record, because, [Considered(record, "active", because)], wanted)
+    made.considered.append(Considered(record, "active", made.wanted.origin))
 
 
-def _detect(request: Request) -> Selection:
-    fired = fired_triggers(request)
+def _take_usual(made: Selection, usual: str, request: Request) -> None:
+    because, there = "default", {record.name for record in installed().of_kind(made.kind)}
+    if made.kind == "backend":  # the one kind of which there must be one
+        because = "one process, nothing else asked for"
+        if request.topology.num_processes > 1:
+            asked = [one for one in made.considered if one.state != "available"]
+            passed = "; ".join(f"{one.record.name}: {one.because}" for one in asked)
+            raise MissingPluginError(
+                f"{request.topology.num_processes} processes were started "
+                f"({request.topology.because}), but no installed backend takes them"
+                f"{f' ({passed})' if passed else ''}. Install one with: "
+                f"{catalog.pip_command(catalog.SEVERAL_PROCESSES)}"
+            )
+    elif usual not in there - disabled_names(request.environ):
+        return
+    record = find(made.kind, usual, because="default", environ=request.environ)
+    made.considered.append(Considered(record, "active", because))
+
+
+def _ask_for_claims(made: Selection, rule: _Kind, request: Request) -> None:
+    """Import those that a trigger asks for, and let them claim."""
+    made.fired = fired_triggers(request)
     disabled = disabled_names(request.environ)
-    claims: list[tuple[Claim, PluginRecord]] = []
-    considered: list[Considered] = []
-    for record in installed().of_kind("backend"):
-        hits = [fired[trigger] for trigger in sorted(record.triggers) if trigger in fired]
+    named = [one.record for one in made.considered]
+    for record in installed().of_kind(made.kind):
+        hits = [made.fired[name] for name in sorted(record.triggers) if name in made.fired]
         if record.name in disabled:
-            considered.append(Considered(record, "disabled", "ACCELERATE_DISABLED_PLUGINS"))
-        elif record.name == "single":
+            one = Considered(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
+        elif record.name == rule.usual or record in named:
             continue
         elif not hits:
-            considered.append(Considered(record, "available", "nothing asks for it"))
+            one = Considered(record, "available", "nothing asks for it")
         else:
-            claim = _ask(record, hits, request, considered)
-            if claim is not None:
-                claims.append((claim, record))
-    _missing_by_catalog(request, {record.name for _, record in claims})
-    if claims:
-        return _strongest(claims, considered)
-    single = find("backend", "single", because="default")
-    if request.topology.num_processes > 1:
-        passed = "; ".join(
-            f"{c.record.name}: {c.because}" for c in considered if c.state != "available"
-        )
-        raise MissingPluginError(
-            f"{request.topology.num_processes} processes were started "
-            f"({request.topology.because}), but no installed backend takes them"
-            f"{f' ({passed})' if passed else ''}. Install one with: "
-            f"{catalog.pip_command(catalog.SEVERAL_PROCESSES)}"
-        )
-    considered.append(Considered(single, "active", "one process, nothing else asked for"))
-    return Selection(single, "one process, nothing else asked for", considered)
+            one = _asked(record, hits, request)
+        made.considered.append(one)
+    if made.kind == "backend":
+        _refuse_missing(request)
+    claims = [(one.claim, one) for one in made.considered if one.claim is not None]
+    for claim, one in claims if rule.several else _strongest(claims):
+        one.state, one.because = "active", claim.reason
 
 
-def _ask(
-    record: PluginRecord, hits: list[str], request: Request, considered: list[Considered]
-) -> Claim | None:
+def _asked(record: PluginRecord, hits: list[str], request: Request) -> Considered:
     """Import one triggered plugin and ask for its claim; what it cannot answer is recorded."""
-    asked_by_name = any("constructor argument" in hit for hit in hits)
     try:
         plugin = record.load()
         check_api_version(record, plugin)
         claim = _claim(record, plugin, request)
     except AccelerateError as error:
-        if asked_by_name:
+        if any("constructor argument" in hit for hit in hits):  # it is asked for by name
             raise
         version = isinstance(error, PluginVersionError)
         state = "broken" if isinstance(error, PluginError) and not version else "refused"
-        considered.append(Considered(record, state, str(error)))
-        return None
+        return Considered(record, state, str(error))
     if claim is None:
-        considered.append(
-            Considered(record, "passed over", f"asked because of {hits[0]}; made no claim")
-        )
-    else:
-        considered.append(
-            Considered(record, "passed over", f"{claim.reason}, priority {claim.priority}")
-        )
-    return claim
+        return Considered(record, "passed over", f"asked because of {hits[0]}; made no claim")
+    told = f"{claim.reason}, priority {claim.priority}"
+    return Considered(record, "passed over", told, claim)
 
 
 def _claim(record: PluginRecord, plugin: Any, request: Request) -> Claim | None:
@@ -243,64 +286,97 @@ def _claim(record: PluginRecord, plugin: Any, request: Request) -> Claim | None:
     return claim
 
 
-def _missing_by_catalog(request: Request, claimed: set[str]) -> None:
-    """Refuse to ignore a known argument or variable whose plugin is not installed."""
-    have = {record.name for record in installed().plugins}
-    for name, extra in catalog.ARGUMENTS.items():
-        if request.arguments.get(name) is not None and name not in installed().triggers:
-            raise MissingPluginError(
-                f"The argument {name} of Accelerator belongs to a plugin that is not installed. "
-                f"Install it with: {catalog.pip_command(extra)}"
-            )
-    for name, extra in catalog.VARIABLES.items():
-        if request.flag(name) and extra not in have and name not in installed().triggers:
-            raise MissingPluginError(
-                f"Environment variable {name} asks for a plugin that is not installed. "
-                f"Install it with: {catalog.pip_command(extra)}"
-            )
+def _strongest(claims: list[tuple[Claim, Considered]]) -> list[tuple[Claim, Considered]]:
+    """Return the claim of the highest priority, if there is any.
 
-
-def _strongest(claims: list[tuple[Claim, PluginRecord]], considered: list[Considered]) -> Selection:
-    top = max(claim.priority for claim, _ in claims)
-    best = [entry for entry in claims if entry[0].priority == top]
+    Raises:
+        PluginConflictError: two claim with equal priority.
+    """
+    top = max((claim.priority for claim, _ in claims), default=None)
+    best = [(claim, one) for claim, one in claims if claim.priority == top]
     if len(best) > 1:
-        names = [record.name for _, record in best]
-        reasons = "; ".join(f"{record.label}: {claim.reason}" for claim, record in best)
+        names = [one.record.name for _, one in best]
+        reasons = "; ".join(f"{one.record.label}: {claim.reason}" for claim, one in best)
         raise PluginConflictError(
             f"The backends {listing(names)} claim this run with equal priority {top} ({reasons}). "
             f"Choose one: Accelerator(backend={names[0]!r}), ACCELERATE_BACKEND={names[0]}, "
             f"or keep one out with ACCELERATE_DISABLED_PLUGINS={names[-1]}."
         )
-    claim, record = best[0]
-    for entry in considered:
-        if entry.record is record:
-            entry.state, entry.because = "active", claim.reason
-    return Selection(record, claim.reason, considered)
+    return best
 
 
-def select_extensions(request: Request) -> list[tuple[PluginRecord, Any, str]]:
-    """Return the extensions to activate: named in `ACCELERATE_PLUGINS`, or triggered and claiming.
+# --- what asks for a plugin -----------------------------------------------------------------------
 
-    Each comes with its loaded class and the reason.
+
+def fired_triggers(request: Request) -> dict[str, str]:
+    """Return the triggers that this request fires, each with what fired it.
+
+    A trigger's name is a constructor argument, an environment variable, a key
+    of the config file, `multi_process` (more than one process), or `always`.
     """
-    text = request.environ.get("ACCELERATE_PLUGINS", "")
-    named = list(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
-    chosen: list[tuple[PluginRecord, Any, str]] = []
-    for name in named:
-        record = find("extension", name, because="ACCELERATE_PLUGINS", environ=request.environ)
-        plugin = record.load()
-        check_api_version(record, plugin)
-        chosen.append((record, plugin, "named in ACCELERATE_PLUGINS"))
-    fired = fired_triggers(request)
-    disabled = disabled_names(request.environ)
-    considered: list[Considered] = []
-    for record in installed().of_kind("extension"):
-        hits = [fired[trigger] for trigger in sorted(record.triggers) if trigger in fired]
-        if hits and record.name not in disabled and record.name not in named:
-            claim = _ask(record, hits, request, considered)
-            if claim is not None:
-                chosen.append((record, record.load(), claim.reason))
-    return sorted(chosen, key=lambda entry: entry[0].name)
+    fired: dict[str, str] = {}
+    for name in installed().triggers:
+        if name == "always":
+            fired[name] = "it asks to be probed always"
+        elif name == "multi_process":
+            if request.topology.num_processes > 1:
+                fired[name] = (
+                    f"{request.topology.num_processes} processes ({request.topology.because})"
+                )
+        elif request.arguments.get(name) is not None:
+            fired[name] = f"constructor argument {name}"
+        elif request.environ.get(name, "") != "":
+            fired[name] = f"environment variable {name}={request.environ[name]}"
+        elif request.config is not None and _asked_by_file(name, request.config):
+            fired[name] = request.config.where(name)
+    return fired
+
+
+def _asked_by_file(name: str, config: ConfigFile) -> bool:
+    """Tell whether a key of the config file asks for a plugin.
+
+    A peer's file says by `distributed_type` which of its sections is meant.
+    """
+    kind, owner = config.get("distributed_type"), catalog.SECTIONS.get(name)
+    if name not in config or kind is None or owner not in catalog.DISTRIBUTED_TYPES.values():
+        return name in config
+    return catalog.DISTRIBUTED_TYPES.get(str(kind).upper()) == owner
+
+
+def _named_elsewhere(kind: str, request: Request) -> Because:
+    """Return the name that stands in no setting, if there is one.
+
+    `ACCELERATE_PLUGINS` names extensions. A file's `distributed_type` names a backend; arguments
+    and variables that ask for one are stronger.
+    """
+    if kind == "extension":
+        text = request.environ.get("ACCELERATE_PLUGINS")
+        return Because(text, "environment variable ACCELERATE_PLUGINS") if text else NOTHING
+    if kind != "backend" or request.config is None:
+        return NOTHING
+    asked = any(request.arguments.get(name) is not None for name in installed().triggers)
+    switches = (name for name in catalog.VARIABLES if name.startswith("ACCELERATE_USE_"))
+    asked = asked or any(request.flag(name) for name in switches)
+    said = str(request.config.get("distributed_type", "")).upper()
+    if said not in catalog.DISTRIBUTED_TYPES or asked:
+        return NOTHING
+    return Because(catalog.DISTRIBUTED_TYPES[said], request.config.where("distributed_type"))
+
+
+def _refuse_missing(request: Request) -> None:
+    """Refuse to ignore a known argument or variable whose plugin is not installed."""
+    have = {record.name for record in installed().plugins}
+    triggers = installed().triggers
+    for name, extra in {**catalog.ARGUMENTS, **catalog.VARIABLES}.items():
+        if request.arguments.get(name) is not None and name not in triggers:
+            said = f"The argument {name} of Accelerator belongs to"
+        elif request.flag(name) and extra not in have and name not in triggers:
+            said = f"Environment variable {name} asks for"
+        else:
+            continue
+        raise MissingPluginError(
+            f"{said} a plugin that is not installed. Install it with: {catalog.pip_command(extra)}"
+        )
 
 
 def plugin_arguments() -> set[str]:
@@ -332,8 +408,6 @@ def check_owners(arguments: Mapping[str, Any], selection: Selection, active: set
 
 def check_arguments(arguments: Mapping[str, Any], core_names: Mapping[str, Any]) -> None:
     """Refuse constructor arguments that neither the core, a plugin nor the catalog knows."""
-    from accelerate_core.errors import UnknownArgumentError
-
     known = {*core_names, *plugin_arguments(), *catalog.ARGUMENTS}
     for name in arguments:
         if name not in known:

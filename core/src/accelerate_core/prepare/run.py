@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,14 +12,12 @@ from accelerate_core.compilation import uncompiled
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import classify
 from accelerate_core.prepare.plan import Entry, PreparePlan, repoint
+from accelerate_core.prepare.prepared import Prepared
 from accelerate_core.training.forward import wrap_forward
-
-if TYPE_CHECKING:
-    from accelerate_core.accelerator import Accelerator
 
 
 def prepare(
-    accelerator: Accelerator,
+    prepared: Prepared,
     objects: Sequence[Any],
     device_placement: Sequence[bool | None] | None = None,
     evaluation_mode: bool = False,
@@ -29,34 +27,35 @@ def prepare(
     classify → make models → record parameters by name → stages → tie, rebind, verify → the backend
     → the same again → schedulers → loaders.
     """
-    plan = _classify(accelerator, objects, device_placement, evaluation_mode)
+    accelerator = prepared.accelerator
+    plan = _classify(prepared, objects, device_placement, evaluation_mode)
     plan.each("model", lambda model, _: accelerator.hooks.make_model(accelerator, model))
-    plan.record([wrapper.optimizer for wrapper in accelerator.optimizers])
+    plan.record([wrapper.optimizer for wrapper in prepared.optimizers])
     for entry in plan.of_kind("model"):
-        entry.value = _stages(accelerator, entry)
+        entry.value = _stages(prepared, entry)
     accelerator.precision.prepare(accelerator, plan)
     # Also for engines that own the optimizer: what the stages replaced must have reached it.
-    plan.settle(accelerator.models, warn=False)
+    plan.settle(prepared.models, warn=False)
     accelerator.hooks.prepare(accelerator, plan)
     if "optimizer" not in accelerator.backend.owns:
-        plan.settle(accelerator.models, warn=True)
+        plan.settle(prepared.models, warn=True)
     _point_schedulers(plan)
-    run_stage = accelerator.plugins.run_stage
+    run_stage = prepared.plugins.run_stage
     if accelerator.backend.compile_at == "after":
         plan.each("model", lambda model, _: run_stage("compile", accelerator, model))
-    _wrap_steps(accelerator, plan)
+    _wrap_steps(prepared, plan)
     plan.each(
         "loader",
-        lambda loader, entry: accelerator.prepare_data_loader(loader, device_placement=entry.place),
+        lambda loader, entry: prepared.prepare_data_loader(loader, device_placement=entry.place),
     )
     for entry in plan.entries:
         if not entry.done and entry.kind != "other":
-            accelerator.remember(entry.kind, entry.value, evaluation=entry.evaluation_mode)
+            prepared.remember(entry.kind, entry.value, evaluation=entry.evaluation_mode)
     return [entry.value for entry in plan.entries]
 
 
 def _classify(
-    accelerator: Accelerator,
+    prepared: Prepared,
     objects: Sequence[Any],
     device_placement: Sequence[bool | None] | None,
     evaluation_mode: bool,
@@ -66,23 +65,24 @@ def _classify(
         raise PrepareError(
             f"device_placement has {len(placements)} entries for {len(objects)} objects."
         )
-    default = accelerator.device_placement
+    default = prepared.device_placement
     entries = []
     for obj, place in zip(objects, placements, strict=True):
-        kind = classify(obj, accelerator.ask_classification)
-        done = accelerator.is_prepared(obj)
+        kind = classify(obj, prepared.ask_classification)
+        done = prepared.is_prepared(obj)
         entry = Entry(kind, obj, obj, default if place is None else place, evaluation_mode, done)
         entries.append(entry)
-    return PreparePlan(entries, accelerator.inner_model, accelerator.replaced_parameters)
+    return PreparePlan(entries, prepared.inner_model, prepared.replaced_parameters)
 
 
-def _stages(accelerator: Accelerator, entry: Entry) -> torch.nn.Module:
+def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
     """Pass one model through the stages that come before the backend's own wrapping."""
-    accelerator.verify_placeable(entry.value)
+    accelerator = prepared.accelerator
+    prepared.verify_placeable(entry.value)
     model = uncompiled(entry.value)
     if entry.place and "device_placement" not in accelerator.backend.owns:
         model = model.to(accelerator.device)
-    run_stage = accelerator.plugins.run_stage
+    run_stage = prepared.plugins.run_stage
     for stage in ("convert", "tensor_parallel", "activation_checkpointing"):
         model = run_stage(stage, accelerator, model)
     if model is not entry.value and uncompiled(entry.value) is model:
@@ -116,17 +116,17 @@ def _point_schedulers(plan: PreparePlan) -> None:
             repoint(scheduler.value, was, now)
 
 
-def _wrap_steps(accelerator: Accelerator, plan: PreparePlan) -> None:
+def _wrap_steps(prepared: Prepared, plan: PreparePlan) -> None:
     originals = {id(e.original): e for e in plan.entries if e.kind == "optimizer"}
-    plan.each("optimizer", lambda optimizer, entry: accelerator.wrap_optimizer(optimizer))
+    plan.each("optimizer", lambda optimizer, entry: prepared.wrap_optimizer(optimizer))
     for entry in plan.of_kind("scheduler"):
         inner = getattr(entry.original, "optimizer", None)
         mine = originals.get(id(inner))
-        known = accelerator.wrapper_of(inner)
+        known = prepared.wrapper_of(inner)
         if mine is not None:
             optimizers = [mine.value]
         elif known is not None:
             optimizers = [known]
         else:
-            optimizers = [e.value for e in originals.values()] or list(accelerator.optimizers)
-        entry.value = accelerator.wrap_scheduler(entry.value, optimizers)
+            optimizers = [e.value for e in originals.values()] or list(prepared.optimizers)
+        entry.value = prepared.wrap_scheduler(entry.value, optimizers)

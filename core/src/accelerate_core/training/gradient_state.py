@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,8 @@ class GradientState:
         sync_with_dataloader: a loader's last batch ends an accumulation early.
         sync_each_batch: synchronise gradients on every micro-batch.
 
-    A loader calls `open` when an iteration begins, `touched` for each batch it hands out, and
-    `close` when the iteration ends. Accumulation asks the *open* loader that served last whether its
+    A loader hands its batches out through `serve`, which calls `open` when an iteration begins and
+    `close` when it ends. Accumulation asks the *open* loader that served last whether its
     data ends; metrics ask about the batch handed out *last*, even if its loader was abandoned.
     Loaders are held by weak references.
     """
@@ -72,6 +72,37 @@ class GradientState:
         served = Served() if served is None else served
         self._open.append((weakref.ref(loader), served))
         return served
+
+    def serve(
+        self, loader: Any, start: Callable[[Served], Iterator[Any]], whole: int | None = None
+    ) -> Iterator[Any]:
+        """Begin an iteration over a loader, and hand out its batches with all that a loop needs.
+
+        Args:
+            loader: the prepared loader.
+            start: opens its data and returns the batches. It is given the record of the iteration,
+                in which `last` and `real` have to be set when a batch comes out.
+            whole: samples of a full global batch, None if that is not known.
+        """
+        if self.before_cycle is not None:
+            self.before_cycle()
+        served = Served(whole=whole)
+        return self._serve(loader, start(served), served)
+
+    def _serve(self, loader: Any, batches: Iterator[Any], served: Served) -> Iterator[Any]:
+        exhausted = False
+        self.open(loader, served)
+        try:
+            for batch in batches:
+                self._touched = served
+                yield batch
+                if self.loop_body_end is not None:
+                    self.loop_body_end()
+                if self.before_cycle is not None:
+                    self.before_cycle()
+            exhausted = True
+        finally:
+            self.close(loader, exhausted, served)
 
     def touched(self, loader: Any, served: Served) -> None:
         """Note that `loader` hands out a batch."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch.optim import Optimizer
 
+from accelerate_core.delegation import attribute, method
 from accelerate_core.training.gradient_state import GradientState
 
 
-class AcceleratedOptimizer(torch.optim.Optimizer):
+class AcceleratedOptimizer(Optimizer):
     """An optimizer whose `step` and `zero_grad` do nothing inside an accumulation cycle.
 
     Everything else is the inner optimizer's, reachable as `optimizer`.
@@ -18,7 +19,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         *,
         gradient_state: GradientState,
         step: Callable[[Any, Callable[[], Any] | None], bool],
@@ -48,44 +49,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # What belongs to this run stays here: a pickle or a copy is of the user's own optimizer.
         return _plain, (self.optimizer,)
 
-    @property
-    def state(self) -> Any:
-        """State per parameter."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups with their hyperparameters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Hyperparameters of groups that do not state their own."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optimizer.defaults = value
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the inner optimizer."""
-        self.optimizer.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state dict."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the inner optimizer."""
-        self.optimizer.load_state_dict(state_dict)
+    state: Any = attribute("optimizer.state", "State per parameter.", settable=True)
+    param_groups: list[dict[str, Any]] = attribute(
+        "optimizer.param_groups", "Parameter groups with their hyperparameters.", settable=True
+    )
+    defaults: dict[str, Any] = attribute(
+        "optimizer.defaults", "Hyperparameters of groups that do not state theirs.", settable=True
+    )
+    add_param_group = method("optimizer", Optimizer.add_param_group)
+    state_dict = method("optimizer", Optimizer.state_dict)
+    load_state_dict = method("optimizer", Optimizer.load_state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, on the boundary of an accumulation cycle only."""

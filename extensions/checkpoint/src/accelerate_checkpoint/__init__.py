@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.replay import CycleStart as CycleStart
     from accelerate_checkpoint.shards import SafeReader as SafeReader
     from accelerate_checkpoint.shards import read_metadata as read_metadata
+    from accelerate_checkpoint.training_state import TrainingState as TrainingState
 
 #: Module -> its names; each is imported when one of them is first used: commands need no torch.
 _OF_MODULE = {
@@ -27,6 +28,7 @@ _OF_MODULE = {
     "accelerate_checkpoint.preemption": ("Preempted", "Preemption", "read_signals"),
     "accelerate_checkpoint.replay": ("CycleStart",),
     "accelerate_checkpoint.shards": ("SafeReader", "read_metadata"),
+    "accelerate_checkpoint.training_state": ("TrainingState",),
 }
 _HOMES = {name: module for module, names in _OF_MODULE.items() for name in names}
 

@@ -13,11 +13,12 @@ from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.preemption import Preemption, read_signals
 from accelerate_checkpoint.replay import CycleStart
 from accelerate_checkpoint.save import save_state
+from accelerate_checkpoint.training_state import TrainingState
 
 if TYPE_CHECKING:
     import torch
 
-    from accelerate_core.contract.parts import Checkpointer, TrainingState
+    from accelerate_core.contract.parts import Checkpointer, Run
 
 __all__ = ["DirectoryCheckpointer"]
 
@@ -42,9 +43,9 @@ class DirectoryCheckpointer:
         self.background = Background()
         self._preemption: Preemption | None = None
 
-    def attach(self, state: TrainingState) -> None:
+    def attach(self, run: Run) -> None:
         """Take the run; what has to watch its loop begins here."""
-        self._state = state
+        self._state = state = TrainingState(run)
         self._numbering = Numbering(state)
         self._cycle_start = None if state.gives_gradients else CycleStart(state)
         if self._signals:

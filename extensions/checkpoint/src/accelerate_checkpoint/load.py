@@ -27,7 +27,7 @@ from accelerate_checkpoint.numbering import Numbering
 from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accelerate_core.contract.parts import TrainingState
+    from accelerate_checkpoint.training_state import TrainingState
 
 __all__ = ["load_state"]
 

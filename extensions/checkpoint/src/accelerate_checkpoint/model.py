@@ -25,7 +25,7 @@ from accelerate_checkpoint.writer import write_weights
 from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accelerate_core.contract.parts import TrainingState
+    from accelerate_checkpoint.training_state import TrainingState
 
 __all__ = ["load_weights", "save_model", "save_object", "save_weights", "weights_layout"]
 

@@ -13,7 +13,7 @@ from accelerate_checkpoint.manifest import MANIFEST, problems, read_manifest
 from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accelerate_core.contract.parts import TrainingState
+    from accelerate_checkpoint.training_state import TrainingState
 
 __all__ = ["Numbering"]
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
 if TYPE_CHECKING:
-    from accelerate_core.contract.parts import TrainingState
+    from accelerate_checkpoint.training_state import TrainingState
 
 __all__ = ["EXIT_STATUS", "Preempted", "Preemption", "read_signals"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from accelerate_core.contract.parts import TrainingState
+    from accelerate_checkpoint.training_state import TrainingState
 
 __all__ = ["CycleStart"]
 

@@ -23,7 +23,7 @@ from accelerate_checkpoint.writer import Writer
 from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accelerate_core.contract.parts import TrainingState
+    from accelerate_checkpoint.training_state import TrainingState
 
 __all__ = ["save_state"]
 

@@ -30,13 +30,16 @@ _HOMES = {
     "accelerator": ("accelerate_core.accelerator",),
     "big_modeling": ("accelerate_big_model",),
     "checkpointing": ("accelerate_checkpoint", "accelerate_core.utils"),
-    "data_loader": tuple(
-        f"accelerate_core.data.{name}"
-        for name in ("loader", "prepare", "shard", "order", "skip", "rng")
+    "data_loader": (
+        "accelerate_drop_in.data_loader",
+        *(
+            f"accelerate_core.data.{name}"
+            for name in ("loader", "shard", "order", "prepare", "rng")
+        ),
     ),
     "hooks": ("accelerate_big_model.hooks", "accelerate_big_model"),
     "launchers": ("accelerate_launch",),
-    "local_sgd": ("accelerate_core.local_sgd",),
+    "local_sgd": ("accelerate_core",),
     "logging": ("accelerate_core.logging",),
     "optimizer": ("accelerate_core.training.optimizer",),
     "scheduler": ("accelerate_core.training.scheduler",),

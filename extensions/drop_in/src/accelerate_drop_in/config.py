@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import yaml
 
-from accelerate_core.config.files import default_config_path
 from accelerate_core.plugins.discovery import find
 from accelerate_drop_in.environment import get_current_device_type
+from accelerate_launch import default_config_path
 
 __all__ = ["write_basic_config"]
 

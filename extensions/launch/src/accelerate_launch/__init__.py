@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         debug_launcher,
         notebook_launcher,
     )
+    from accelerate_launch.paths import default_config_path
     from accelerate_launch.plan import LaunchPlan, Target
     from accelerate_launch.resolve import make_plan
     from accelerate_launch.simple import target_command
@@ -29,6 +30,7 @@ __all__ = [
     "child_environment",
     "choose_launcher",
     "debug_launcher",
+    "default_config_path",
     "make_plan",
     "notebook_launcher",
     "start",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "default_config_path": "paths",
     "LaunchPlan": "plan",
     "Target": "plan",
     "make_plan": "resolve",

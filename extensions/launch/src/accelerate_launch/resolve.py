@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.config.files import (
-    CONFIG_VARIABLE,
-    ConfigFile,
-    default_config_path,
-    read_config,
-)
+from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
 from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because, encode
 from accelerate_core.config.resolve import Sources, look_up
 from accelerate_core.config.schema import SettingField
@@ -22,6 +17,7 @@ from accelerate_core.plugins.discovery import find, installed
 from accelerate_launch import checks, devices, mpi
 from accelerate_launch.contributed import check_sections, take
 from accelerate_launch.options import LAUNCH_OPTIONS, OWN
+from accelerate_launch.paths import default_config_path, peers_config
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.surroundings import Surroundings, look_around
 from accelerate_launch.target import find_target
@@ -32,7 +28,6 @@ __all__ = [
     "draft_plan",
     "find_config",
     "make_plan",
-    "peers_config",
     "refuse_nesting",
 ]
 
@@ -207,12 +202,6 @@ def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | N
             theirs,
         )
     return None
-
-
-def peers_config(environ: Mapping[str, str]) -> Path:
-    """Return where the tool whose files we read keeps its default configuration."""
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(environ.get("HF_HOME") or cache / "huggingface") / "accelerate/default_config.yaml"
 
 
 def refuse_nesting(environ: Mapping[str, str], num_machines: int = 1) -> None:

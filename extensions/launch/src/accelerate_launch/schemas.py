@@ -21,19 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import accelerate_core
+from accelerate_core import config
 from accelerate_core.config.schema import SettingField, settings_fields
-from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
     PluginRecord,
     disabled_names,
     installed,
     load_target,
 )
-
-__all__ = ["WITH_SETTINGS", "PluginSchema", "cache_file", "describe", "plugin_schemas"]
+from accelerate_launch.paths import cache_directory
 
 #: Kinds of plugins that may have a section of a config file, `<name>_config`.
-WITH_SETTINGS = ("backend", "precision", "checkpointer", "extension")
+WITH_SETTINGS = ("backend", "precision", "checkpointer", "loaders", "extension")
 #: Raised with what is kept: older entries are then asked for anew.
 _FORMAT = 4
 
@@ -77,12 +76,6 @@ class PluginSchema:
         return next((one for one in self.fields if key in one.yaml), None)
 
 
-def cache_file(environ: Mapping[str, str]) -> Path:
-    """Return where the answers are kept."""
-    cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "accelerate-core" / "plugins.json"
-
-
 def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSchema, ...]:
     """Return the schemas of the core's mesh and of all installed plugins with settings.
 
@@ -97,7 +90,7 @@ def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSche
         and record.name not in disabled
         and (record.kind == "core" or not record.target.startswith("accelerate_core."))
     }
-    file = cache_file(environ)
+    file = cache_directory() / "plugins.json"
     known = _read(file)
     missing = {key: record for key, record in wanted.items() if key not in known}
     if missing:
@@ -126,10 +119,7 @@ def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
         read: dict[str, Any] = {
             key: tuple(one) if isinstance(one, list) else one for key, one in raw.items()
         }
-        # The peer's command line has plain names for some options of plugins we know.
-        plain = [raw["name"]] if catalog.OPTIONS.get(raw["name"]) == record.name else []
-        names = tuple(dict.fromkeys((*plain, *raw["cli"])))
-        made.append(SettingField(**{**read, "cli": names}))
+        made.append(SettingField(**read))
     return PluginSchema(
         kind=record.kind,
         name=record.name,
@@ -149,8 +139,7 @@ def _key(record: PluginRecord) -> str:
     spec = importlib.util.find_spec(package)
     folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
     # What is said depends on how the core reads settings, too.
-    core = Path(accelerate_core.__file__).parent
-    own = [core / "configuration" / f"{n}.py" for n in ("schema", "parallelism", "handlers")]
+    own = Path(config.__file__).parent.glob("*.py")
     written = [Path(__file__), *own, *(() if record.kind == "core" else folder.glob("*.py"))]
     newest = max(one.stat().st_mtime_ns for one in written)
     parts = (record.target, record.distribution, record.version, folder, newest, _FORMAT)

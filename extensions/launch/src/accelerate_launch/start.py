@@ -20,7 +20,7 @@ from accelerate_launch.plan import LaunchPlan
 
 if TYPE_CHECKING:
     from accelerate_core.plugins.discovery import PluginRecord
-    from accelerate_core.plugins.selection import Considered
+    from accelerate_core.plugins.selection import Considered, Selection
 
 __all__ = [
     "Launcher",
@@ -71,8 +71,8 @@ def choose_launcher(plan: LaunchPlan) -> Launcher:
         PluginVersionError: the one that is named speaks another major version of the contract.
         ConfigurationError: the one that is named does not take this launch.
     """
-    launcher, considered = consider_launchers(plan)
-    for one in considered:
+    launcher, selection = consider_launchers(plan)
+    for one in selection.considered:
         if one.state in ("refused", "broken"):
             _warn_once(f"{one.because} The launch goes on with {launcher.name!r}.")
     return launcher
@@ -83,26 +83,31 @@ def _warn_once(text: str) -> None:
     logger.warning(text)
 
 
-def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, list[Considered]]:
-    """Return the launcher that starts `plan`, and what became of each one that is installed.
+def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
+    """Return the launcher that starts `plan`, and how it was chosen among those installed.
 
     Raises:
         PluginError, PluginVersionError, ConfigurationError: as `choose_launcher`.
     """
+    from accelerate_core.config.provenance import Because
     from accelerate_core.plugins.discovery import installed
-    from accelerate_core.plugins.selection import Considered
+    from accelerate_core.plugins.selection import Considered, Selection
 
-    records = installed().of_kind("launcher")
+    made, records = Selection("launcher"), installed().of_kind("launcher")
     if plan.launcher is not None:
-        launcher, because = _named(plan)
-        return launcher, [
-            Considered(record, "active", because)
+        launcher, origin = _named(plan)
+        made.wanted = Because(plan.launcher, origin)
+        made.considered = [
+            Considered(record, "active", origin)
             if record.name == plan.launcher
-            else Considered(record, "available", f"{plan.launcher!r} is asked for by {because}")
+            else Considered(record, "available", f"{plan.launcher!r} is asked for by {origin}")
             for record in records
         ]
+        return launcher, made
+    made.fired = {"always": "it asks to be probed always"}
+    made.fired |= {name: one.origin for name, one in plan.contributed.items()}
     asked = [_triggered(record, plan) for record in records]
-    accepting = [(made, one) for made, one in asked if made is not None]
+    accepting = [(launcher, one) for launcher, one in asked if launcher is not None]
     if not accepting:
         raise PluginError("No installed launcher takes this launch; name one with --launcher.")
     launcher, chosen = max(accepting, key=lambda pair: getattr(pair[0], "priority", _PRIORITY))
@@ -112,7 +117,8 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, list[Considered]]:
     what = f"{plan.num_processes} process(es) on {plan.num_machines} machine(s)"
     asked_by = _why_asked(chosen.record, plan)
     chosen.because = asked_by or f"the first that accepts {what}"
-    return launcher, [one for _, one in asked]
+    made.considered = [one for _, one in asked]
+    return launcher, made
 
 
 def _why_asked(record: PluginRecord, plan: LaunchPlan) -> str:

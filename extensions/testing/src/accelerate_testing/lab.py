@@ -187,7 +187,7 @@ class Lab:
 
         while self._made:
             accelerator = self._made.pop(0)
-            if not accelerator.closed:
+            if not accelerator._closed:
                 accelerator.end_training()
             del accelerator  # nothing of it is left when garbage is collected
         gc.collect()
@@ -202,7 +202,7 @@ class Lab:
 
         made, self._made = self._made, []
         for accelerator in made:
-            accelerator.closed = True
+            accelerator._closed = True
             runtime.release(accelerator)
         del made
         gc.collect()

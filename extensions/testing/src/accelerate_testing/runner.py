@@ -14,7 +14,6 @@ from typing import Any
 from accelerate_core.errors import (
     AccelerateError,
     ConfigurationError,
-    MissingPluginError,
     did_you_mean,
     listing,
 )
@@ -58,11 +57,9 @@ def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
             "with --kind."
         )
     if kind is None and not kinds:
-        from accelerate_launch.explain.situation import Situation
-        from accelerate_launch.explain.why import why
+        from accelerate_launch.explain.why import missing
 
-        why(name, Situation.of(os.environ))
-        raise MissingPluginError(name)
+        raise missing(name)
     return find(kind or kinds[0], name, because="the conformance suite", environ=os.environ)
 
 

@@ -10,23 +10,21 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from accelerate_core.data.dispatch.protocol import Channel, Message, sendable
 from accelerate_core.data.dispatch.transport import SOURCE, CollectiveTransport, GroupTransport
-from accelerate_core.data.steps import NOTHING, Step, StepReader
+from accelerate_core.data.steps import NOTHING, Read, StepReader
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import close_before_end
 
-T = TypeVar("T")
-_END: Any = object()
 # Seconds of work on a batch below which handing over to the thread and back costs more.
 _WORTH_A_THREAD = 1e-4
 
 
-class Prefetcher(Generic[T]):
+class Prefetcher:
     """Calls `make` on a thread of its own, one call at a time, one result ahead.
 
     After each result the thread calls `then`, which must not raise: to get ready for the next.
@@ -36,14 +34,12 @@ class Prefetcher(Generic[T]):
     dies does not wait for it.
     """
 
-    def __init__(self, make: Callable[[], T], name: str, then: Callable[[], None]) -> None:
+    def __init__(self, make: Callable[[], Any], name: str, then: Callable[[], None]) -> None:
         self._make = make
         self._then = then
         self._name = name
-        self._jobs: queue.SimpleQueue[tuple[Future[T], threading.Event] | None]
-        self._jobs = queue.SimpleQueue()
-        self._pending: Future[T] | None = None
-        self._idle: threading.Event | None = None
+        self._jobs: queue.Queue[Future[Any] | None] = queue.Queue()
+        self._pending: Future[Any] | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -51,10 +47,10 @@ class Prefetcher(Generic[T]):
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._pending, self._idle = Future(), threading.Event()
-        self._jobs.put((self._pending, self._idle))
+        self._pending = Future()
+        self._jobs.put(self._pending)
 
-    def take(self) -> T:
+    def take(self) -> Any:
         """Return the result that was started, or make it now; raise what making it raised."""
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -64,59 +60,51 @@ class Prefetcher(Generic[T]):
 
     def rest(self) -> None:
         """Wait until the thread does nothing: what it uses may be used by the caller then."""
-        if self._idle is not None:
-            self._idle.wait()
+        self._jobs.join()
 
     def close(self) -> None:
         """Wait for what was started, drop it, and end the thread."""
-        pending, self._pending = self._pending, None
+        self._pending = None
         if self._thread is None or sys.is_finalizing():  # the thread runs no more by then
             return
         self._jobs.put(None)
-        if pending is not None:
-            pending.exception()
         self._thread.join()
         self._thread = None
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            result, idle = job
+        while (result := self._jobs.get()) is not None:
             try:
                 result.set_result(self._make())
             except BaseException as error:
                 result.set_exception(error)
-            del job, result  # do not keep a batch alive while waiting
+            del result  # do not keep a batch alive while waiting
             try:
                 self._then()
             finally:
-                idle.set()
+                self._jobs.task_done()
+        self._jobs.task_done()
 
 
-class Reading(Iterator[Any]):
-    """Batches out of `(batch, real, state)`; knows the loader's state after the latest.
+class Reading(Iterator[Read]):
+    """Batches of a loader; notices who draws random numbers.
 
     `draws` says whether the last batch that was `watched` was read with the help of a global
     random number generator.
     """
 
-    def __init__(self, items: Iterator[tuple[Any, int | None, Any]]) -> None:
+    def __init__(self, items: Iterator[Read]) -> None:
         self._items = items
-        self._state: Any = None
         self.watched = 0
         self.draws = False
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Read:
         before = _generators() if self.watched else None
-        batch, _, self._state = next(self._items)
+        item = next(self._items)
         if before is not None:
             self.watched -= 1
             after = _generators()
             self.draws = before[1:] != after[1:] or not torch.equal(before[0], after[0])
-        return batch
-
-    def state_now(self) -> Any:
-        """Return the loader's state after the batch read last, if it has one."""
-        return self._state
+        return item
 
 
 @dataclass(eq=False)
@@ -151,7 +139,7 @@ class Dispatch:
         ahead = self.group is not None
         transport = GroupTransport(self.group) if ahead else CollectiveTransport(self.comm)
         self._channel = Channel(transport, self.comm.size)
-        self._steps = self._guarded()
+        self._outgoing = self._all_messages()
         self._ready: list[Message] | None = None
         self._prefetcher = Prefetcher(self._send, "dispatch", then=self._get_ready)
         self._awaited = False  # whether the other ranks are a message ahead of this one
@@ -174,7 +162,7 @@ class Dispatch:
         self._prefetcher.close()
         self._channel.close()
         # At once, not when a collector comes by: a loader's workers end with its iterator.
-        self._steps.close()
+        self._outgoing.close()
         self._ready = self.reading = None
         del self._prefetcher
 
@@ -198,7 +186,7 @@ class Dispatch:
         try:
             while more and not self._closed:
                 self._awaited = False
-                message = self._prefetcher.take()
+                message: Message = self._prefetcher.take()
                 if message.failure is not None:
                     raise message.failure
                 more = message.more
@@ -218,44 +206,29 @@ class Dispatch:
 
     def _send(self) -> Message:
         messages, self._ready = self._ready, None
-        if messages is None:
-            messages = self._messages(next(self._steps))
-        return self._channel.send(messages)
+        return self._channel.send(next(self._outgoing) if messages is None else messages)
 
     def _get_ready(self) -> None:
         """Read the step after the one just sent; what is read shows to no other rank yet."""
-        step = next(self._steps, _END)
-        if step is not _END:
-            self._ready = self._messages(step)
+        self._ready = next(self._outgoing, None)
 
-    def _guarded(self) -> Generator[Step | Exception | None, None, None]:
-        """Yield steps, an exception in the place of the step it prevented, None for no data."""
-        more, reading = True, self.reading
+    def _all_messages(self) -> Generator[list[Message], None, None]:
+        """Yield the ranks' messages of every step; an exception takes the place of a step."""
+        more, reading, shards = True, self.reading, self.shard_of_rank
         try:
             if not isinstance(reading, Reading):
                 raise reading or AssertionError("only the reading rank has steps")
             # The first may draw the order of an epoch; by the second it shows what samples draw.
             reading.watched = 2
-            for step in self.reader.steps(reading, self.skip, reading.state_now):
-                more = step.more
-                yield step
+            for step in self.reader.steps(reading, self.skip):
+                more, parts, last = step.more, step.parts, step.last
+                yield [Message(parts[s], last[s], more, step.real, step.state) for s in shards]
         except Exception as error:
-            yield error
+            sent = Message(failure=sendable(error))
+            yield [Message(failure=error)] + [sent] * (len(shards) - 1)
             return
         if more:
-            yield None
-
-    def _messages(self, step: Step | Exception | None) -> list[Message]:
-        if step is None:
-            return [Message() for _ in self.shard_of_rank]
-        if isinstance(step, Exception):
-            sent = Message(failure=sendable(step))
-            return [Message(failure=step)] + [sent] * (len(self.shard_of_rank) - 1)
-        parts, last = step.parts, step.last
-        return [
-            Message(parts[shard], last[shard], step.more, step.real, step.state)
-            for shard in self.shard_of_rank
-        ]
+            yield [Message() for _ in shards]
 
 
 def _generators() -> tuple[Any, ...]:

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from accelerate_core.data.batch import children_of
 from accelerate_core.data.dispatch.transport import SOURCE, Transport
 from accelerate_core.data.steps import NOTHING
 from accelerate_core.distributed.packing import Layout, layout_of, unpack
 from accelerate_core.distributed.torch_collectives import as_memory
 from accelerate_core.distributed.tree import (
     TensorInformation,
+    children,
     flatten,
     get_data_structure,
     map_leaves,
@@ -104,11 +104,10 @@ class Channel:
         self.transport = transport
         self.size = size
         self.capacity = capacity
-        self._signatures: list[Any] = [None] * size
-        self._layouts: list[Layout | None] = [None] * size
+        self._sent: list[tuple[Any, Layout | None]] = [(None, None)] * size
         self._structure: Any = None
         self._layout: Layout | None = None
-        self._buffers: list[SendBuffer | None] = [None, None]
+        self._sending: SendBuffer | None = None
         self._arriving: Callable[[], torch.Tensor] | None = None
 
     def send(self, messages: Sequence[Message]) -> Message:
@@ -156,11 +155,10 @@ class Channel:
         self.transport.flush()
 
     def _buffer(self, width: int) -> SendBuffer:
-        self._buffers.reverse()  # two in turn: the one before may still be on its way
-        buffer = self._buffers[0]
-        if buffer is None or buffer.width != width:
-            buffer = self._buffers[0] = SendBuffer(self.size, width)
-        return buffer
+        self.transport.flush()  # what is in the buffer may still be on its way
+        if self._sending is None or self._sending.width != width:
+            self._sending = SendBuffer(self.size, width)
+        return self._sending
 
     def _encoded(self, messages: Sequence[Message]) -> list[_Encoded]:
         """Encode the messages of all ranks but the one that reads, which is the first."""
@@ -178,11 +176,10 @@ class Channel:
         elif has_part:
             signature: list[Any] = []
             plain = _sign(message.part, signature, encoded.tensors)
-            if not plain or signature != self._signatures[rank]:
+            if not plain or signature != self._sent[rank][0]:
                 encoded.description = _pickled(_described(message.part))
-                self._signatures[rank] = signature if plain else None
-                self._layouts[rank] = layout_of(encoded.tensors)
-            encoded.layout = self._layouts[rank]
+                self._sent[rank] = signature if plain else None, layout_of(encoded.tensors)
+            encoded.layout = self._sent[rank][1]
         return encoded
 
     def _decoded(self, body: torch.Tensor) -> Message:
@@ -264,14 +261,14 @@ def _sign(tree: Any, into: list[Any], tensors: list[torch.Tensor]) -> bool:
     if tree is None or kind is bool or kind is int:
         into.append((kind, tree))
         return True
-    children = children_of(tree)
-    if children is None:
+    inner = children(tree)
+    if inner is None:
         return False
-    into.append((kind, tuple(children)))
-    plain = [_sign(child, into, tensors) for child in children.values()]
+    is_mapping = isinstance(tree, Mapping)
+    into.append((kind, tuple(tree) if is_mapping else len(inner)))
+    plain = [_sign(child, into, tensors) for child in inner]
     # A mapping class of someone's may carry attributes beside its items.
-    carries = getattr(tree, "__dict__", None) and isinstance(tree, Mapping)
-    return all(plain) and not carries
+    return all(plain) and not (is_mapping and getattr(tree, "__dict__", None))
 
 
 def _described(tree: Any) -> Any:
@@ -285,13 +282,10 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
             return NotImplemented
-        tensor = obj.detach() if obj.grad_fn is not None else obj
-        if tensor.device.type != "cpu":
-            tensor = tensor.cpu()
-        elif tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        tensor = obj.detach().cpu()
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
             tensor = tensor.clone()
-        if tensor is obj:
-            return NotImplemented
+        tensor.requires_grad_(obj.requires_grad and obj.is_leaf)
         reduce: Any = tensor.__reduce_ex__
         return reduce(pickle.HIGHEST_PROTOCOL)
 

@@ -14,8 +14,15 @@ from typing import Any
 import fsspec
 import torch
 
-from accelerate_checkpoint import CycleStart, Preemption, read_signals, save_object, save_weights
-from accelerate_core.contract.parts import TrainingState
+from accelerate_checkpoint import (
+    CycleStart,
+    Preemption,
+    TrainingState,
+    read_signals,
+    save_object,
+    save_weights,
+)
+from accelerate_core.contract.parts import Run
 from accelerate_core.errors import CheckpointError
 from accelerate_fsspec.load import agreed, restore
 from accelerate_fsspec.numbering import Numbering
@@ -49,9 +56,9 @@ class FsspecCheckpointer:
         self._failure: BaseException | None = None
         self._beside: Any = None
 
-    def attach(self, state: TrainingState) -> None:
+    def attach(self, run: Run) -> None:
         """Take the run; what has to watch its loop begins here."""
-        self._state = state
+        self._state = state = TrainingState(run)
         self._numbering = Numbering(state, self._place, self.settings.url)
         self._cycle_start = None if state.gives_gradients else CycleStart(state)
         if self._signals:

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelerate_checkpoint import load_weights
-from accelerate_core.contract.parts import TrainingState
+from accelerate_checkpoint import TrainingState, load_weights
 from accelerate_core.errors import CheckpointError
 from accelerate_fsspec.place import Manifest
 from accelerate_fsspec.stage import MERGED

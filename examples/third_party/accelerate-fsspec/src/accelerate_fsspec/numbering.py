@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from accelerate_core.contract.parts import TrainingState
+from accelerate_checkpoint import TrainingState
 from accelerate_core.errors import CheckpointError
 from accelerate_fsspec.place import Place
 

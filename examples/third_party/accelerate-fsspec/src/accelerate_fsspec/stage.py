@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from accelerate_checkpoint import CycleStart, save_weights
-from accelerate_core.contract.parts import TrainingState
+from accelerate_checkpoint import CycleStart, TrainingState, save_weights
 from accelerate_fsspec.place import checksum
 
 __all__ = ["MERGED", "Stage", "write"]

@@ -159,7 +159,8 @@ def update_command(ctx: click.Context, config_file: str | None) -> None:
 
 
 def _path(named: str | None, environ: Mapping[str, str]) -> Path:
-    from accelerate_core.config.files import CONFIG_VARIABLE, default_config_path
+    from accelerate_core.config.files import CONFIG_VARIABLE
+    from accelerate_launch.paths import default_config_path
 
     return Path(named or environ.get(CONFIG_VARIABLE) or default_config_path(environ))
 
@@ -216,15 +217,18 @@ def _check_deeply(config: Any) -> None:
     from accelerate_core.config.handlers import ProjectConfiguration, TorchDynamoPlugin
     from accelerate_core.config.parallelism import ParallelismConfig
     from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings
+    from accelerate_core.contract.topology import Topology
     from accelerate_core.plugins.discovery import disabled_names, installed
-    from accelerate_core.plugins.parts import select_part
+    from accelerate_core.plugins.parts import Part
+    from accelerate_core.plugins.selection import Request, select
     from accelerate_launch.schemas import WITH_SETTINGS
 
     sources = Sources({}, config)
     values = resolve_core({}, sources, {})
     if (signals := values["preemption_signals"].value) is not None:
-        saves = select_part("checkpointer", values["checkpointer"])
-        make = NoCheckpointer if saves is None else saves.reads(sources, {}).make
+        chosen = select("checkpointer", Request({}, os.environ, Topology()), values["checkpointer"])
+        saves = Part.of(chosen, sources, {})
+        make = NoCheckpointer if saves is None else saves.make
         make(ProjectConfiguration(), signals)  # refuses signals that cannot be caught
     device = values["torch_device"].value
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,14 +16,13 @@ from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, installed
 from accelerate_launch import devices
 from accelerate_launch.contributed import check_value
-from accelerate_launch.resolve import peers_config
+from accelerate_launch.paths import peers_config
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
 from accelerate_launch.surroundings import look_around
 
 __all__ = ["Asker", "ask_everything"]
 
 #: What is offered as a compiler; any that torch knows may be typed.
-_KEYS = re.compile(r"\x1b\[[A-Z]|.", re.DOTALL)
 _COMPILERS = ("no", "inductor", "aot_eager", "eager")
 
 
@@ -39,8 +37,12 @@ class Asker:
         """Return one of the options."""
         if not self.ask or len(options) == 1:
             return default
+        default = default if default in options else options[0]
         if self.keys:
-            return _by_arrows(question, options, default)
+            import questionary
+
+            menu = questionary.select(question, list(options), default)
+            return str(menu.unsafe_ask())
         said = self.text(f"{question} ({', '.join(options)})", default)
         while said not in options:
             if said.isdigit() and int(said) < len(options):
@@ -70,6 +72,11 @@ class Asker:
         """Return a line."""
         if not self.ask:
             return default
+        if self.keys:
+            import questionary
+
+            shown = f"{question} [{default}]" if default else question
+            return questionary.text(shown).unsafe_ask().strip() or default
         try:
             return str(click.prompt(question, default=default, show_default=bool(default))).strip()
         except click.Abort:
@@ -226,38 +233,3 @@ def _field(asker: Asker, field: SettingField) -> Any:
         if said == "":
             return None
         return {"int": int, "float": float}.get(field.kind, str)(said)
-
-
-def _by_arrows(question: str, options: Sequence[str], default: str) -> str:
-    """Let one option be chosen by the arrow keys, or its number, and confirmed by enter."""
-    from rich.live import Live
-    from rich.text import Text
-
-    at = options.index(default) if default in options else 0
-
-    def shown() -> Text:
-        lines = [Text(f"{question}", style="bold")]
-        for index, option in enumerate(options):
-            mark, style = ("> ", "cyan") if index == at else ("  ", "")
-            lines.append(Text(f"{mark}{option}", style=style))
-        return Text("\n").join(lines)
-
-    with Live(shown(), console=console(), auto_refresh=False, transient=True) as live:
-        keys: list[str] = []
-        while True:
-            # Keys pressed quickly arrive together.
-            keys = keys or _KEYS.findall(click.getchar())
-            key = keys.pop(0) if keys else ""
-            if key in ("\r", "\n"):
-                break
-            if key in ("\x1b[A", "k"):
-                at = (at - 1) % len(options)
-            elif key in ("\x1b[B", "j"):
-                at = (at + 1) % len(options)
-            elif key.isdigit() and int(key) < len(options):
-                at = int(key)
-            elif key in ("\x03", "\x04"):
-                raise click.Abort
-            live.update(shown(), refresh=True)
-    click.echo(f"{question} {options[at]}")
-    return options[at]

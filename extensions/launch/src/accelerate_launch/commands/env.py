@@ -104,12 +104,12 @@ def _devices() -> dict[str, Any]:
 
 def _plugins(environ: Mapping[str, str]) -> list[dict[str, Any]]:
     from accelerate_core.config.files import CONFIG_VARIABLE, read_config
-    from accelerate_launch.explain.report import survey
-    from accelerate_launch.outlook import outlook
+    from accelerate_launch.explain.planned_run import planned_run
+    from accelerate_launch.explain.report import rows
 
     named = environ.get(CONFIG_VARIABLE)
-    situation = outlook(environ, read_config(named) if named else None)
-    return [row.as_dict() for row in survey(situation).rows]
+    run = planned_run(environ, read_config(named) if named else None)
+    return [row.as_dict() for row in rows(run)]
 
 
 def _configuration(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:

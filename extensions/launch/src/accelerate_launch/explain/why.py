@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate_core.config.provenance import Because
-from accelerate_core.config.resolve import Sources, resolve_core
-from accelerate_core.errors import AccelerateError, MissingPluginError, did_you_mean, listing
+from accelerate_core.errors import MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import (
-    PluginRecord,
-    disabled_names,
-    installed,
-    without_entry_point,
-)
-from accelerate_core.plugins.parts import DEFAULTS, select_part
-from accelerate_core.plugins.selection import (
-    Considered,
-    Request,
-    fired_triggers,
-    select_backend,
-    select_extensions,
-)
-from accelerate_launch.explain.report import (
-    PARTS,
-    PluginRow,
-    api_of,
-    precision_state,
-    survey,
-    tracker_state,
-)
-from accelerate_launch.explain.situation import Situation
+from accelerate_core.plugins.discovery import PluginRecord, installed, without_entry_point
+from accelerate_core.plugins.parts import PARTS
+from accelerate_core.plugins.selection import KINDS, Selection
+from accelerate_launch.explain.planned_run import PlannedRun
+from accelerate_launch.explain.report import api_of, state_of
 from accelerate_launch.explain.static import stated
 
-__all__ = ["Decision", "why"]
+__all__ = ["Explanation", "missing", "why"]
 
 _ASK_FOR_IT = {
     "backend": "Accelerator(backend={name!r}), ACCELERATE_BACKEND={name}, or launch --backend {name}",
@@ -54,7 +34,7 @@ _ASK_FOR_IT = {
 
 
 @dataclass
-class Decision:
+class Explanation:
     """What becomes of one plugin, and each step on the way there.
 
     `problem` is what keeps the choice of its kind from being made; "" if it can be.
@@ -68,34 +48,25 @@ class Decision:
     advice: str = ""
     problem: str = ""
 
-    def undecided(self, step: str, problem: str) -> None:
-        """Take down that nothing of this kind can be chosen, as the table does."""
-        self.state, self.because, self.problem = "undecided", problem, problem
-        self.steps.append((step, f"it fails: {problem}"))
-
     def as_dict(self) -> dict[str, Any]:
-        """Return the decision as JSON knows it."""
+        """Return the explanation as JSON knows it."""
         return dataclasses.asdict(self)
 
 
-def why(name: str, situation: Situation) -> list[Decision]:
+def why(name: str, run: PlannedRun) -> list[Explanation]:
     """Tell the decision about every installed plugin of that name.
-
-    Args:
-        situation: under what is decided: `Situation.of` a script's environment, or the
-            `outlook` of a launch.
 
     Raises:
         MissingPluginError: there is none of that name; with the nearest, or the pip command.
     """
     records = [record for record in installed().plugins if record.name == name]
     if not records:
-        raise _missing(name)
-    values = resolve_core({}, Sources(situation.environ, situation.config), {})
-    return [_decide(record, situation, values) for record in records]
+        raise missing(name)
+    return [_explained(record, run) for record in records]
 
 
-def _missing(name: str) -> MissingPluginError:
+def missing(name: str) -> MissingPluginError:
+    """Return the error for a plugin that is not installed."""
     kinds = ("backend", "precision", "tracker")
     extras = [extra for kind in kinds if (extra := catalog.extra_for(kind, name))]
     if extras:
@@ -111,165 +82,56 @@ def _missing(name: str) -> MissingPluginError:
     )
 
 
-def _decide(record: PluginRecord, situation: Situation, values: Mapping[str, Because]) -> Decision:
-    request = situation.request(cpu=bool(values["cpu"].value))
-    steps = [("installed", _installed(record)), ("contract", _contract(record))]
-    twins = [
-        one
-        for one in installed().of_kind(record.kind)
-        if one.name == record.name and one is not record
-    ]
-    decision = Decision(record.kind, record.name, "available", "not asked for", steps)
-    decision.advice = _ASK_FOR_IT[record.kind].format(name=record.name)
-    if twins:
-        others = ", ".join(f"{one.distribution} {one.version}" for one in twins)
-        steps.append(("name", f"also claimed by {others}: asked for by name it is refused"))
-        decision.advice = f"pip uninstall {' '.join(one.distribution for one in twins)}"
-    if record.name in disabled_names(request.environ):
-        decision.state, decision.because = "disabled", "ACCELERATE_DISABLED_PLUGINS"
-        steps.append(("kept out", "ACCELERATE_DISABLED_PLUGINS names it"))
-        decision.advice = "take it out of ACCELERATE_DISABLED_PLUGINS"
-        return decision
-    tell = {"backend": _backend, "precision": _precision, "extension": _extension}
-    if situation.problem and (
-        record.kind == "launcher" or (situation.launched and record.kind in tell)
-    ):
-        decision.undecided("launch", situation.problem)
-    elif record.kind in tell:
-        tell[record.kind](decision, record, request, values)
-    elif record.kind in PARTS:
-        _part(decision, record, values[record.kind])
-    elif record.kind == "tracker":
-        decision.state, decision.because = tracker_state(record, request.environ)
-        steps.append(("log_with='all'", decision.because))
-    elif record.kind == "launcher":
-        _launcher(decision, record, situation)
-    # What its source or its import tells is known whether or not anything can be chosen.
-    row = _row(record, situation)
-    if decision.state in ("available", "undecided") and row.state in ("broken", "refused"):
-        decision.state, decision.because = row.state, row.because
-    return decision
-
-
-def _row(record: PluginRecord, situation: Situation) -> PluginRow:
-    """Return what the table says of it: there is a row for each record, in the same order."""
-    rows = zip(installed().plugins, survey(situation).rows, strict=True)
-    return next(row for one, row in rows if one is record)
-
-
-def _installed(record: PluginRecord) -> str:
-    return f"{record.distribution} {record.version}, entry point {record.target}"
-
-
-def _contract(record: PluginRecord) -> str:
-    said = stated(record.target)
-    if said.missing:
-        return said.missing
+def _explained(record: PluginRecord, run: PlannedRun) -> Explanation:
+    state, because = state_of(record, run, ask_trackers=True)
+    made = Explanation(record.kind, record.name, state, because)
+    made.advice = _ASK_FOR_IT[record.kind].format(name=record.name)
+    made.steps += [("installed", f"{_release(record)}, entry point {record.target}")]
     api = api_of(record)
-    return f"version {api}" if api else "its source states no api_version"
+    says = f"version {api}" if api else "its source states no api_version"
+    made.steps.append(("contract", stated(record.target).missing or says))
+    same_name = [one for one in installed().of_kind(record.kind) if one.name == record.name]
+    if twins := [one for one in same_name if one is not record]:
+        others = ", ".join(map(_release, twins))
+        told = f"also claimed by {others}: asked for by name it is refused"
+        made.steps.append(("name", told))
+        made.advice = f"pip uninstall {' '.join(one.distribution for one in twins)}"
+    selection = run.selections.get(record.kind)
+    if state == "disabled":
+        made.steps.append(("kept out", "ACCELERATE_DISABLED_PLUGINS names it"))
+        made.advice = "take it out of ACCELERATE_DISABLED_PLUGINS"
+    elif selection is not None:
+        made.problem = str(selection.error or "")
+        made.steps += _steps(record, run, selection)
+    elif record.kind == "tracker":
+        made.steps.append(("log_with='all'", because))
+    return made
 
 
-def _backend(
-    decision: Decision, record: PluginRecord, request: Request, values: Mapping[str, Because]
-) -> None:
-    steps, wanted = decision.steps, values["backend"]
-    if wanted.value is None:
-        steps.append(("asked for by name", "no backend is named"))
-    else:
-        steps.append(("asked for by name", f"{wanted.value!r}, {wanted.origin}"))
-    steps.append(("processes", f"{request.topology.num_processes}, {request.topology.because}"))
-    steps += _triggers(record, request)
-    try:
-        chosen = select_backend(wanted.value, wanted.origin, request)
-    except AccelerateError as error:
-        decision.undecided("selection", str(error))
+def _release(record: PluginRecord) -> str:
+    return f"{record.distribution} {record.version}"
+
+
+def _steps(record: PluginRecord, run: PlannedRun, made: Selection) -> Iterator[tuple[str, str]]:
+    """Tell how a plugin fared where those of its kind were chosen."""
+    wanted, rule = made.wanted, KINDS.get(record.kind)
+    named = f"{wanted.value!r}, {wanted.origin}" if wanted.value is not None else "none is named"
+    yield "asked for by name", named
+    if record.kind == "backend":
+        yield "processes", f"{run.topology.num_processes}, {run.topology.because}"
+    for name in sorted(record.triggers):
+        fired = name in made.fired
+        yield f"trigger {name}", f"fires: {made.fired[name]}" if fired else "does not fire"
+    if not record.triggers and rule is not None and rule.claims:
+        yield "triggers", "it has none: it is used only where it is named"
+    if made.error is not None:
+        yield "selection", f"it fails: {made.error}"
         return
-    for entry in chosen.considered:
-        if entry.record is record:
-            decision.state, decision.because = entry.state, entry.because
-    steps += [("claim", _claim(one)) for one in chosen.considered if one.record is record]
-    steps += [
-        (f"against {one.record.name}", f"{one.state}: {one.because}")
-        for one in chosen.considered
-        if one.record is not record and one.state != "available"
-    ]
-    if chosen.record is not record:
-        steps.append(("chosen", f"{chosen.record.label}, because of {chosen.because}"))
-
-
-def _claim(entry: Considered) -> str:
-    return f"{entry.state}: {entry.because}"
-
-
-def _triggers(record: PluginRecord, request: Request) -> list[tuple[str, str]]:
-    if not record.triggers:
-        return [("triggers", "it has none: it is used only where it is named")]
-    fired = fired_triggers(request)
-    return [
-        (f"trigger {name}", f"fires: {fired[name]}" if name in fired else "does not fire")
-        for name in sorted(record.triggers)
-    ]
-
-
-def _precision(
-    decision: Decision, record: PluginRecord, request: Request, values: Mapping[str, Because]
-) -> None:
-    wanted = values["mixed_precision"]
-    decision.steps.append(("mixed_precision", f"{wanted.value!r}, {wanted.origin}"))
-    try:
-        said = precision_state(wanted, request.environ)
-    except AccelerateError as error:
-        decision.undecided("selection", str(error))
-        return
-    if wanted.value == record.name:
-        decision.state, decision.because = said
-
-
-def _part(decision: Decision, record: PluginRecord, wanted: Because) -> None:
-    usual = DEFAULTS[record.kind]
-    decision.steps.append(
-        (record.kind, f"{wanted.value!r}, {wanted.origin}")
-        if wanted.value is not None
-        else (record.kind, f"none is named: {usual!r} is taken where it is installed")
-    )
-    try:
-        part = select_part(record.kind, wanted)
-    except AccelerateError as error:
-        decision.undecided("selection", str(error))
-        return
-    if part is not None and part.record is record:
-        decision.state, decision.because = "active", part.because
-    elif part is not None:
-        decision.steps.append(("chosen", f"{part.record.label}, because of {part.because}"))
-
-
-def _launcher(decision: Decision, record: PluginRecord, situation: Situation) -> None:
-    """Tell what `launch` would do; without an outlook on one, only how it decides."""
-    steps = decision.steps
-    if not situation.launchers:
-        steps.append(("named", "launch decides: --launcher, or the first that accepts the plan"))
-    for trigger in sorted(record.triggers):
-        said = situation.environ.get(trigger)
-        steps.append((f"trigger {trigger}", f"is {said!r}" if said else "is not set"))
-    for one in situation.launchers:
+    for one in made.considered:
         if one.record is record:
-            decision.state, decision.because = one.state, one.because
-        elif one.state == "active":
-            steps.append(("chosen", f"{one.record.label}, because of {one.because}"))
-
-
-def _extension(
-    decision: Decision, record: PluginRecord, request: Request, values: Mapping[str, Because]
-) -> None:
-    named = request.environ.get("ACCELERATE_PLUGINS", "")
-    decision.steps.append(("ACCELERATE_PLUGINS", repr(named) if named else "is not set"))
-    decision.steps += _triggers(record, request)
-    try:
-        chosen = select_extensions(request)
-    except AccelerateError as error:
-        decision.undecided("selection", str(error))
-        return
-    for one, _, because in chosen:
-        if one is record:
-            decision.state, decision.because = "active", because
-            decision.steps.append(("claim", because))
+            yield "claim", f"{one.state}: {one.because}"
+        elif one.state != "available":
+            yield f"against {one.record.name}", f"{one.state}: {one.because}"
+    for one in made.active:
+        if one.record is not record and not (rule is not None and rule.several):
+            yield "chosen", f"{one.record.label}, because of {one.because}"

@@ -21,7 +21,7 @@ _STILL = 1.1
 def _active(lab: Lab, **arguments: Any) -> Any:
     """Return an Accelerator in which the extension is active: its runner sets the variable."""
     accelerator = lab.accelerator(**arguments)
-    active = [record.name for record, _, _ in accelerator.plugins.plugins]
+    active = [record.name for record, _, _ in accelerator._plugins.plugins]
     lab.equal(lab.name in active, True, f"active plugins {active} have it")
     return accelerator
 
@@ -87,7 +87,7 @@ def _served(lab: Lab, accelerator: Any) -> dict[str, Any]:
 def _plain_attributes(accelerator: Any) -> dict[str, Any]:
     """Return a copy of the attributes that are numbers, texts, small tensors, or hold such."""
     found: dict[str, Any] = {}
-    for attributes in accelerator.plugins.call_each("state_attributes", accelerator=accelerator):
+    for attributes in accelerator._plugins.call_each("state_attributes", accelerator=accelerator):
         for key, value in attributes.items():
             small = isinstance(value, torch.Tensor) and value.numel() <= _ELEMENTS
             told = value.tolist() if small else value

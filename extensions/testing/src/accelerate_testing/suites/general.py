@@ -256,21 +256,17 @@ def _close(name: str) -> bool:
 @check("backend", "extension", place="alone")
 def selection(lab: Lab) -> str | None:
     """It is chosen by name and by its triggers, without a tie, and stays out where they are false."""
+    from accelerate_core.config.provenance import Because
     from accelerate_core.contract.topology import Topology
     from accelerate_core.plugins.selection import (
         Request,
         fired_triggers,
-        select_backend,
-        select_extensions,
+        select,
     )
 
     record, one = record_of(lab), Topology()
-    if lab.kind == "backend":
-        chosen = select_backend(lab.name, "plugins check", Request({}, {}, one))
-        lab.equal(chosen.record, record, "what its name chooses")
-    else:
-        named = select_extensions(Request({}, {"ACCELERATE_PLUGINS": lab.name}, one))
-        lab.equal([its.name for its, _, _ in named], [lab.name], "what ACCELERATE_PLUGINS chooses")
+    chosen = select(lab.kind, Request({}, {}, one), Because(lab.name, "plugins check")).settled()
+    lab.equal([its.record.name for its in chosen.active], [lab.name], "what its name chooses")
     if not record.triggers:
         return "by name only: it has no triggers"
     found = []
@@ -284,7 +280,7 @@ def selection(lab: Lab) -> str | None:
         found.append(f"{trigger}: {claim.priority if claim else 'no claim'}")
         if lab.kind == "backend" and claim is not None:
             try:
-                select_backend(None, "", request)
+                select("backend", request).settled()
             except AccelerateError as error:
                 error.add_note(f"while {trigger} is set")
                 raise

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_core.errors import AccelerateError
 from accelerate_testing.checks import Skip, check
 from accelerate_testing.lab import Lab, Net, plain_training
 
@@ -15,12 +14,11 @@ from accelerate_testing.lab import Lab, Net, plain_training
 def some_backend() -> None:
     """Skip where nothing that is installed takes several processes."""
     from accelerate_core.contract.topology import Topology
-    from accelerate_core.plugins.selection import Request, select_backend
+    from accelerate_core.plugins.selection import Request, select
 
-    try:
-        select_backend(None, "", Request({}, {}, Topology(0, 2, 0, 2, "as checked")))
-    except AccelerateError as error:
-        raise Skip(f"no backend for several processes is installed: {error}") from None
+    request = Request({}, {}, Topology(0, 2, 0, 2, "as checked"))
+    if (error := select("backend", request).error) is not None:
+        raise Skip(f"no backend for several processes is installed: {error}")
 
 
 def _train(lab: Lab, steps: int = 12) -> tuple[Any, Any, Any, list[float]]:

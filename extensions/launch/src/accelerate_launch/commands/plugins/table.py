@@ -32,24 +32,24 @@ def show(as_json: bool, kind: str | None = None, config_file: str | None = None)
         ConfigurationError: there is no such kind.
     """
     from accelerate_core.plugins.discovery import KINDS
-    from accelerate_launch.explain.report import survey
-    from accelerate_launch.outlook import outlook
+    from accelerate_launch.explain.planned_run import planned_run
+    from accelerate_launch.explain.report import problems, rows
     from accelerate_launch.resolve import find_config
 
     if kind is not None and kind not in KINDS.values():
         hint = did_you_mean(kind, KINDS.values())
         raise ConfigurationError(f"--kind {kind!r} is not one of {listing(KINDS.values())}.{hint}")
     environ = dict(os.environ)
-    situation = outlook(environ, find_config(config_file, environ))
-    made = survey(situation, ask_trackers=kind in (None, "tracker"))
-    rows = [row.as_dict() for row in made.rows if kind in (None, row.kind)]
+    run = planned_run(environ, find_config(config_file, environ))
+    made = rows(run, ask_trackers=kind in (None, "tracker"))
+    shown = [row.as_dict() for row in made if kind in (None, row.kind)]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps(shown, indent=2))
     else:
-        print_rows(rows)
-    for problem in made.problems:
+        print_rows(shown)
+    for problem in problems(run):
         click.echo(f"Error: {problem}", err=True)
-    if made.problems:
+    if problems(run):
         sys.exit(1)
 
 

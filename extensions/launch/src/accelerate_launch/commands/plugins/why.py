@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from accelerate_core.config.files import ConfigFile
-    from accelerate_launch.explain.why import Decision
+    from accelerate_launch.explain.why import Explanation
 
 __all__ = ["command"]
 
@@ -31,36 +31,36 @@ def command(name: str, num_processes: int | None, config_file: str | None, as_js
 
     Exits with 1, as the table does, if nothing of its kind can be chosen here.
     """
+    from accelerate_launch.explain.planned_run import planned_run
     from accelerate_launch.explain.why import why
-    from accelerate_launch.outlook import outlook
     from accelerate_launch.resolve import find_config
 
     environ = dict(os.environ)
     # What `launch` would hand on: a file named here or by the environment, or the default one.
     config = find_config(config_file, environ)
-    decisions = why(name, outlook(environ, config, num_processes))
+    explanations = why(name, planned_run(environ, config, num_processes))
     if as_json:
-        click.echo(json.dumps([decision.as_dict() for decision in decisions], indent=2))
+        click.echo(json.dumps([one.as_dict() for one in explanations], indent=2))
     else:
-        _print(decisions, config)
-    if any(decision.problem for decision in decisions):
+        _print(explanations, config)
+    if any(one.problem for one in explanations):
         sys.exit(1)
 
 
-def _print(decisions: Sequence[Decision], config: ConfigFile | None) -> None:
+def _print(explanations: Sequence[Explanation], config: ConfigFile | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
     out = console()
-    for decision in decisions:
-        head = Text(f"{decision.kind} {decision.name}: ")
-        head.append(decision.state, style=STYLES.get(decision.state, "bold"))
-        out.print(head.append(f", {decision.because}"))
+    for one in explanations:
+        head = Text(f"{one.kind} {one.name}: ")
+        head.append(one.state, style=STYLES.get(one.state, "bold"))
+        out.print(head.append(f", {one.because}"))
         table = Table.grid(padding=(0, 2))
-        for what, said in decision.steps:
+        for what, said in one.steps:
             table.add_row(Text(f"  {what}"), Text(said, overflow="fold"))
         out.print(table)
         if config is not None:
             out.print(Text(f"  config file: {config.path} (as launch reads it)"))
-        if decision.state != "active":
-            out.print(Text(f"  to have it: {decision.advice}"))
+        if one.state != "active":
+            out.print(Text(f"  to have it: {one.advice}"))

@@ -1,0 +1,491 @@
+"""The facade: what a script calls, and which part of the Accelerator does it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+
+from accelerate_core import profiling
+from accelerate_core.accelerator.collectives import Collectives
+from accelerate_core.accelerator.construction import construct, start_process
+from accelerate_core.accelerator.saving import Saving
+from accelerate_core.accelerator.signature import ShowsPluginArguments, mesh_rank
+from accelerate_core.accelerator.tracking import TrackingVerbs
+from accelerate_core.backend import Backend
+from accelerate_core.builtin.memory import clear_device_cache
+from accelerate_core.builtin.no_checkpointer import without_checkpointer
+from accelerate_core.builtin.no_tracking import NoTracking, asks
+from accelerate_core.config.enums import DistributedType
+from accelerate_core.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accelerate_core.config.parallelism import ParallelismConfig
+from accelerate_core.contract.parts import Run, Tracking
+from accelerate_core.contract.topology import read_topology
+from accelerate_core.data.rng import check_rng_types
+from accelerate_core.delegation import attribute, method
+from accelerate_core.distributed import failures
+from accelerate_core.distributed import process as runtimes
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.distributed.rank_agreement import agree
+from accelerate_core.plugins.manager import blaming
+from accelerate_core.prepare import run
+from accelerate_core.prepare.prepared import Prepared
+from accelerate_core.state import AcceleratorState, ProcessVerbs, absent_attribute
+from accelerate_core.training.gradient_state import GradientState
+from accelerate_core.training.loop import TrainingLoop
+
+
+class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
+    """Runs a plain PyTorch training loop on whatever setup the process was started in.
+
+    Args:
+        device_placement: move models and batches to the device.
+        split_batches: older place of `DataLoaderConfiguration.split_batches`.
+        mixed_precision: `no`, `fp16`, `bf16`, `downcast_bf16`, or one a plugin adds.
+        gradient_accumulation_steps: micro-batches per optimizer step; see `accumulate`.
+        cpu: run on the CPU whatever devices are there; still distributed when launched so.
+        dataloader_config: how data is shared out.
+        rng_types: generators synchronised at the start of each iteration over a loader.
+        log_with: trackers: names, classes, instances, or `"all"`.
+        project_dir: root of logs and checkpoints.
+        project_config: the same, with naming and retention of checkpoints.
+        gradient_accumulation_plugin: accumulation in more detail.
+        step_scheduler_with_optimizer: False if schedulers are stepped at other times.
+        kwargs_handlers: settings objects of the core and of plugins.
+        dynamo_backend: compiler for `torch.compile`.
+        dynamo_plugin: compilation in more detail.
+        backend: name of a backend plugin, a `Backend` class or instance; default: detected.
+        process_group_timeout: seconds a collective may wait.
+        upcast_outputs: convert half precision outputs of models to fp32 (default True).
+        parallelism_config: sizes of the dimensions of a device mesh, for backends that have one.
+        preemption_signals: signals, such as "SIGTERM,SIGUSR1", on which all ranks save at the next
+            step boundary and leave with status 75; needs automatic checkpoint naming.
+        checkpointer: name of the plugin that saves and loads; default: `directory`.
+        tracking: name of the plugin that feeds the trackers; default: `queued`.
+        loaders: name of the plugin that makes prepared data loaders; default: the core makes them.
+        plugin_arguments: arguments of installed plugins.
+
+    Raises:
+        UnknownArgumentError: an argument that nobody takes.
+        ConfigurationError: a wrong value, with where it came from and what is allowed.
+        MissingPluginError: something asked for is not installed, with the pip command.
+
+    Example:
+        accelerator = Accelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for x, y in loader:
+            optimizer.zero_grad()
+            accelerator.backward(loss_function(model(x), y))
+            optimizer.step()
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        *,
+        rng_types: Sequence[str] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        backend: str | type[Backend] | Backend | None = None,
+        process_group_timeout: float | None = None,
+        upcast_outputs: bool | None = None,
+        preemption_signals: str | None = None,
+        checkpointer: str | None = None,
+        tracking: str | None = None,
+        loaders: str | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        **plugin_arguments: Any,
+    ) -> None:
+        arguments = dict(locals())
+        del arguments["self"], arguments["plugin_arguments"]
+        topology = runtimes.running() or read_topology(os.environ)
+        built = construct(arguments, plugin_arguments, topology)
+        self._built = built
+        self._closed = False
+        self._noted: set[str] = set()
+        self.because = built.because
+        self.backend = built.backend
+        self.precision = built.precision
+        self._plugins = built.active_plugins()
+        self.hooks = self._plugins.bind_owner(built.backend, built.selection.record, Backend)
+        self.device_placement = device_placement
+        self.rng_types = check_rng_types(rng_types)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.dataloader_config = built.dataloader
+        self.project_configuration = built.project
+        self.dynamo_plugin = built.dynamo
+        self.autocast_handler: AutocastKwargs | None = built.handler(AutocastKwargs)
+        self.profile_handler: ProfileKwargs | None = built.handler(ProfileKwargs)
+        self.init_handler: InitProcessGroupKwargs | None = built.handler(InitProcessGroupKwargs)
+        self.scaler_handler: GradScalerKwargs | None = built.handler(GradScalerKwargs)
+        said = self.autocast_handler and self.autocast_handler.upcast_outputs
+        self.upcast_outputs = bool(self.because["upcast_outputs"].value if said is None else said)
+        with blaming("check", built.selection.record):
+            self.backend.check(self)
+        without_gradients = not self.backend.supports.get("gradients", True)
+        signals = self.because["preemption_signals"]
+        chosen = built.parts["checkpointer"]
+        self._saving = Saving(chosen, built.project, signals, without_gradients)
+        self._process = start_process(self, built)
+        try:
+            self.precision.check(self)
+            agree(self._process, built.facts())
+            self._make_parts(log_with)
+            self._plugins.call_each("on_start", accelerator=self)
+            parts = self._process, self._training, self._prepared, self._saving, self._tracking
+            self._saving.attach(Run(self, *parts, self.end_training))
+        except BaseException:
+            runtimes.release(self)
+            raise
+
+    def _make_parts(self, log_with: Any) -> None:
+        built = self._built
+        self.hooks.mesh(self)  # all ranks make its groups now, in the same order
+        self.gradient_state = GradientState(**built.accumulation.to_dict())
+        self._collectives = Collectives(self, self.gradient_state, self.dataloader_config)
+        maker = built.parts["loaders"]
+        self._prepared = Prepared(
+            self,
+            self._plugins,
+            config=self.dataloader_config,
+            rng_types=self.rng_types,
+            device_placement=self.device_placement,
+            data_comm=self._collectives.data_comm,
+            loader_maker=None if maker is None else maker.make(),
+        )
+        self.scaler: Any | None = None
+        if "precision" not in self.backend.owns:
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
+            self.scaler = self.precision.scaler(self, options)
+        loss_comm = self._collectives.loss_comm
+        self._training = TrainingLoop(self, self.gradient_state, loss_comm, self.scaler)
+        DistributedType.register(str(self.distributed_type))
+        part = built.parts["tracking"] if asks(log_with) else None
+        make: Callable[..., Tracking] = NoTracking if part is None else part.make
+        place = self.process_index, self.num_processes, self.is_main_process
+        self._tracking = make(log_with, self.logging_dir, *place)
+        self._tracking_verbs = TrackingVerbs(self._tracking)
+
+    # --- the setup ----------------------------------------------------------------------------
+
+    @property
+    def _runtime(self) -> runtimes.Runtime:
+        return self._process
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Which kind of setup runs, as the active backend names it."""
+        with blaming("distributed_type", self._built.selection.record):
+            return cast(DistributedType, DistributedType(self.backend.distributed_type(self)))
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The setup as user code reads it."""
+        return AcceleratorState(self)
+
+    @property
+    def device_count(self) -> int:
+        """How many devices this world computes on; one per process, unless the backend has more."""
+        return int(self.hooks.device_count(self))
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The device mesh, None where there is none."""
+        return self.hooks.mesh(self)
+
+    def sub_mesh(self, name: str) -> Any:
+        """Return a part of the device mesh: of one dimension, or `dp`, `dp_shard_cp`, `dp_cp`.
+
+        Raises:
+            ConfigurationError: the mesh has no such part, or there is no mesh.
+        """
+        return self.backend.sub_mesh(name)
+
+    communicator: Communicator = attribute("_collectives.comm", "The world, on flat tensors.")
+    mixed_precision: str = attribute("_built.precision_record.name", "Name of the precision.")
+    mixes_precision: bool = attribute("precision.mixes", "Whether forward runs under autocast.")
+    native_amp: bool = mixes_precision
+    parallelism_config: ParallelismConfig | None = attribute(
+        "_built.parallelism", "The sizes of the mesh's dimensions, None where there is no mesh."
+    )
+    multi_device: bool = attribute("use_distributed", "Whether more than one device is in use.")
+    local_process_count: int = attribute(
+        "_process.local_num_processes", "Number of processes on this machine."
+    )
+    group_timeout: timedelta | None = attribute(
+        "_process.timeout", "How long a collective may take; None is torch's default."
+    )
+    tensor_parallel_rank: int = mesh_rank("tp")
+    pipeline_parallel_rank: int = mesh_rank("pp")
+    context_parallel_rank: int = mesh_rank("cp")
+    data_parallel_rank: int = mesh_rank("dp_replicate")
+    data_parallel_shard_rank: int = mesh_rank("dp_shard")
+
+    # --- preparing ----------------------------------------------------------------------------
+
+    models: list[torch.nn.Module] = attribute("_prepared.models", "The prepared models, wrapped.")
+    optimizers: list[Any] = attribute("_prepared.optimizers", "The prepared optimizers.")
+    schedulers: list[Any] = attribute("_prepared.schedulers", "The prepared schedulers.")
+    loaders: list[Any] = attribute("_prepared.loaders", "The prepared loaders.")
+    split_batches: bool = attribute(
+        "dataloader_config.split_batches", "Whether a loader's batch size is the global one."
+    )
+    dispatch_batches: bool | None = attribute(
+        "dataloader_config.dispatch_batches",
+        "Whether one rank reads and sends; None: for iterable datasets.",
+    )
+    even_batches: bool = attribute(
+        "dataloader_config.even_batches",
+        "Whether samples are repeated so that every rank has equal batches.",
+        settable=True,
+    )
+    use_seedable_sampler: bool = attribute(
+        "dataloader_config.use_seedable_sampler",
+        "Whether shuffling is a function of seed and epoch alone.",
+    )
+    non_blocking: bool = attribute(
+        "dataloader_config.non_blocking", "Whether batches are copied to the device asynchronously."
+    )
+    use_stateful_dataloader: bool = attribute(
+        "dataloader_config.use_stateful_dataloader",
+        "Whether torchdata's StatefulDataLoader is used.",
+    )
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Prepare models, optimizers, schedulers and loaders; return them in the same order.
+
+        Args:
+            args: any of these; other objects are returned as they are.
+            device_placement: per object, whether it is moved to the device.
+
+        Raises:
+            PrepareError: a model would be left that does not train as asked.
+        """
+        result = run.prepare(self._prepared, args, device_placement)
+        if self._prepared.optimizers and self._built.parts["checkpointer"] is None:
+            self.note_once(f"This run cannot be saved: {without_checkpointer()}")
+        return result[0] if len(result) == 1 else tuple(result)
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> torch.nn.Module:
+        """Prepare one model; `evaluation_mode` applies precision and compilation only."""
+        made = run.prepare(self._prepared, [model], [device_placement], evaluation_mode)
+        return cast(torch.nn.Module, made[0])
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare one optimizer, of models prepared before."""
+        return self.prepare(optimizer, device_placement=[device_placement])
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare one scheduler, of optimizers prepared before."""
+        return self.prepare(scheduler)
+
+    prepare_data_loader = method("_prepared", Prepared.prepare_data_loader)
+    wrap_optimizer = method("_prepared", Prepared.wrap_optimizer)
+    unwrap_model = method("_prepared", Prepared.unwrap_model)
+    get_state_dict = method("_prepared", Prepared.get_state_dict)
+    verify_device_map = method("_prepared", Prepared.verify_device_map)
+    skip_first_batches = method("_prepared", Prepared.skip_first_batches)
+    init_model_context = method("_prepared", Prepared.init_model_context)
+    join_uneven_inputs = method("_prepared", Prepared.join_uneven_inputs)
+
+    # --- the step -----------------------------------------------------------------------------
+
+    step: int = attribute("_training.step", "Micro-batches seen in this cycle.", settable=True)
+    sync_gradients: bool = attribute(
+        "gradient_state.sync_gradients",
+        "Whether gradients are synchronised, and optimizers stepped, now.",
+        settable=True,
+    )
+    gradient_accumulation_steps: int = attribute(
+        "_training.gradient_accumulation_steps", "Micro-batches per optimizer step.", settable=True
+    )
+    optimizer_step_was_skipped: bool = attribute(
+        "_training.optimizer_step_was_skipped", "Whether the last step was left out: an overflow."
+    )
+    has_lomo_optimizer: bool = attribute(
+        "_training.has_lomo_optimizer", "Whether an optimizer steps inside backward."
+    )
+    accumulate = method("_training", TrainingLoop.accumulate)
+    no_sync = method("_training", TrainingLoop.no_sync)
+    trigger_sync_in_backward = method("_training", TrainingLoop.trigger_sync_in_backward)
+    autocast = method("_training", TrainingLoop.autocast)
+    backward = method("_training", TrainingLoop.backward)
+    lomo_backward = method("_training", TrainingLoop.lomo_backward)
+    unscale_gradients = method("_training", TrainingLoop.unscale_gradients)
+    clip_grad_norm_ = method("_training", TrainingLoop.clip_grad_norm_)
+    clip_grad_value_ = method("_training", TrainingLoop.clip_grad_value_)
+    scaler_stepped = method("_training", TrainingLoop.scaler_stepped)
+    maybe_context_parallel = method("_training", TrainingLoop.maybe_context_parallel)
+    train_step = method("_training", TrainingLoop.train_step)
+    eval_step = method("_training", TrainingLoop.eval_step)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return a context that profiles with `torch.profiler` and yields its profiler."""
+        settings = profile_handler or self.profile_handler or ProfileKwargs()
+        return profiling.profile(settings, self.process_index)
+
+    # --- collectives --------------------------------------------------------------------------
+
+    gather = method("_collectives", Collectives.gather)
+    gather_for_metrics = method("_collectives", Collectives.gather_for_metrics)
+    reduce = method("_collectives", Collectives.reduce)
+    pad_across_processes = method("_collectives", Collectives.pad_across_processes)
+    set_trigger = method("_collectives", Collectives.set_trigger)
+    check_trigger = method("_collectives", Collectives.check_trigger)
+    flag_tensor: torch.Tensor | None = attribute(
+        "_collectives.flag_tensor", "What `set_trigger` set.", settable=True
+    )
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    checkpointer: Any = attribute("_saving.checkpointer", "The part that saves and loads.")
+    project_dir: Any = attribute("project_configuration.project_dir", "Root of checkpoints.")
+    save_iteration: int = attribute(
+        "project_configuration.iteration", "Number of the next automatic checkpoint."
+    )
+    preemption_requested: bool = attribute(
+        "_saving.preemption_requested", "Whether a signal has come that ends the run after a step."
+    )
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes what is saved once (per machine, if so configured)."""
+        per_machine = self.project_configuration.save_on_each_node
+        return self.is_local_main_process if per_machine else self.is_main_process
+
+    save = method("_saving", Saving.save)
+    save_model = method("_saving", Saving.save_model)
+    save_state = method("_saving", Saving.save_state)
+    load_state = method("_saving", Saving.load_state)
+    wait_for_checkpoint = method("_saving", Saving.wait_for_checkpoint)
+    register_for_checkpointing = method("_saving", Saving.register_for_checkpointing)
+    register_save_state_pre_hook = method("_saving", Saving.register_save_state_pre_hook)
+    register_load_state_pre_hook = method("_saving", Saving.register_load_state_pre_hook)
+
+    # --- tracking -----------------------------------------------------------------------------
+
+    logging_dir: Any = attribute("project_configuration.logging_dir", "Where trackers write.")
+    log_with: list[str] = attribute("_tracking.names", "Names of the trackers asked for.")
+    trackers: list[Any] = attribute("_tracking.trackers", "The trackers that run.")
+    resumed_runs: dict[str, str] = attribute(
+        "_tracking.resumed_runs", "Tracker name -> id of its run in the checkpoint that was loaded."
+    )
+    init_trackers = method("_tracking_verbs", TrackingVerbs.init_trackers)
+    get_tracker = method("_tracking_verbs", TrackingVerbs.get_tracker)
+    log = method("_tracking_verbs", TrackingVerbs.log)
+    log_images = method("_tracking_verbs", TrackingVerbs.log_images)
+    log_table = method("_tracking_verbs", TrackingVerbs.log_table)
+    log_figure = method("_tracking_verbs", TrackingVerbs.log_figure)
+    log_artifact = method("_tracking_verbs", TrackingVerbs.log_artifact)
+    log_text = method("_tracking_verbs", TrackingVerbs.log_text)
+    log_histogram = method("_tracking_verbs", TrackingVerbs.log_histogram)
+    flush_trackers = method("_tracking_verbs", TrackingVerbs.flush_trackers)
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def __enter__(self) -> Accelerator:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.end_training()
+            return
+        failed = failures.is_failure(error)
+        if self._closed:
+            self._tracking.finish(failed)
+            return
+        self._saving.close(failed=True)
+        self._plugins.call_each("on_error", accelerator=self, error=error)
+        self._tracking.finish(failed)
+        self._closed = True
+        # The other ranks may be waiting for this one: leave without meeting them.
+
+    def end_training(self) -> None:
+        """Finish trackers and plugins; the last Accelerator ends the process group.
+
+        Called while an exception is handled or on its way out (in `except` or `finally`), it
+        marks the trackers' runs as failed.
+        """
+        failed = self._tracking.is_failing()
+        if self._closed:
+            self._tracking.finish(failed)  # of a run that was started after the first end
+            return
+        self._saving.close(failed=False)
+        self._tracking.finish(failed)
+        self._plugins.call_each("on_end", accelerator=self)
+        self._closed = True
+        runtimes.release(self)
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Release everything prepared, reset `step`, and return None for each object given."""
+        self._saving.release()
+        self._plugins.call_each("on_free", accelerator=self)
+        self._prepared.forget()
+        self._training.settle()
+        self.gradient_state.forget()
+        self.step = 0
+        count = len(objects)
+        del objects
+        clear_device_cache(garbage_collection=True)
+        return [None] * count
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """Do what `free_memory` does."""
+        return self.free_memory(*objects)
+
+    def explain(self) -> str:
+        """Tell every value in force and where it came from, one per line."""
+        return self._built.explain(self._plugins)
+
+    def note_once(self, text: str, *, every_rank: bool = False) -> None:
+        """Warn, once per text, on the main process."""
+        if text not in self._noted and (every_rank or self.is_main_process):
+            self._noted.add(text)
+            warnings.warn(text, stacklevel=3)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "_plugins" not in self.__dict__:
+            raise AttributeError(name)
+        if hasattr(type(self), name):
+            # A property of ours failed inside with an AttributeError: let that one be seen.
+            return object.__getattribute__(self, name)
+        return self._plugin_attribute(name, "Accelerator")
+
+    def _plugin_attribute(self, name: str, owner: str) -> Any:
+        """Return an attribute that an active plugin serves, or what stands for its absence."""
+        served: dict[str, Any] = {}
+        for attributes in self._plugins.call_each("state_attributes", accelerator=self):
+            served.update(attributes)
+        if name in served:
+            return served[name]
+        return absent_attribute(name, owner, [*dir(type(self)), *served])

@@ -1,0 +1,327 @@
+"""What `Accelerator(...)` does before it exists: arguments, settings, plugins, and their reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from accelerate_core import arguments
+from accelerate_core.backend import Backend
+from accelerate_core.compatibility import check_device, check_needs, check_supported, parallelism
+from accelerate_core.config.core import CORE_SETTINGS
+from accelerate_core.config.handlers import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accelerate_core.config.parallelism import ParallelismConfig
+from accelerate_core.config.provenance import Because
+from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings, warn_near_misses
+from accelerate_core.config.schema import settings_fields
+from accelerate_core.contract.capabilities import check_reduces_gradients
+from accelerate_core.contract.topology import Topology
+from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.distributed import process
+from accelerate_core.distributed.process import Runtime
+from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
+from accelerate_core.plugins import catalog
+from accelerate_core.plugins.discovery import (
+    PluginRecord,
+    check_api_version,
+    disabled_names,
+    find,
+    installed,
+)
+from accelerate_core.plugins.manager import ActivePlugins, blame, blame_methods, blaming
+from accelerate_core.plugins.parts import PARTS, Part
+from accelerate_core.plugins.selection import (
+    Request,
+    Selection,
+    check_arguments,
+    check_owners,
+    select,
+)
+
+
+@dataclass
+class Construction:
+    """All that is known before the process group starts."""
+
+    because: dict[str, Because]
+    selection: Selection
+    backend: Any
+    precision: Any
+    precision_record: PluginRecord
+    extensions: list[tuple[PluginRecord, Any, str]]
+    backend_because: dict[str, Because]
+    dataloader: DataLoaderConfiguration
+    accumulation: GradientAccumulationPlugin
+    project: ProjectConfiguration
+    dynamo: TorchDynamoPlugin
+    #: The settings of precision and extensions: plugin name -> field -> where it came from.
+    plugin_because: dict[str, dict[str, Because]] = field(default_factory=dict)
+    parallelism: ParallelismConfig | None = None
+    #: Kind of part -> the plugin that is to make it; None where there is none.
+    parts: dict[str, Part | None] = field(default_factory=dict)
+    handlers: dict[type, Any] = field(default_factory=dict)
+    timeout: timedelta | None = None
+
+    def active_plugins(self) -> ActivePlugins:
+        """Register the active plugins."""
+        plugins = ActivePlugins(Backend)
+        plugins.add(self.backend, self.selection.record, self.selection.because)
+        why = self.because["mixed_precision"].origin
+        plugins.add(self.precision, self.precision_record, why)
+        for record, extension, reason in self.extensions:
+            plugins.add(extension, record, reason)
+        return plugins
+
+    def explain(self, plugins: ActivePlugins) -> str:
+        """Tell every value in force and where it came from, one per line."""
+        values = {**self.because, **self.plugin_settings()}
+        lines = [f"{name} = {value.value!r}  ({value.origin})" for name, value in values.items()]
+        active = [(record, why) for record, _, why in plugins.plugins]
+        active += [(part.record, part.because) for part in self.parts.values() if part]
+        lines += [f"plugin {record.kind} {record.label}: {why}" for record, why in active]
+        return "\n".join(lines)
+
+    def handler(self, cls: type) -> Any | None:
+        """Return the handler of that class, None if none was given."""
+        return self.handlers.get(cls)
+
+    def plugin_settings(self) -> dict[str, Because]:
+        """Return the settings of all active plugins as `plugin.field`, with their origins."""
+        own = {self.selection.record.name: self.backend_because}
+        parts = {part.record.name: part.settings for part in self.parts.values() if part}
+        return {
+            f"{plugin}.{name}": value
+            for plugin, settings in {**parts, **self.plugin_because, **own}.items()
+            for name, value in settings.items()
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be alike on every rank."""
+        facts: dict[str, Any] = {
+            "backend": self.selection.record.label,
+            "precision": self.precision_record.label,
+            "extensions": [record.label for record, _, _ in self.extensions],
+            "gradient_accumulation_steps": self.accumulation.num_steps,
+            "compiler": self.dynamo.backend if self.dynamo.enabled else "no",
+        }
+        for kind, part in self.parts.items():
+            facts[kind] = part.record.label if part is not None else "none"
+        if self.parallelism is not None:
+            facts["parallelism_config"] = self.parallelism.arithmetic()
+        for one in dataclasses.fields(self.dataloader):
+            facts[f"dataloader_config.{one.name}"] = getattr(self.dataloader, one.name)
+        for name, value in self.plugin_settings().items():
+            if isinstance(value.value, str | int | float | bool | None):
+                facts[name] = value.value
+        return facts
+
+
+def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topology) -> Construction:
+    """Resolve every argument of `Accelerator`.
+
+    Args:
+        own: the arguments of its signature.
+        lent: what else it was given, for plugins or by older names.
+
+    Raises:
+        UnknownArgumentError: an argument nobody takes.
+        ConfigurationError: a wrong value, or two that contradict each other.
+        MissingPluginError: something asked for is not installed; the text has the pip command.
+    """
+    core = {**dict.fromkeys(arguments.OLDER), **own}
+    check_arguments(lent, core)
+    given = {**core, **lent}
+    arguments.prepare_arguments(given)
+    environ = dict(os.environ)
+    sources = Sources.of(environ)
+    known = [name for setting in CORE_SETTINGS for name in setting.env]
+    warn_near_misses(environ, [*known, *installed().triggers, *catalog.VARIABLES])
+    _warn_of_unknown_plugins(environ)
+    # The default of the signature for `cpu` is no wish; a backend may be a class.
+    passed = {**given, "cpu": given["cpu"] or None, "backend": None}
+    values = resolve_core(passed, sources, {})
+    request = Request(given, environ, topology, sources.config, bool(values["cpu"].value))
+    wanted = values["backend"]
+    if given["backend"] is not None:
+        wanted = Because(given["backend"], "constructor argument backend")
+    selection = select("backend", request, wanted).settled()
+    record = selection.record
+    _check_backend(selection)
+    if selection.plugin.Settings is not None:
+        fields = settings_fields(selection.plugin.Settings, owner=record.name)
+        warn_near_misses(environ, [name for field in fields for name in field.env])
+    maker = _Maker(given, sources, arguments.sort_handlers(given["kwargs_handlers"]))
+    backend, backend_because = maker.make(record, selection.plugin)
+    check_reduces_gradients(backend, record.label, topology.num_processes)
+    with blaming("core_defaults", record):
+        defaults = backend.core_defaults()
+    detected = {
+        name: Because(value, f"backend {record.name}")
+        for name, value in defaults.items()
+        if name != "parallelism_config"
+    }
+    values = resolve_core(passed, sources, detected)
+    values["backend"] = Because(record.name, selection.because)
+    precision_record = select("precision", request, values["mixed_precision"]).settled().record
+    found = precision_record.load()
+    check_api_version(precision_record, found)
+    precision, more = maker.make(precision_record, found)
+    check_needs(precision, precision_record)
+    methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
+    blame_methods(precision, precision_record, methods)
+    plugin_because = {precision_record.name: more}
+    extensions = []
+    for one in select("extension", request).settled().active:
+        extension, plugin_because[one.record.name] = maker.make(one.record, one.record.load())
+        extensions.append((one.record, extension, one.because))
+    dynamo = arguments.dynamo(given, sources)
+    if dynamo.enabled:
+        compiler = find("extension", "torch_compile", because="a TorchDynamoPlugin")
+        why = f"the compiler {dynamo.backend!r} is asked for"
+        extensions.append((compiler, compiler.load()(), why))
+    active = {record.name, precision_record.name, *(other.name for other, _, _ in extensions)}
+    check_owners({k: v for k, v in lent.items() if k not in core}, selection, active)
+    arguments.refuse_unclaimed(
+        maker.handlers, [backend, precision, *(one for _, one, _ in extensions)]
+    )
+    group = maker.handlers.get(InitProcessGroupKwargs)
+    made = Construction(
+        because=values,
+        selection=selection,
+        backend=backend,
+        precision=precision,
+        precision_record=precision_record,
+        extensions=extensions,
+        backend_because=backend_because,
+        plugin_because=plugin_because,
+        accumulation=arguments.accumulation(given, values),
+        dataloader=arguments.dataloader(given),
+        project=arguments.project(given),
+        dynamo=dynamo,
+        parallelism=parallelism(given, sources, request, record.name, backend),
+        parts={
+            kind: Part.of(select(kind, request, values[kind]), sources, maker.handlers)
+            for kind in PARTS
+        },
+        handlers=maker.handlers,
+        timeout=arguments.timeout(values["process_group_timeout"].value, group),
+    )
+    check_supported(made)
+    return made
+
+
+def _warn_of_unknown_plugins(environ: Mapping[str, str]) -> None:
+    known = {record.name for record in installed().plugins}.union(*catalog.NAMES.values())
+    for name in disabled_names(environ) - known:
+        warnings.warn(
+            f"ACCELERATE_DISABLED_PLUGINS names {name!r}, and no such plugin is installed."
+            f"{did_you_mean(name, known)}",
+            stacklevel=4,
+        )
+
+
+def _check_backend(selection: Selection) -> None:
+    plugin: Any = selection.plugin
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    if not issubclass(cls, Backend):
+        raise PluginError(
+            f"The backend plugin {selection.record.label} is no accelerate_core.Backend but "
+            f"{plugin!r}: let the class be a subclass."
+        )
+
+
+@dataclass
+class _Maker:
+    """Makes plugins with the settings that constructor, environment and file have for them."""
+
+    given: Mapping[str, Any]
+    sources: Sources
+    handlers: dict[type, Any]
+
+    def make(self, record: PluginRecord, plugin: Any) -> tuple[Any, dict[str, Because]]:
+        """Return the plugin and where its settings came from; what is made already stays."""
+        if not isinstance(plugin, type):
+            return plugin, {}
+        settings: Any = None
+        because: dict[str, Because] = {}
+        if getattr(plugin, "Settings", None) is not None:
+            settings, because = self._settings(plugin, record.name)
+        made_with = [settings] if settings is not None else []
+        if issubclass(plugin, Backend):
+            wanted = tuple(plugin.handlers)
+            made_with = [
+                settings,
+                [one for one in self.handlers.values() if isinstance(one, wanted)],
+            ]
+        try:
+            return plugin(*made_with), because
+        except Exception as error:
+            blame(error, "__init__", record)
+            raise
+
+    def _settings(self, plugin: Any, name: str) -> tuple[Any, dict[str, Because]]:
+        cls = plugin.Settings
+        names = getattr(cls, "__settings_arguments__", ()) or (f"{name}_plugin",)
+        spelled = [one for one in names if self.given.get(one) is not None]
+        if len(spelled) > 1:
+            raise ConfigurationError(
+                f"{listing(spelled)} are names of one argument; pass one of them."
+            )
+        argument = spelled[0] if spelled else names[0]
+        passed = self.given[argument] if spelled else self.handlers.get(cls)
+        if isinstance(passed, Mapping) and passed and getattr(plugin, "several_settings", False):
+            several = {
+                str(key): self._resolved(cls, value, f"{argument}[{key!r}]", name)
+                for key, value in passed.items()
+            }
+            first = next(iter(several.values()))
+            return {key: made for key, (made, _) in several.items()}, first[1]
+        return self._resolved(cls, passed, argument, name)
+
+    def _resolved(
+        self, cls: type[Any], passed: Any, argument: str, owner: str
+    ) -> tuple[Any, dict[str, Because]]:
+        arguments.expect(argument, passed, cls)
+        return resolve_settings(cls, passed, self.sources, owner=owner)
+
+
+def start_process(accelerator: AcceleratorView, built: Construction) -> Runtime:
+    """Start this process's device and group, or take those that run.
+
+    Raises:
+        ConfigurationError: the backend does not run on the device there is.
+        RuntimeConflictError: what runs already does not fit.
+    """
+    values, group = built.because, built.handler(InitProcessGroupKwargs)
+    if (running := process.running()) is not None:
+        check_device(built, running.device.type, "where this process runs already")
+
+    def choose(topology: Topology, cpu: bool) -> Any:
+        chosen = accelerator.hooks.device(accelerator, topology, cpu)
+        check_device(built, chosen.type, "what torch finds on this machine")
+        return chosen
+
+    return process.acquire(
+        accelerator,
+        cpu=values["cpu"].value,
+        debug=values["debug"].value,
+        device=values["torch_device"].value,
+        timeout=built.timeout,
+        comm_backend=group.backend if group else None,
+        init_method=group.init_method if group else None,
+        needs_group=built.backend.needs_group,
+        choose_device=choose,
+        init_group=partial(accelerator.hooks.init_process_group, accelerator),
+    )

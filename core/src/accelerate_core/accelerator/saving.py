@@ -1,0 +1,221 @@
+"""Checkpoints, handed to the part that writes and reads them."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from accelerate_core.builtin.no_checkpointer import NoCheckpointer
+from accelerate_core.config.handlers import ProjectConfiguration
+from accelerate_core.config.provenance import Because
+from accelerate_core.contract.parts import Checkpointer, Run
+from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.plugins.parts import Part
+
+#: Seconds a save waits for trackers.
+SAVE_WAIT = 2.0
+
+
+class Saving:
+    """The verbs of checkpoints, and the checkpointer, which is made when it is first needed.
+
+    Args:
+        chosen: the plugin that makes the checkpointer, None where none is installed.
+        project: directories, naming and retention.
+        signals: `preemption_signals`.
+        needed: whether the backend needs the checkpointer from the start.
+
+    Raises:
+        ConfigurationError: settings of checkpoints contradict each other.
+        MissingPluginError: settings ask for checkpoints, and no checkpointer is installed.
+    """
+
+    def __init__(
+        self, chosen: Part | None, project: ProjectConfiguration, signals: Because, needed: bool
+    ) -> None:
+        self._make: Callable[..., Checkpointer] = NoCheckpointer if chosen is None else chosen.make
+        self.project = project
+        #: The checkpointer if it is made, else None.
+        self.made: Checkpointer | None = None
+        self.registered: list[Any] = []
+        self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        numbered = project.automatic_checkpoint_naming
+        if signals.value or numbered or project.total_limit is not None or needed:
+            self.made = self._make(project, signals.value)
+        if signals.value and (project.project_dir is None or not numbered):
+            raise ConfigurationError(
+                f"preemption_signals ({signals.origin}) needs a place to save to: "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+            )
+
+    def attach(self, run: Run) -> None:
+        """Take the run that is to be saved."""
+        self._run = run
+        if self.made is not None:
+            self.made.attach(run)
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The part that saves and loads."""
+        if self.made is None:
+            self.made = self._make(self.project, None)
+            self.made.attach(self._run)
+        return self.made
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`."""
+        self.checkpointer.save_object(obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights where `load_checkpoint_in_model` finds them.
+
+        Args:
+            max_shard_size: bytes, or a text such as "5MB".
+            safe_serialization: safetensors; False: torch's pickle.
+        """
+        self.checkpointer.save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` before models are saved by `save_state`."""
+        handle = RemovableHandle(self.save_hooks)
+        self.save_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, input_dir)` before models are loaded by `load_state`."""
+        handle = RemovableHandle(self.load_hooks)
+        self.load_hooks[handle.id] = hook
+        return handle
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load objects with `state_dict` and `load_state_dict` in `save_state`.
+
+        Raises:
+            ConfigurationError: an object lacks one of the two; all such are named.
+        """
+        bad = [
+            o for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))
+        ]
+        if bad:
+            names = ", ".join(type(one).__name__ for one in bad)
+            raise ConfigurationError(
+                f"register_for_checkpointing needs objects with state_dict and load_state_dict; "
+                f"these lack them: {names}."
+            )
+        self.registered.extend(objects)
+
+    def save_state(
+        self,
+        /,
+        output_dir: Any = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        max_shard_size: int | str = "10GB",
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write everything that going on needs into a directory; return the directory.
+
+        It appears whole or not at all, with a manifest of sizes and checksums; what stood there
+        is replaced in the same moment. All ranks call this.
+
+        Args:
+            output_dir: not with automatic naming (`ProjectConfiguration`).
+            safe_serialization: weights as safetensors; False: in torch's own format.
+            blocking: False copies the state to host memory and returns; it is written while
+                training goes on, and the next save, `load_state`, `wait_for_checkpoint` or
+                `end_training` waits for it and raises what it failed with.
+            max_shard_size: largest file of weights: bytes, or a text such as "5GB".
+            save_model_func_kwargs: for backends that write checkpoints themselves.
+
+        Raises:
+            CheckpointError: a rank failed to save; on every rank. Earlier checkpoints stand.
+        """
+        self._flush_for_save()
+        return self.checkpointer.save(
+            output_dir,
+            safe_serialization=safe_serialization,
+            max_shard_size=max_shard_size,
+            blocking=blocking,
+            options=save_model_func_kwargs,
+        )
+
+    def _flush_for_save(self) -> None:
+        """Bring to the trackers what a script that goes on from this checkpoint logs no more."""
+        late = self._run.tracking.flush(SAVE_WAIT)
+        if late:
+            self._run.accelerator.note_once(
+                f"Saving waits {SAVE_WAIT:.0f} s for trackers, and {listing(late)} had not taken "
+                "everything: if the run is killed now, that tracker may lack values from before "
+                "the checkpoint. To have every value after a kill, add 'jsonl' to log_with.",
+                every_rank=True,
+            )
+
+    @property
+    def preemption_requested(self) -> bool:
+        """Whether one of `preemption_signals` has come: the run ends at the next step boundary."""
+        return self.made is not None and self.made.preemption_requested
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint being written stands; raise what it failed with, if it did."""
+        if self.made is not None:
+            self.made.wait()
+
+    def load_state(
+        self,
+        /,
+        input_dir: Any = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        trust: bool = False,
+        verify: bool = True,
+        **load_model_func_kwargs: Any,
+    ) -> str:
+        """Read what `save_state` wrote into the same prepared objects; return the directory.
+
+        The checkpoint is verified first, and nothing is changed if it is damaged. An ordinary
+        loop over a prepared loader then goes on where the run stood. Directories that Hugging
+        Face Accelerate 1.x wrote load too.
+
+        Args:
+            input_dir: if None the newest whole one of those with automatic names; damaged ones
+                are passed over, with a warning.
+            load_kwargs: for `torch.load`, of optimizers.
+            trust: also unpickle Python objects in the states of optimizers, schedulers and
+                registered objects; only for directories you wrote yourself.
+            verify: False compares sizes only, not checksums.
+            load_model_func_kwargs: `strict=False`, and others for backends that read checkpoints
+                themselves.
+
+        Raises:
+            CheckpointError: something is missing, damaged or does not fit, by name.
+        """
+        return self.checkpointer.load(
+            input_dir,
+            load_kwargs=load_kwargs or {},
+            trust=trust,
+            verify=verify,
+            options=load_model_func_kwargs,
+        )
+
+    def release(self) -> None:
+        """Wait, and give back the memory kept for saving beside the training."""
+        if self.made is not None:
+            self.made.release()
+
+    def close(self, failed: bool) -> None:
+        """End; `failed`: the other ranks may be gone, so meet nobody."""
+        if self.made is not None:
+            self.made.close(failed)

@@ -1,1 +1,0 @@
-"""The parts of `Accelerator`, one per concern; the class itself is in `accelerator`."""

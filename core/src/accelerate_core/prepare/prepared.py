@@ -1,0 +1,271 @@
+"""What has been prepared, and how one object is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate_core.backend import Backend
+from accelerate_core.compilation import strip_compiled, uncompiled
+from accelerate_core.config.handlers import DataLoaderConfiguration
+from accelerate_core.config.truth import flag
+from accelerate_core.contract.parts import LoaderMaker, PreparedLoader
+from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.data.loader import LoaderOptions
+from accelerate_core.data.prepare import (
+    override_even_batches,
+    prepare_loader,
+    skip_first_batches,
+)
+from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.errors import PrepareError
+from accelerate_core.plugins.manager import ActivePlugins
+from accelerate_core.training.forward import unwrap_forward
+from accelerate_core.training.optimizer import AcceleratedOptimizer
+from accelerate_core.training.scheduler import AcceleratedScheduler
+
+
+class Prepared:
+    """What has been prepared, and how one object is.
+
+    Args:
+        accelerator: for the hooks.
+        plugins: the active ones.
+        config: how data is shared out.
+        rng_types: generators synchronised at the start of each iteration over a loader.
+        device_placement: whether models and batches are moved to the device.
+        data_comm: the ranks that read different samples.
+        loader_maker: asked for prepared loaders before the core makes them; None: nobody.
+    """
+
+    def __init__(
+        self,
+        accelerator: AcceleratorView,
+        plugins: ActivePlugins,
+        *,
+        config: DataLoaderConfiguration,
+        rng_types: Sequence[str],
+        device_placement: bool,
+        data_comm: Communicator,
+        loader_maker: LoaderMaker | None,
+    ) -> None:
+        self.accelerator = accelerator
+        self._hooks = accelerator.hooks
+        self._rng_types = rng_types
+        self._data_comm = data_comm
+        self._loader_maker = loader_maker
+        self._step_listeners = plugins.implementations("on_step_end")
+        self.plugins = plugins
+        self.dataloader_config = config
+        self.device_placement = device_placement
+        self.models: list[torch.nn.Module] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.loaders: list[Any] = []
+        #: Parameters that were replaced: old -> (model as prepared, name).
+        self.replaced_parameters = WeakIdKeyDictionary()
+
+    def forget(self) -> None:
+        """Let go of everything that was prepared."""
+        held: list[list[Any]] = [self.models, self.optimizers, self.schedulers, self.loaders]
+        for one in held:
+            one.clear()
+        self.replaced_parameters = WeakIdKeyDictionary()
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Share one loader out between the ranks that read different data.
+
+        Args:
+            data_loader: a `DataLoader`, or any iterable of batches.
+            device_placement: whether batches are moved to the device.
+            slice_fn_for_dispatch: `(batch, slice, process_index, num_processes) -> part`; only the
+                core's own loaders have it.
+        """
+        if self.is_prepared(data_loader):
+            return data_loader
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = None
+        if self._loader_maker is not None and slice_fn_for_dispatch is None:
+            prepared = self._loader_maker.make_loader(self.accelerator, data_loader)
+        if prepared is None:
+            prepared = self._core_loader(data_loader, place, slice_fn_for_dispatch)
+        else:
+            prepared.put_on_device = place
+            prepared.even_batches = self.dataloader_config.even_batches
+        self.loaders.append(prepared)
+        return prepared
+
+    def _core_loader(
+        self, data_loader: Any, place: bool, slice_fn: Callable[..., Any] | None
+    ) -> PreparedLoader:
+        accelerator = self.accelerator
+        index, count = self._hooks.data_shard(accelerator)
+        options = LoaderOptions(
+            config=self.dataloader_config,
+            num_processes=count,
+            process_index=index,
+            device=accelerator.device,
+            put_on_device=place,
+            rng_types=self._rng_types,
+            slice_fn_for_dispatch=slice_fn,
+            comm=self._data_comm,
+            order_comm=accelerator.communicator,
+            gradient_state=accelerator.gradient_state,
+            feed=self._feed if place else None,
+            # The default only moves batches; another one may do more, also where they are in place.
+            feed_always=type(accelerator.backend).feed_device is not Backend.feed_device,
+            fixed_batch=self._hooks.fixed_batch(accelerator),
+        )
+        return prepare_loader(data_loader, options)
+
+    def _feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        fed = self._hooks.feed_device(
+            self.accelerator, batches, self.dataloader_config.non_blocking
+        )
+        return cast("Iterator[Any]", fed)
+
+    def is_prepared(self, obj: Any) -> bool:
+        """Tell whether this Accelerator has prepared exactly this object."""
+        held: Iterable[Any] = (*self.models, *self.optimizers, *self.schedulers, *self.loaders)
+        return any(obj is one for one in held)
+
+    def remember(self, kind: str, value: Any, evaluation: bool = False) -> None:
+        """Keep a prepared object for saving, unwrapping and `free_memory`."""
+        if kind == "model" and not evaluation:
+            self.models.append(value)
+        elif kind == "optimizer":
+            self.optimizers.append(value)
+        elif kind == "scheduler":
+            self.schedulers.append(value)
+
+    def ask_classification(self, obj: Any) -> list[str]:
+        """Ask the active plugins what kind of object this is."""
+        return self.plugins.call_each("classify", accelerator=self.accelerator, obj=obj)
+
+    def wrap_optimizer(self, optimizer: Any) -> AcceleratedOptimizer:
+        """Return the optimizer under the accumulation cycle."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        return AcceleratedOptimizer(
+            optimizer,
+            gradient_state=self.accelerator.gradient_state,
+            step=partial(self._hooks.optimizer_step, self.accelerator),
+            zero_grad=partial(self._hooks.zero_grad, self.accelerator),
+            after_step=self._tell_step_end if self._step_listeners else None,
+        )
+
+    def _tell_step_end(self, optimizer: Any) -> None:
+        self.plugins.call_each("on_step_end", accelerator=self.accelerator, optimizer=optimizer)
+
+    def wrap_scheduler(self, scheduler: Any, optimizers: list[Any]) -> Any:
+        """Return the scheduler following its optimizers."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            return scheduler
+        _, count = self._hooks.data_shard(self.accelerator)
+        return AcceleratedScheduler(
+            scheduler,
+            optimizers,
+            gradient_state=self.accelerator.gradient_state,
+            num_processes=count,
+            step_with_optimizer=self.accelerator.step_scheduler_with_optimizer,
+            split_batches=self.dataloader_config.split_batches,
+        )
+
+    def wrapper_of(self, optimizer: Any) -> AcceleratedOptimizer | None:
+        """Return the prepared optimizer that is, or holds, `optimizer`."""
+        for prepared in self.optimizers:
+            if optimizer is prepared or optimizer is prepared.optimizer:
+                return prepared
+        return None
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Tell whether a model was spread over several devices for inference."""
+        maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+        return any(found is not None and len(set(found.values())) > 1 for found in maps)
+
+    def verify_placeable(self, model: torch.nn.Module) -> None:
+        """Refuse a model that is spread over devices, where ranks would each need it whole.
+
+        Raises:
+            PrepareError: with the way out.
+        """
+        bypass = flag(os.environ, "ACCELERATE_BYPASS_DEVICE_MAP")
+        if self.accelerator.num_processes > 1 and not bypass and self.verify_device_map(model):
+            raise PrepareError(
+                "A model spread over devices by a device map such as 'auto' cannot be trained on several "
+                "processes; load it without device_map (or set ACCELERATE_BYPASS_DEVICE_MAP=true)."
+            )
+
+    def inner_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model without the backend's wrapping and without `torch.compile`'s."""
+        return uncompiled(self._hooks.unwrap_model(self.accelerator, uncompiled(model)))
+
+    def unwrap_model(
+        self,
+        model: torch.nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
+    ) -> torch.nn.Module:
+        """Return the user's own model inside a prepared one.
+
+        Args:
+            keep_fp32_wrapper: keep forward under mixed precision.
+            keep_torch_compile: keep it compiled; False returns an uncompiled view over
+                the same parameters.
+        """
+        inner = self.inner_model(model)
+        if not keep_torch_compile:
+            inner = strip_compiled(inner)
+        if not keep_fp32_wrapper:
+            unwrap_forward(inner)
+        return inner
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state dict of a prepared model.
+
+        Args:
+            unwrap: keys as the user's own model has them; False: as the wrapper has them.
+        """
+        if not unwrap:
+            return dict(model.state_dict())
+        state: dict[str, Any] = self._hooks.consolidate(self.accelerator, model)
+        plain = self.accelerator.precision.plain_state(self.inner_model(model), state)
+        return cast("dict[str, Any]", plain)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader that leaves out its first batches, without loading them where it can."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def init_model_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which the active backend wants models constructed."""
+        context = self._hooks.init_model_context(self.accelerator)
+        return cast("AbstractContextManager[Any]", context)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which ranks may run out of batches at different steps.
+
+        No effect on one process or where the backend cannot.
+
+        Args:
+            joinables: prepared models.
+            even_batches: overrides the loaders' setting inside the block.
+        """
+        accelerator, stack = self.accelerator, ExitStack()
+        if accelerator.num_processes > 1 and accelerator.backend.supports.get("join", False):
+            if even_batches is not None:
+                stack.enter_context(override_even_batches(self.loaders, even_batches))
+            stack.enter_context(self._hooks.join_uneven_inputs(accelerator, joinables))
+        return stack

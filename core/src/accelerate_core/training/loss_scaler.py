@@ -1,0 +1,85 @@
+"""Gradient scaling over accumulation cycles and several optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class LossScaler:
+    """When torch's gradient scaler unscales, steps and updates.
+
+    Inside an accumulation cycle gradients stay scaled. With several optimizers the scale is
+    updated once all have stepped, at the latest before the next loss is scaled: an update between
+    two steps would forget that the second is unscaled already.
+
+    Args:
+        scaler: a `torch.amp.GradScaler`, or one of its interface.
+        optimizers: the prepared optimizers, a list that grows.
+        unscale: unscales the gradients of one inner optimizer.
+    """
+
+    def __init__(
+        self, scaler: Any, optimizers: Sequence[Any], unscale: Callable[[Any], None]
+    ) -> None:
+        self.scaler = scaler
+        self._optimizers = optimizers
+        self._unscale = unscale
+        self._unscaled: set[int] = set()
+        #: Ids of the optimizers that stepped since the last update.
+        self.stepped: set[int] = set()
+
+    def unscale(self, optimizers: Sequence[Any]) -> None:
+        """Unscale the gradients of inner optimizers, each once per step."""
+        for one in optimizers:
+            if id(one) not in self._unscaled and _has_gradients(one):
+                self._unscale(one)
+                self._unscaled.add(id(one))
+
+    def unscale_owners(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Unscale the optimizers of these parameters only: another may be mid-cycle."""
+        wanted = {id(parameter) for parameter in parameters}
+        self.unscale(
+            [
+                one.optimizer
+                for one in self._optimizers
+                if any(id(p) in wanted for group in one.param_groups for p in group["params"])
+            ]
+        )
+
+    def note_step(self, optimizer: Any) -> None:
+        """Note that the scaler stepped an inner optimizer."""
+        self._unscaled.discard(id(optimizer))
+        self.stepped.add(id(optimizer))
+        if len(self.stepped) >= len(self._optimizers):
+            self.settle()
+
+    def settle(self) -> None:
+        """Update the scale if an optimizer has stepped since the last update.
+
+        `GradScaler.update` forgets who is unscaled, and would divide the gradients of those that
+        have not stepped yet once more: for them it is put back.
+        """
+        if not self.stepped:
+            return
+        waiting = {
+            id(one.optimizer)
+            for one in self._optimizers
+            if id(one.optimizer) in self._unscaled and _has_gradients(one.optimizer)
+        }
+        states = self.scaler._per_optimizer_states
+        kept = {key: states[key] for key in waiting}
+        self.scaler.update()
+        self.scaler._per_optimizer_states.update(kept)
+        self.stepped.clear()
+        self._unscaled &= waiting
+
+    def scale(self) -> float:
+        """Return the scale; it is read from the device."""
+        return float(self.scaler.get_scale())
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

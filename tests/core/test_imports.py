@@ -1,0 +1,75 @@
+"""No import circle inside of the core, whenever an import runs and whatever it is for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+CORE = Path(__file__).parents[2] / "core" / "src" / "accelerate_core"
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of the core by its dotted name."""
+    found = {}
+    for path in CORE.rglob("*.py"):
+        parts = path.relative_to(CORE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
+    """List the modules that a file imports: at its top, in functions, and for its types alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                below = f"{node.module}.{alias.name}"
+                yield from [name for name in (below, node.module) if name in known][:1]
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components of more than one module, by Kosaraju."""
+    finished: list[str] = []
+    seen: set[str] = set()
+
+    def visit(name: str, edges: Mapping[str, set[str]], into: list[str]) -> None:
+        seen.add(name)
+        for other in sorted(edges.get(name, ())):
+            if other not in seen:
+                visit(other, edges, into)
+        into.append(name)
+
+    for name in sorted(graph):
+        if name not in seen:
+            visit(name, graph, finished)
+    reverse: dict[str, set[str]] = {}
+    for name, others in graph.items():
+        for other in others:
+            reverse.setdefault(other, set()).add(name)
+    seen.clear()
+    components = []
+    for name in reversed(finished):
+        if name not in seen:
+            component: list[str] = []
+            visit(name, reverse, component)
+            components.append(sorted(component))
+    return [component for component in components if len(component) > 1]
+
+
+def test_no_module_imports_in_a_circle() -> None:
+    found = modules()
+    graph = {
+        name: set(imported(ast.parse(path.read_text(encoding="utf-8")), found)) - {name}
+        for name, path in found.items()
+    }
+    assert circles(graph) == []
+
+
+def test_a_circle_is_found_however_it_is_closed() -> None:
+    known = dict.fromkeys(("a", "a.b", "a.c", "a.d"))
+    source = "from a.d import x\nif TYPE_CHECKING:\n    from a import c\ndef f():\n    import a.b"
+    assert set(imported(ast.parse(source), known)) == {"a.b", "a.c", "a.d"}
+    graph = {"a.b": {"a.c"}, "a.c": {"a.d"}, "a.d": {"a.c"}, "a": {"a.b"}}
+    assert circles(graph) == [["a.c", "a.d"]]

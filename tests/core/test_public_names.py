@@ -1,0 +1,71 @@
+"""The Accelerator's public names: the peer's, the plugins' view, and a documented list."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from accelerate_core import Accelerator
+from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.state import ProcessVerbs
+
+ROOT = Path(__file__).parents[2]
+#: Public names of an Accelerator of Hugging Face Accelerate 1.15 on one process.
+NAMES = """
+accumulate ao_recipe_handler autocast autocast_handler backward check_trigger clear
+clip_grad_norm_ clip_grad_value_ context_parallel_rank data_parallel_rank
+data_parallel_shard_rank dataloader_config ddp_handler deepspeed_plugin
+deepspeed_ulysses_dl_adapter delayed_fp8_autocast device device_placement dispatch_batches
+distributed_type end_training even_batches flag_tensor fp8_backend fp8_enabled
+fp8_recipe_handler free_memory gather gather_for_metrics get_state_dict get_tracker
+gradient_accumulation_steps gradient_state has_fp8_handler has_lomo_optimizer init_handler
+init_trackers is_composable_parallelism_enabled is_fsdp2 is_last_process is_local_main_process
+is_main_process join_uneven_inputs load_state local_main_process_first local_process_index log
+log_with logging_dir lomo_backward main_process_first maybe_context_parallel mixed_precision
+msamp_recipe_handler multi_device native_amp no_sync non_blocking num_processes on_last_process
+on_local_main_process on_local_process on_main_process on_process optimizer_step_was_skipped
+pad_across_processes parallelism_config pipeline_parallel_rank prepare prepare_data_loader
+prepare_model prepare_optimizer prepare_scheduler print process_index profile profile_handler
+project_configuration project_dir reduce register_for_checkpointing register_load_state_pre_hook
+register_save_state_pre_hook rng_types save save_iteration save_model save_state scaler
+scaler_handler set_trigger should_save_model skip_first_batches split_batches
+split_between_processes state step step_scheduler_with_optimizer sync_gradients
+te_recipe_handler tensor_parallel_rank torch_device_mesh trackers trigger_sync_in_backward
+unscale_gradients unwrap_model use_distributed use_seedable_sampler use_stateful_dataloader
+verify_device_map wait_for_everyone
+"""
+PEER = set(NAMES.split())
+#: Of those, what only an active plugin has.
+WITH_A_PLUGIN = {"deepspeed_ulysses_dl_adapter"}
+
+
+def test_public_names_are_the_peers_and_those_documented_as_ours() -> None:
+    page = (ROOT / "docs" / "migration.md").read_text()
+    table = page.partition("## What an Accelerator has beside the peer's names")[2]
+    documented = {
+        name
+        for row in re.findall(r"^\| (`.+?) \|", table, re.M)
+        for name in re.findall(r"`(\w+)`", row)
+    }
+    view = {name for name in vars(AcceleratorView) if not name.startswith("_")}
+    accelerator = Accelerator(cpu=True)
+    names = {name for name in {*dir(Accelerator), *vars(accelerator)} if name[0] != "_"}
+    assert names - PEER - view == documented
+    assert {name for name in PEER - names if not hasattr(accelerator, name)} == WITH_A_PLUGIN
+
+
+def test_public_members_are_documented_and_methods_typed() -> None:
+    members = {n: m for n, m in inspect.getmembers_static(Accelerator) if not n.startswith("_")}
+    assert [name for name, member in members.items() if not inspect.getdoc(member)] == []
+    untyped = [
+        name
+        for name, member in members.items()
+        if inspect.isfunction(member)
+        and inspect.signature(member).return_annotation is inspect.Signature.empty
+    ]
+    assert untyped == []
+
+
+def test_the_accelerator_is_made_of_parts() -> None:
+    assert Accelerator.__mro__ == (Accelerator, ProcessVerbs, object)

@@ -1,0 +1,249 @@
+"""`accelerate-core config`: the dialogue, with a terminal and without, and its sub-commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launched import clean_environment, run_cli
+
+from accelerate_core.errors import AccelerateError
+from accelerate_launch.editing import with_value
+
+HOME = "ACCELERATE_CONFIG_HOME"
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """An environment with a config directory of its own, and the peer's cache."""
+    return {HOME: str(tmp_path / "ours"), "HF_HOME": str(tmp_path / "theirs")}
+
+
+def config(env: dict[str, str], *arguments: str, text: str = "") -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate_core.cli", "config", *arguments],
+        env=clean_environment(**env),
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def written(env: dict[str, str]) -> dict[str, object]:
+    made = yaml.safe_load((Path(env[HOME]) / "config.yaml").read_text())
+    assert isinstance(made, dict)
+    return made
+
+
+def test_yes_and_default_ask_nothing(env: dict[str, str]) -> None:
+    status, output = config(env, "--yes")
+    assert status == 0, output
+    assert written(env)["num_machines"] == 1
+    status, output = config(env, "default", "--mixed-precision", "bf16")
+    assert status == 0, output
+    assert written(env)["mixed_precision"] == "bf16"
+    status, output = config(env, "default", "--mixed_precision", "bf61")
+    assert status == 2
+    assert "Did you mean 'bf16'?" in output
+
+
+ANSWERS = {
+    "machines": "1",
+    "processes": "2",
+    "backend": "fsdp2",
+    "precision": "bf16",
+    "accumulation": "4",
+    "compiler": "",
+}
+
+
+def test_answers_come_from_the_input_where_there_is_no_terminal(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    env["PATH"] = str(tmp_path)  # without mpirun, which would be asked about
+    plugin = ["yes", "size_based_wrap", "", "", "no", "", "5000", "yes", "1", "2", "1", "1", "1"]
+    text = "\n".join([*ANSWERS.values(), *plugin, *[""] * 9])
+    status, output = config(env, text=text)
+    assert status == 0, output
+    made = written(env)
+    assert (made["backend"], made["mixed_precision"]) == ("fsdp2", "bf16")
+    assert made["gradient_accumulation_steps"] == 4
+    section = made["fsdp_config"]
+    assert isinstance(section, dict)
+    assert section["fsdp_auto_wrap_policy"] == "size_based_wrap"
+    assert section["fsdp_min_num_params"] == 5000
+    assert "Classes whose modules" not in output  # asked of the other policy only
+    done = run_cli("config", "show", "--json", env=env)
+    assert json.loads(done.stdout)["backend"]["from"].endswith("config.yaml line 5")
+
+
+def test_a_plain_backend_is_asked_nothing_more(env: dict[str, str], tmp_path: Path) -> None:
+    env["PATH"] = str(tmp_path)
+    status, output = config(env, text="1\n1\n\n\n\n\n")
+    assert status == 0, output
+    assert "fsdp" not in json.dumps(written(env))
+
+
+def test_input_that_ends_says_what_to_do(env: dict[str, str]) -> None:
+    status, output = config(env, text="1\n")
+    assert status == 2
+    assert "accelerate-core config --yes" in output
+    assert not (Path(env[HOME]) / "config.yaml").exists()
+
+
+def test_a_wrong_answer_is_asked_again(env: dict[str, str], tmp_path: Path) -> None:
+    env["PATH"] = str(tmp_path)
+    status, output = config(env, text="1\nmany\n1\n\nbf61\nbf16\n\n\n")
+    assert status == 0, output
+    assert "'many' is not a whole number" in output
+    assert "Did you mean 'bf16'?" in output
+    assert written(env)["mixed_precision"] == "bf16"
+
+
+def test_the_peers_file_is_offered(env: dict[str, str]) -> None:
+    theirs = Path(env["HF_HOME"]) / "accelerate" / "default_config.yaml"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text(
+        "distributed_type: MULTI_CPU\nnum_processes: 2\nmain_training_function: main\n"
+    )
+    status, output = config(env, text="yes\n")
+    assert status == 0, output
+    assert str(theirs) in output.replace("\n", "")
+    assert written(env) == {"distributed_type": "MULTI_CPU", "num_processes": 2}
+
+
+def read(terminal: int) -> bytes:
+    ready, _, _ = select.select([terminal], [], [], 5)
+    return os.read(terminal, 4096) if ready else b""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="pseudo-terminals")
+def test_arrow_keys_choose_on_a_terminal(env: dict[str, str], tmp_path: Path) -> None:
+    import pty
+
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ.clear()
+        os.environ.update(clean_environment(**env, TERM="xterm", COLUMNS="100"))
+        os.environ["PATH"] = str(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-m", "accelerate_core.cli", "config"])
+    seen = b""
+    answers = [(b"machines?", b"\r"), (b"together?", b"2\r"), (b"backend?", b"\r")]
+    answers += [(b"precision?", b"\x1b[A\x1b[B\x1b[A\r"), (b"step?", b"\r"), (b"compile?", b"\r")]
+    deadline = time.monotonic() + 30
+    try:
+        for question, keys in answers:
+            while question not in seen and time.monotonic() < deadline:
+                seen += read(terminal)
+            time.sleep(0.3)  # the menu is drawn, and reads keys
+            os.write(terminal, keys)
+            seen = b""
+        while time.monotonic() < deadline:
+            seen += read(terminal)
+    except OSError:
+        pass  # the program has ended
+    finally:
+        os.kill(child, signal.SIGCONT if time.monotonic() < deadline else signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, seen.decode()
+    # The names are sorted, and the answer that fits a CPU is the last: one up is fp16.
+    assert written(env)["mixed_precision"] == "fp16"
+    assert written(env)["num_processes"] == 2
+
+
+def test_set_changes_one_value_and_nothing_else(env: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("# mine\nnum_processes: 2  # two\nfsdp_config:\n  fsdp_version: 2\n\n# end\n")
+    for key, value in (("num_processes", "4"), ("fsdp_config.fsdp_offload_params", "true")):
+        status, output = config(env, "set", key, value, "--config_file", str(file))
+        assert status == 0, output
+    status, output = config(env, "set", "mixed_precision", "bf16", "--config_file", str(file))
+    text = file.read_text()
+    assert "# mine\nnum_processes: 4  # two\n" in text
+    assert "# end" in text
+    assert yaml.safe_load(text) == {
+        "num_processes": 4,
+        "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True},
+        "mixed_precision": "bf16",
+    }
+
+
+def test_set_keeps_the_words_of_other_values() -> None:
+    text = (
+        "# head\na: True   # a\nb: ~\nc:\nd: 1e-4\ne: 'q'\nf: \"z\"\nn: no\no: 010\n"
+        "s:\n    p: yes  # p\n    l:\n    - 1\n\n    q: |\n        two\n        lines\n"
+    )
+    assert with_value(text, "k", "no") == f"{text}k: no\n"
+    assert with_value(text, "d", "2") == text.replace("1e-4", "2")
+    listed = "---\nl:\n  - 1\n  - {a: 1}\n" + f"w: {'word ' * 60}end\n"
+    assert with_value(listed, "k", "'no'") == f"{listed}k: 'no'\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_proceses", "2", "Did you mean 'num_processes'?"),
+        ("num_processes", "two", "must be a whole number"),
+        ("fsdp_config.fsdp_offload_param", "true", "Did you mean 'fsdp_offload_params'?"),
+        ("mixed_precision", "[", "not valid YAML"),
+        ("num_processes.x", "1", "is no section"),
+    ],
+)
+def test_set_refuses_what_would_not_launch(
+    env: dict[str, str], tmp_path: Path, key: str, value: str, message: str
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("num_processes: 1\n")
+    status, output = config(env, "set", key, value, "--config_file", str(file))
+    assert status == 2
+    assert message in output
+    assert file.read_text() == "num_processes: 1\n"
+
+
+def test_validate_asks_the_plugin_itself(env: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n")
+    status, output = config(env, "validate", str(file))
+    assert status == 2
+    assert "fsdp_version=1 is not offered" in output
+    assert f"{file} line 3" in output.replace("\n", "")
+    file.write_text("megatron_lm_config:\n  megatron_lm_tp_degree: 2\n")
+    status, output = config(env, "validate", str(file))
+    assert status == 0
+    assert 'pip install "accelerate-core[megatron]"' in output
+
+
+NAMES = st.sampled_from(["a", "b", "s.a", "s.b", "t.c"])
+WORDS = st.sampled_from(["1", "true", "x", "[1, 2]", "{p: 1}", "'q # r'", "null"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(NAMES, WORDS), min_size=1, max_size=8))
+def test_editing_text_is_editing_values(edits: list[tuple[str, str]]) -> None:
+    text, values = "# head\n", {}
+    for key, value in edits:
+        section, _, name = key.rpartition(".")
+        text = with_value(text, key, value)
+        inside = values.setdefault(section, {}) if section else values
+        inside[name] = yaml.safe_load(value)
+        assert yaml.safe_load(text) == values, text
+    assert text.startswith("# head\n")
+
+
+def test_editing_says_what_cannot_be_edited() -> None:
+    for text, key, value in (("- 1\n", "a", "1"), ("a: 1\n", "a.b", "1"), ("", "a", "1\nb: 2")):
+        with pytest.raises(AccelerateError):
+            with_value(text, key, value)

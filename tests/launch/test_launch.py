@@ -1,0 +1,625 @@
+"""Launching: what is decided, what is started, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import clean_environment, run_cli
+
+from accelerate_core.config.files import read_config
+from accelerate_core.config.provenance import BECAUSE_VARIABLE
+from accelerate_core.errors import AccelerateError, ConfigurationError, RuntimeConflictError
+from accelerate_core.logging import get_logger
+from accelerate_launch import (
+    LaunchPlan,
+    PrepareForLaunch,
+    Target,
+    child_environment,
+    choose_launcher,
+    make_plan,
+    notebook_launcher,
+)
+from accelerate_launch.options import LAUNCH_OPTIONS
+
+SHOW = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MASTER_PORT")
+found = {n: v for n, v in os.environ.items() if n in names or n.startswith("ACCELERATE_")}
+said = {"env": found, "argv": sys.argv[1:], "torch": "torch" in sys.modules}
+sys.stdout.write(json.dumps(said) + "\\n")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "show.py"
+    path.write_text(SHOW)
+    return path
+
+
+def plan_of(script: Path, environ: dict[str, str] | None = None, **given: Any) -> LaunchPlan:
+    return make_plan(str(script), [], given, environ or {})
+
+
+def shown(output: str) -> list[dict[str, Any]]:
+    lines = (line[line.index("{") :] for line in output.splitlines() if '"argv"' in line)
+    return [json.loads(line) for line in lines]
+
+
+# --- what is decided ------------------------------------------------------------------------------
+
+
+def test_one_process_is_the_scripts_own_interpreter(script: Path) -> None:
+    plan = plan_of(script, cpu=True)
+    assert choose_launcher(plan).launch_command(plan) == [sys.executable, str(script)]
+    assert plan.environment["ACCELERATE_USE_CPU"] == "true"
+    assert "OMP_NUM_THREADS" not in plan.environment
+
+
+def test_two_processes_alone_start_two(script: Path) -> None:
+    plan = plan_of(script, num_processes=2)
+    command = choose_launcher(plan).launch_command(plan)
+    assert command[1:3] == ["-m", "accelerate_launch.agent"]
+    assert command[command.index("--nproc_per_node") + 1] == "2"
+    assert "--standalone" in command
+    assert int(plan.environment["OMP_NUM_THREADS"]) >= 1
+
+
+def test_threads_of_the_user_stand(script: Path) -> None:
+    plan = plan_of(script, {"OMP_NUM_THREADS": "3"}, num_processes=2)
+    assert "OMP_NUM_THREADS" not in plan.environment
+    plan = plan_of(script, num_processes=2, num_cpu_threads_per_process=5)
+    assert plan.environment["OMP_NUM_THREADS"] == "5"
+
+
+def test_only_the_command_line_travels_and_says_so(script: Path) -> None:
+    environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    plan = plan_of(script, environ, cpu=True, mixed_precision="bf16")
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in plan.environment
+    origins = json.loads(plan.environment[BECAUSE_VARIABLE])
+    assert origins["ACCELERATE_MIXED_PRECISION"] == "command line --mixed_precision"
+    said = plan.because["gradient_accumulation_steps"].origin
+    assert said == "environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+def test_the_environment_of_the_launcher_is_left_alone(script: Path) -> None:
+    before = dict(os.environ)
+    environ = {"PATH": "/usr/bin"}
+    plan = plan_of(script, environ, cpu=True, num_processes=2)
+    assert child_environment(plan, environ)["ACCELERATE_USE_CPU"] == "true"
+    assert environ == {"PATH": "/usr/bin"}
+    assert dict(os.environ) == before
+
+
+def test_dynamo_options_travel_under_the_names_the_plugin_reads(script: Path) -> None:
+    given = {"dynamo_backend": "aot_eager", "dynamo_use_fullgraph": True, "cpu": True}
+    made = plan_of(script, **given).environment
+    assert made["ACCELERATE_DYNAMO_BACKEND"] == "aot_eager"
+    assert made["ACCELERATE_DYNAMO_USE_FULLGRAPH"] == "true"
+
+
+def test_a_config_file_gives_values_with_their_line(script: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n")
+    plan = make_plan(str(script), [], {}, {}, read_config(file))
+    assert plan.num_processes == 2
+    assert plan.because["num_processes"].origin == f"{file} line 2"
+    assert plan.environment["ACCELERATE_CONFIG_FILE"] == str(file)
+    plan = make_plan(str(script), [], {"num_processes": 1}, {}, read_config(file))
+    assert plan.num_processes == 1
+
+
+STATIC = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"rdzv_backend": "static"}, [*STATIC, "--master_port", "29500"]),
+        ({"main_process_port": 4000}, [*STATIC, "--master_port", "4000"]),
+        (
+            {"rdzv_backend": "c10d"},
+            ["--nnodes", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "10.0.0.1:29500"],
+        ),
+    ],
+)
+def test_several_machines(script: Path, given: dict[str, Any], expected: list[str]) -> None:
+    machines = {"num_machines": 2, "num_processes": 4, "machine_rank": 1}
+    plan = plan_of(script, **machines, main_process_ip="10.0.0.1", **given)
+    command = choose_launcher(plan).launch_command(plan)
+    assert " ".join(expected) in " ".join(command)
+    assert command[command.index("--nproc_per_node") + 1] == "2"
+
+
+def test_every_option_has_a_help_text_and_one_place() -> None:
+    names = [option.name for option in LAUNCH_OPTIONS]
+    assert len(set(names)) == len(names)
+    assert all(option.help and option.group for option in LAUNCH_OPTIONS)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_processes": 3, "num_machines": 2}, "cannot be shared out evenly"),
+        ({"num_processes": 4, "num_machines": 2}, "needs --main_process_ip"),
+        ({"machine_rank": 1}, "machine_rank=1 .* must be less than"),
+        ({"mixed_precision": "bf61"}, "Did you mean 'bf16'"),
+        ({"mixed_precision": "fp8"}, "pip install"),
+        ({"backend": "dpd"}, "dpd.*Did you mean 'ddp'"),
+        ({"launcher": "qsub"}, "There is no launcher named 'qsub'"),
+        ({"multi_gpu": True, "cpu": True}, "contradicts"),
+        ({"gpu_ids": "0,x", "num_processes": 2}, "must be different numbers"),
+        ({"module": True, "no_python": True}, "exclude each other"),
+    ],
+)
+def test_contradictions_and_unknown_names(
+    script: Path, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(AccelerateError, match=message):
+        plan_of(script, **given)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "num_proceses: 2\n",
+            "Unknown key 'num_proceses' in .*line 1. Did you mean 'num_processes'",
+        ),
+        (
+            "debug: false\nnum_processes: two\n",
+            "num_processes: 'two' .*line 2.* must be a whole number",
+        ),
+        ("num_processes: 0\n", "at least 1"),
+        ("use_cpu: perhaps\n", "is not a switch"),
+    ],
+)
+def test_wrong_config_files_name_file_and_line(
+    script: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        make_plan(str(script), [], {}, {}, read_config(file))
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+        {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "2"},
+    ],
+)
+def test_a_launch_inside_a_launch_is_refused(script: Path, environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="a launch inside a launch"):
+        plan_of(script, environ, num_processes=2)
+
+
+def test_a_schedulers_world_size_is_no_launch(script: Path) -> None:
+    given = {"num_machines": 2, "num_processes": 2, "main_process_ip": "10.0.0.1"}
+    assert plan_of(script, {"WORLD_SIZE": "2", "RANK": "0"}, **given).num_machines == 2
+
+
+def test_modules_are_found_without_importing_their_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan("my_package.train", ["--x"], {"module": True, "cpu": True}, {})
+    command = choose_launcher(plan).launch_command(plan)
+    assert command == [sys.executable, "-m", "my_package.train", "--x"]
+    with pytest.raises(ConfigurationError, match="Did you mean 'train'"):
+        make_plan("my_package.trian", [], {"module": True, "cpu": True}, {})
+
+
+# --- what is started ------------------------------------------------------------------------------
+
+
+def test_arguments_reach_the_script_untouched(script: Path) -> None:
+    done = run_cli("launch", "--cpu", script, "--num_processes", "9", "--", "-x", "a b")
+    assert done.returncode == 0, done.stderr
+    (ran,) = shown(done.stdout)
+    assert ran["argv"] == ["--num_processes", "9", "--", "-x", "a b"]
+    assert ran["torch"] is False
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(ran["env"])
+
+
+@pytest.mark.dist
+def test_two_processes_run(script: Path) -> None:
+    done = run_cli("launch", "--num-processes", "2", "--mixed_precision", "bf16", script, "--x")
+    assert done.returncode == 0, done.stderr
+    ran = shown(done.stdout)
+    assert sorted(one["env"]["RANK"] for one in ran) == ["0", "1"]
+    assert all(one["env"]["ACCELERATE_MIXED_PRECISION"] == "bf16" for one in ran)
+    assert all(one["argv"] == ["--x"] for one in ran)
+
+
+@pytest.mark.dist
+def test_the_port_that_was_asked_for_is_used(script: Path) -> None:
+    done = run_cli("launch", "--num_processes", "2", "--main_process_port", "29731", script)
+    assert done.returncode == 0, done.stderr
+    assert {one["env"]["MASTER_PORT"] for one in shown(done.stdout)} == {"29731"}
+
+
+def test_module_and_program(script: Path) -> None:
+    done = run_cli("launch", "--cpu", "-m", "show", "1", cwd=script.parent)
+    assert shown(done.stdout)[0]["argv"] == ["1"], done.stderr
+    done = run_cli("launch", "--cpu", "--no_python", sys.executable, "-c", "print('ran')")
+    assert done.stdout.strip() == "ran", done.stderr
+
+
+def test_the_status_of_the_script_is_the_launchers(tmp_path: Path) -> None:
+    (tmp_path / "end.py").write_text("raise SystemExit(7)")
+    assert run_cli("launch", "--cpu", tmp_path / "end.py").returncode == 7
+
+
+def test_dry_run_starts_nothing(script: Path) -> None:
+    done = run_cli("launch", "--num_processes", "2", "--mixed_precision=fp16", "--dry_run", script)
+    assert done.returncode == 0, done.stderr
+    assert "accelerate_launch.agent --standalone" in done.stdout
+    assert "ACCELERATE_MIXED_PRECISION" in done.stdout
+    assert "command line --mixed_precision" in done.stdout
+    assert not shown(done.stdout)
+
+
+def test_explain_says_where_values_came_from(script: Path) -> None:
+    env = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    done = run_cli("launch", "--cpu", "--explain", script, env=env)
+    assert "environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in done.stderr
+    assert "command line --cpu" in done.stderr
+    assert len(shown(done.stdout)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["shwo.py"], "Did you mean 'show.py'?"),
+        (["--num_proceses", "2", "show.py"], "Did you mean '--num_processes'?"),
+        (["--num_processes", "0", "show.py"], "0 is not in the range"),
+        (["--num_processes", "two", "show.py"], "'two' is not a valid integer"),
+        (["--dynamo_mode", "max-autotun", "show.py"], "Did you mean 'max-autotune'?"),
+        (["--config_file", "nowhere.yaml", "show.py"], "nowhere.yaml"),
+        ([], "Missing argument 'SCRIPT'"),
+    ],
+)
+def test_user_mistakes_are_one_message(script: Path, arguments: list[str], message: str) -> None:
+    done = run_cli("launch", *arguments, cwd=script.parent)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+# --- from Python ----------------------------------------------------------------------------------
+
+FUNCTIONS = """
+import os, sys, json
+from datetime import timedelta
+from accelerate_launch import debug_launcher, notebook_launcher
+
+def work(kind):
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    total = torch.ones(1); dist.all_reduce(total)
+    (torch.ones(600, 600) @ torch.ones(600, 600)).sum()
+    names = ("RANK", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
+    said = {n: os.environ.get(n) for n in names}
+    sys.stdout.write(json.dumps({"argv": [kind], "env": said, "total": total.item()}) + "\\n")
+    sys.stdout.flush()
+    if kind == "raise" and dist.get_rank() == 1:
+        raise ValueError("only here")
+    if kind == "raise":
+        dist.barrier()
+    dist.destroy_process_group()
+
+import torch
+(torch.ones(600, 600) @ torch.ones(600, 600)).sum()  # OpenMP threads that a fork does not inherit
+"""
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.dist
+def test_functions_of_main_run_in_several_processes() -> None:
+    done = run_python(
+        FUNCTIONS
+        + "before = dict(os.environ)\n"
+        + "debug_launcher(work, ('debug',))\n"
+        + "notebook_launcher(work, ('nb',), num_processes=2, mixed_precision='bf16')\n"
+        + "assert dict(os.environ) == before\n"
+    )
+    assert done.returncode == 0, done.stderr
+    ran = shown(done.stdout)
+    assert sorted((one["argv"][0], one["env"]["RANK"]) for one in ran) == [
+        ("debug", "0"),
+        ("debug", "1"),
+        ("nb", "0"),
+        ("nb", "1"),
+    ]
+    assert all(one["total"] == 2 for one in ran)
+    for one in ran:
+        debug = one["argv"] == ["debug"]
+        assert one["env"]["ACCELERATE_MIXED_PRECISION"] == (None if debug else "bf16")
+        assert one["env"]["ACCELERATE_USE_CPU"] == ("true" if debug else None)
+
+
+@pytest.mark.dist
+def test_a_failing_function_names_its_rank() -> None:
+    done = run_python(FUNCTIONS + "debug_launcher(work, ('raise',))\n")
+    assert done.returncode == 1
+    said = done.stderr[done.stderr.index("Root Cause") :]
+    assert "rank      : 1" in said
+    assert "ValueError: only here" in said
+
+
+def test_one_process_runs_here() -> None:
+    seen: list[Any] = []
+    before = dict(os.environ)
+
+    def work(value: int) -> None:
+        seen.append((value, os.environ["ACCELERATE_MIXED_PRECISION"], os.getpid()))
+
+    notebook_launcher(work, (3,), num_processes=1, mixed_precision="fp16")
+    assert seen == [(3, "fp16", os.getpid())]
+    assert dict(os.environ) == before
+
+
+def test_prepare_for_launch_runs_the_function() -> None:
+    assert PrepareForLaunch(lambda x: x + 1)(1) == 2
+
+
+def test_launching_beside_a_live_runtime_is_refused() -> None:
+    done = run_python(
+        "from accelerate_core.distributed.process import current_runtime\n"
+        "from accelerate_launch import debug_launcher\n"
+        "current_runtime()\n"
+        "debug_launcher(print)\n"
+    )
+    assert "RuntimeConflictError: This process already has an Accelerator" in done.stderr
+    assert "end_training" in done.stderr
+
+
+def test_launching_after_the_device_was_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    class Device:
+        type = "cuda"
+
+    class Module:
+        @staticmethod
+        def is_initialized() -> bool:
+            return True
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: Device())
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    with pytest.raises(RuntimeConflictError, match=r"already used the cuda device.*kernel"):
+        notebook_launcher(print, num_processes=2)
+
+
+def test_signal_handlers_are_put_back() -> None:
+    from accelerate_launch.notebook import _signal_handlers_kept
+
+    before = signal.getsignal(signal.SIGTERM)
+    with _signal_handlers_kept():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_plans_compare_by_value() -> None:
+    assert LaunchPlan(Target("a.py")) == LaunchPlan(Target("a.py"))
+
+
+# --- local SGD ---------------------------------------------------------------------------------
+
+LOCAL_SGD = """
+import torch
+from accelerate_core import Accelerator, LocalSGD
+
+def build():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+def loss(model, rank, step):
+    data = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+    return (model(data) - data.sum(1, keepdim=True)).square().mean()
+
+STEPS, EVERY = 5, 2
+accelerator = Accelerator(cpu=True)
+model, optimizer = accelerator.prepare(*build())
+with LocalSGD(accelerator, model, EVERY) as local_sgd:
+    for step in range(STEPS):
+        accelerator.backward(loss(model, accelerator.process_index, step))
+        optimizer.step()
+        optimizer.zero_grad()
+        local_sgd.step()
+
+runs = [build() for _ in range(accelerator.num_processes)]
+for step in range(STEPS):
+    for rank, (plain, plain_optimizer) in enumerate(runs):
+        loss(plain, rank, step).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    if (step + 1) % EVERY == 0 or step == STEPS - 1:
+        with torch.no_grad():
+            for group in zip(*(plain.parameters() for plain, _ in runs)):
+                mean = torch.stack(group).mean(0)
+                [one.copy_(mean) for one in group]
+for got, expected in zip(model.parameters(), runs[0][0].parameters()):
+    assert torch.allclose(got, expected, rtol=0, atol=1e-12), (got, expected)
+accelerator.print("averaged", accelerator.num_processes)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_local_sgd_averages_every_few_steps_and_at_the_end(tmp_path: Path, processes: str) -> None:
+    (tmp_path / "local.py").write_text(LOCAL_SGD)
+    done = run_cli("launch", "--cpu", "--num_processes", processes, tmp_path / "local.py")
+    assert done.returncode == 0, done.stderr
+    assert f"averaged {processes}" in done.stdout
+
+
+# --- logging --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate_core.distributed import process as runtime
+
+    monkeypatch.setattr(runtime, "_current", None)
+
+
+@pytest.mark.usefixtures("no_runtime")
+def test_a_logger_needs_no_accelerator(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = get_logger("tests.rank", "INFO")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    logger.info("of the main process")
+    logger.info("of every process", main_process_only=False)
+    logger.info("in order", main_process_only=False, in_order=True)
+    monkeypatch.setenv("RANK", "0")
+    logger.info("of rank %d", 0)
+    assert caplog.messages == ["of every process", "in order", "of rank 0"]
+    assert {Path(record.pathname).name for record in caplog.records} == {"test_launch.py"}
+
+
+@pytest.mark.usefixtures("no_runtime")
+def test_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger = get_logger("tests.once", "INFO")
+    for number in (1, 1, 2):
+        logger.warning_once("seen %d", number)
+    assert caplog.messages == ["seen 1", "seen 2"]
+    assert {Path(record.pathname).name for record in caplog.records} == {"test_launch.py"}
+
+
+def test_log_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "error")
+    assert get_logger("tests.level").logger.level == logging.ERROR
+    with pytest.raises(ConfigurationError, match="Did you mean 'WARNING'"):
+        get_logger("tests.level", "warnin")
+
+
+SPAWNED = """
+import os, sys
+from accelerate_launch import debug_launcher, notebook_launcher
+
+def work(kind):
+    import torch, torch.distributed as dist
+    from accelerate_core import Accelerator
+    accelerator = Accelerator(process_group_timeout=60)
+    total = accelerator.reduce(torch.ones(1), "sum").item()
+    sys.stdout.write(f"{kind} {accelerator.process_index} {total}\\n")
+    sys.stdout.flush()
+    accelerator.end_training()
+
+if __name__ == "__main__":
+    from accelerate_core.distributed.process import current_runtime
+    current_runtime()  # which a forked process could not use
+    debug_launcher(work, ("spawned",), start_method="spawn")
+"""
+
+
+@pytest.mark.dist
+def test_spawned_processes_do_not_mind_what_this_one_has_used(tmp_path: Path) -> None:
+    (tmp_path / "spawned.py").write_text(SPAWNED)
+    done = subprocess.run(
+        [sys.executable, "spawned.py"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["spawned 0 2.0", "spawned 1 2.0"]
+
+
+def test_what_cannot_be_spawned_says_why() -> None:
+    with pytest.raises(ConfigurationError, match="cannot be pickled"):
+        notebook_launcher(lambda: None, num_processes=2, start_method="spawn")
+    with pytest.raises(ConfigurationError, match="Did you mean 'spawn'"):
+        notebook_launcher(print, num_processes=2, start_method="spwan")
+    done = run_python(
+        "from accelerate_launch import notebook_launcher\n"
+        "def cell(): pass\n"
+        "notebook_launcher(cell, num_processes=2, start_method='spawn')\n"
+    )
+    assert "it is defined in the notebook" in done.stderr
+
+
+FAILING = """
+import os, signal, sys, torch
+from accelerate_core import Accelerator
+accelerator = Accelerator(cpu=True, process_group_timeout=60)
+if accelerator.process_index == 1 and sys.argv[1] == "raise":
+    raise ValueError("only here")
+if accelerator.process_index == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+accelerator.reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [
+        ("raise", 1, "failed: exit status 1"),
+        ("kill", 137, "failed: killed by SIGKILL, as the system does when memory runs out"),
+    ],
+)
+def test_the_rank_that_failed_is_named_with_its_traceback_and_log(
+    tmp_path: Path, how: str, status: int, said: str
+) -> None:
+    (tmp_path / "train.py").write_text(FAILING)
+    more = ["--log_dir", "logs", "--tee", "3"]
+    done = run_cli("launch", "--cpu", "--num_processes", "2", *more, "train.py", how, cwd=tmp_path)
+    assert done.returncode == status
+    assert f"Rank 1 on {socket.gethostname()} {said}" in done.stderr
+    assert "Ended after it: rank 0" in done.stderr
+    assert "torch/distributed/run.py" not in done.stderr  # the agent's own traceback helps nobody
+    if how == "raise":
+        log = Path(done.stderr.split("Log: ")[1].splitlines()[0])
+        assert "ValueError: only here" in (tmp_path / log).read_text()
+        first = done.stderr.split("Traceback", 1)[1].split("File", 2)[1]
+        assert "ValueError" in first  # raised in the file that is named first
+        assert done.stderr.count("ValueError: only here") == 2  # as it happened, and at the end
+
+
+def test_machines_that_do_not_meet_are_one_error(script: Path) -> None:
+    machines = ["--num_machines", "2", "--num_processes", "2", "--machine_rank", "1"]
+    address = ["--main_process_ip", "127.0.0.9", "--main_process_port", "29519"]
+    how = ["--rdzv_backend", "c10d", "--rdzv_conf", "read_timeout=2,join_timeout=2,is_host=0"]
+    done = run_cli("launch", "--cpu", *machines, *address, *how, script)
+    assert done.returncode == 1
+    assert "this machine did not meet the others" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,183 @@
+"""The suite notices: damaged precisions, extensions, trackers and launchers are caught by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import dummies
+import pytest
+from support import clean_environment
+
+from accelerate_core.plugins.discovery import installed
+from accelerate_testing import run_suite, run_workers
+from accelerate_testing.checks import about
+from accelerate_testing.processes import run_command
+from accelerate_testing.scaffold import write_repository
+
+SCRIPT = Path(__file__).with_name("other_mutants.py")
+WRITTEN = re.findall(
+    r"^@(caught_by|passes|_register)\(\"(\w+)\", (.+)\)\nclass (\w+)", SCRIPT.read_text(), re.M
+)
+WANTED = {"caught_by": "failed", "passes": "passed", "_register": "skipped"}
+CASES = [
+    (name, check, WANTED[how])
+    for how, _, checks, name in WRITTEN
+    for check in re.findall(r"\"(\w+)\"", checks)
+    if check != "skipped"
+]
+SOURCES = {"grid": "precision", "tally": "extension", "diary": "tracker", "starter": "launcher"}
+
+Said = dict[tuple[str, str], list[tuple[str, str]]]
+
+
+def written(folder: Path) -> dict[str, str]:
+    """Write the plugins into a folder; return the environment in which they are installed."""
+    paths = [str(folder), str(SCRIPT.parent)]
+    for name, kind in SOURCES.items():
+        write_repository(name, kind, folder / name)
+        paths += [str(folder / name / "src"), str(folder / name / "tests")]
+    info = folder / "other_mutants-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-mutants\nVersion: 1.0\n")
+    lines = [
+        f"[accelerate_core.{kind}s]\n{name.lower()} = other_mutants:{name}\n"
+        for _, kind, _, name in sorted(WRITTEN, key=lambda one: one[1])
+    ]
+    (info / "entry_points.txt").write_text("".join(lines))
+    environ = clean_environment(OMP_NUM_THREADS="1")
+    environ["PYTHONPATH"] = ":".join([*paths, environ["PYTHONPATH"]])
+    return environ
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """(plugin, check) -> state and error, of each rank."""
+    folder = tmp_path_factory.mktemp("other")
+    environ = written(folder)
+    alone = [sys.executable, str(SCRIPT), "alone", str(folder)]
+    with ThreadPoolExecutor(2) as pool:  # they wait, most of the time
+        begun = [
+            pool.submit(run_command, alone, environ, 300),
+            pool.submit(run_workers, SCRIPT, 2, ["ranks", folder], timeout=300, env=environ),
+        ]
+        runs = [one.result() for one in begun]
+    found: Said = {}
+    for path in sorted(folder.glob("*.said")):
+        for name, check, state, error in json.loads(path.read_text()):
+            found.setdefault((name, check), []).append((state, error))
+    assert len(list(folder.glob("*.said"))) == 3, "\n".join(run.story for run in runs)
+    return found
+
+
+def test_there_are_enough_of_them() -> None:
+    caught = [check for _, check, state in CASES if state == "failed"]
+    assert len(caught) >= 30
+    assert len(set(caught)) >= 12
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "check", "state"), CASES)
+def test_it_is_told_what_it_is(said: Said, name: str, check: str, state: str) -> None:
+    found = said[name.lower(), check]
+    assert {one for one, _ in found} <= {state, "passed"}, found
+    assert state in {one for one, _ in found}, found
+    # By what the check compares, and not because something else goes wrong on the way there.
+    other = [error for _, error in found if re.match(r"\w+Error: ", error)]
+    assert not other or name.startswith("Raises"), found
+
+
+@pytest.mark.soak
+@pytest.mark.dist
+@pytest.mark.timeout(1200)
+def test_ranks_with_a_run_each_end_well_a_hundred_times(tmp_path: Path) -> None:
+    arguments = ["ranks", tmp_path, "hasarunperrank.two_processes", "100"]
+    run = run_workers(SCRIPT, 2, arguments, timeout=1100, env=written(tmp_path))
+    assert run.returncode == 0, run.story
+    for rank in range(2):
+        told = json.loads((tmp_path / f"ranks.{rank}.said").read_text())
+        assert len(told) == 100
+        assert [line for line in told if line[2] != "passed"] == []
+
+
+def test_the_blame_names_hooks_of_the_kind() -> None:
+    class Plugin:
+        def on_end(self, accelerator): ...
+
+    assert about("once_more", Plugin, "extension") == "hooks to look at: on_end"
+    assert about("ranks", Plugin, "extension") == "its hooks: on_end"
+    assert about("one_process", object, "precision") == ""
+    assert about("ranks", Plugin, "launcher") == ""
+
+
+DERIVED = """
+from accelerate_ddp import DDPBackend
+class Plugin(DDPBackend):
+    name = "derived"
+    api_version = (1, 0)
+"""
+
+
+@pytest.mark.dist
+def test_a_plugin_may_be_built_on_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dummies.distribution(tmp_path, "derived", DERIVED, {"backends": {"derived": "Plugin"}})
+    metadata = tmp_path / "dummy_derived-1.0.dist-info" / "METADATA"
+    needs = "Requires-Dist: accelerate-core\nRequires-Dist: accelerate-ddp>=0.1\n"
+    metadata.write_text(metadata.read_text() + needs)
+    path = f"{tmp_path}:{clean_environment()['PYTHONPATH']}"
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.cache_clear()
+    results = run_suite("backend", "derived", only=["imports"], environ={"PYTHONPATH": path})
+    installed.cache_clear()
+    assert [result.state for result in results] == ["passed"], results
+
+
+PLUGIN = """
+import {library}
+class Plugin:
+    name = "{name}"
+    api_version = (1, 0)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "modules", "required", "said"),
+    [
+        ("light", 3, True, ""),
+        ("unsaid", 3, False, "imports 'lib_unsaid' too"),
+        ("heavy", 60, True, "imports 'lib_heavy' too"),
+    ],
+)
+def test_a_light_requirement_may_come_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, modules: int, required: bool,
+    said: str,
+) -> None:  # fmt: skip
+    library = f"lib_{name}"
+    code = PLUGIN.format(library=library, name=name)
+    dummies.distribution(tmp_path, name, code, {"extensions": {name: "Plugin"}})
+    metadata = tmp_path / f"dummy_{name}-1.0.dist-info" / "METADATA"
+    lines = f"Requires-Dist: accelerate-core\n{f'Requires-Dist: {library}>=1' * required}\n"
+    metadata.write_text(metadata.read_text() + lines)
+    (tmp_path / library).mkdir()
+    for number in range(modules):
+        (tmp_path / library / f"part{number}.py").touch()
+    imports = [f"import {library}.part{number}\n" for number in range(modules)]
+    (tmp_path / library / "__init__.py").write_text("".join(imports))
+    info = tmp_path / f"{library}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {library}\nVersion: 1.0\n")
+    (info / "top_level.txt").write_text(f"{library}\n")
+    environ = clean_environment()
+    path = f"{tmp_path}:{environ['PYTHONPATH']}"
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.cache_clear()
+    (result,) = run_suite("extension", name, only=["imports"], environ={"PYTHONPATH": path})
+    installed.cache_clear()
+    assert result.state == ("failed" if said else "passed"), result.error
+    assert said in result.error
