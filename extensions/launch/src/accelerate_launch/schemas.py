@@ -150,7 +150,7 @@ def _key(record: PluginRecord) -> str:
     folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
     # What is said depends on how the core reads settings, too.
     core = Path(accelerate_core.__file__).parent
-    own = [core / "configuration" / f"{n}.py" for n in ("schema", "parallelism", "handlers")]
+    own = [core / "config" / f"{n}.py" for n in ("schema", "parallelism", "handlers")]
     written = [Path(__file__), *own, *(() if record.kind == "core" else folder.glob("*.py"))]
     newest = max(one.stat().st_mtime_ns for one in written)
     parts = (record.target, record.distribution, record.version, folder, newest, _FORMAT)
