@@ -664,7 +664,7 @@ class ShufflesWithTheScriptsGenerator(Makes):
 
 
 @caught_by("loaders", "resume")
-class ForgetsHowFarItWas(Makes):
+class BeginsTheEpochAnew(Makes):
     class loader(RecordsLoader):
         def load_state_dict(self, state_dict):
             super().load_state_dict({**state_dict, "samples_seen": 0})
