@@ -215,8 +215,8 @@ class PartialState(ProcessVerbs):
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
 
-    @property  # type: ignore[override]
-    def _runtime(self) -> runtimes.Runtime:
+    @property
+    def _runtime(self) -> runtimes.Runtime:  # type: ignore[override]
         found = runtimes.running()
         if found is None:
             raise RuntimeConflictError(
@@ -224,8 +224,8 @@ class PartialState(ProcessVerbs):
             )
         return found
 
-    @property  # type: ignore[override]
-    def communicator(self) -> Communicator:
+    @property
+    def communicator(self) -> Communicator:  # type: ignore[override]
         """The world, on flat tensors."""
         return current_communicator()
 
