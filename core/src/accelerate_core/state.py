@@ -64,19 +64,14 @@ def split_between(inputs: Any, index: int, count: int, apply_padding: bool = Fal
     size, extra = divmod(total, count)
     start = index * size + min(index, extra)
     stop = start + size + (index < extra)
-    wanted = size + (extra > 0)
+    missing = apply_padding and 0 < extra <= index  # one
     if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
-        rows = list(range(start, stop))  # a datasets.Dataset: stays one
-        if apply_padding and total:
-            rows += [total - 1] * (wanted - len(rows))
-        return inputs.select(rows)
+        rows = [*range(start, stop), *([total - 1] * missing)]
+        return inputs.select(rows)  # a datasets.Dataset: stays one
     part = inputs[start:stop]
-    missing = wanted - len(part)
-    if not apply_padding or missing == 0 or total == 0:
+    if not missing:
         return part
-    if isinstance(part, torch.Tensor):
-        return torch.cat([part, *[inputs[-1:]] * missing])
-    return part + type(part)([inputs[-1]] * missing)
+    return torch.cat([part, inputs[-1:]]) if isinstance(part, torch.Tensor) else part + inputs[-1:]
 
 
 class ProcessVerbs:
