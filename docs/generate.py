@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pkgutil
 import re
 import sys
 import tomllib
@@ -168,7 +169,6 @@ def configuration() -> str:
 
 def tracking() -> str:
     """Return tracking.md with the table of who supports what."""
-    from accelerate_core.plugins.discovery import load_target
     from accelerate_tracking import VERBS, GeneralTracker
     from accelerate_tracking.jsonl import JsonlTracker
 
@@ -176,7 +176,9 @@ def tracking() -> str:
     for project in sorted(HERE.parent.glob("trackers/*/pyproject.toml")):
         sys.path.append(str(project.parent / "src"))  # where it is not installed
         points = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"]
-        classes += [load_target(target) for target in points["accelerate_core.trackers"].values()]
+        classes += [
+            pkgutil.resolve_name(target) for target in points["accelerate_core.trackers"].values()
+        ]
     rows: list[list[object]] = [
         [
             f"`{cls.name}`",
@@ -200,6 +202,7 @@ def tracking() -> str:
 def launching() -> str:
     """Return launching.md with the table of the keys of a config file."""
     from accelerate_core.plugins import catalog
+    from accelerate_launch import peer
     from accelerate_launch.options import LAUNCH_OPTIONS
 
     rows: list[list[object]] = []
@@ -212,16 +215,16 @@ def launching() -> str:
         [
             "`compute_environment`",
             "",
-            "`LOCAL_MACHINE`; " + catalog.REFUSED_OPTIONS["aws_access_key_id"],
+            "`LOCAL_MACHINE`; " + peer.REFUSED_OPTIONS["aws_access_key_id"],
         ],
         ["`parallelism_config`", "`--parallelism_config_*`", "sizes of a device mesh"],
     ]
     for section, extra in catalog.SECTIONS.items():
         rows.append([f"`{section}`", "", f"settings of the plugin `{extra}`"])
     rows.append(["`BACKEND_config`", "`--BACKEND_*`", "settings of any other backend"])
-    for names, why in ((catalog.KEYS, "read by the plugin `xla` alone"),):
+    for names, why in ((peer.KEYS, "read by the plugin `xla` alone"),):
         rows.append([", ".join(f"`{key}`" for key in names), "", why])
-    for table_of, word in ((catalog.IGNORED_KEYS, "ignored"), (catalog.OBSOLETE_KEYS, "obsolete")):
+    for table_of, word in ((peer.IGNORED_KEYS, "ignored"), (peer.OBSOLETE_KEYS, "obsolete")):
         rows += [[f"`{key}`", "", f"{word}: {why}"] for key, why in table_of.items()]
     text = (HERE / "launching.md").read_text(encoding="utf-8")
     before, rest = text.split("<!-- generated: keys -->\n")
@@ -268,12 +271,12 @@ def known_packages() -> str:
         lent = [*points.get("exports", ()), *own.get("not-offered-yet", ())]
         found["EXPORTS"] |= dict.fromkeys(lent, extra)
         for name, target in points.get("commands", {}).items():
-            summaries[name] = discovery.load_target(target).get_short_help_str(78)
+            summaries[name] = pkgutil.resolve_name(target).get_short_help_str(78)
         for name, target in points.get("trackers", {}).items():
-            if library := re.match(r"\w*", discovery.load_target(target).library)[0]:
+            if library := re.match(r"\w*", pkgutil.resolve_name(target).library)[0]:
                 found["PROBES"][f"is_{name}_available"] = library
         for name, target in points.get("backends", {}).items():
-            for table, entry in _options(discovery.load_target(target), name):
+            for table, entry in _options(pkgutil.resolve_name(target), name):
                 found[table][entry] = extra
         extensions = points.get("extensions", {}).values()
         for name, target in points.get("triggers", {}).items():

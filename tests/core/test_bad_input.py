@@ -46,7 +46,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a plugin of another class": (
         {"dynamo_plugin": 3},
         ConfigurationError,
-        ["dynamo_plugin", "takes a TorchDynamoPlugin, not int"],
+        ["dynamo_plugin", "takes a TorchDynamoPlugin, not 3"],
     ),
     "an accumulation plugin of another class": (
         {"gradient_accumulation_plugin": 3},
@@ -62,6 +62,11 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"rng_types": ["generater"]},
         ConfigurationError,
         ["'generater'", "Did you mean 'generator'?"],
+    ),
+    "more time than can be counted": (
+        {"process_group_timeout": 1e300},
+        ConfigurationError,
+        ["process_group_timeout", "at most 1e+09"],
     ),
     "no time at all": (
         {"process_group_timeout": -1},

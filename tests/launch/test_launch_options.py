@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from launched import clean_environment, run_cli
 
 from accelerate_core.cli import cli
-from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
+from accelerate_launch import peer
 from accelerate_launch.paths import cache_directory
 from accelerate_launch.schemas import plugin_schemas
 
@@ -81,8 +81,8 @@ def test_every_option_of_the_peer_is_taken_or_refused_with_the_reason(
 ) -> None:
     (tmp_path / "s.py").write_text("")
     value = [PEER[name]] if PEER[name] is not None else []
-    owner = catalog.owner_of_option(name)
-    asked = name in catalog.SWITCHES or owner not in {one.name for one in installed().plugins}
+    owner = peer.owner_of_option(name)
+    asked = name in peer.SWITCHES or owner not in {one.name for one in installed().plugins}
     more = [] if owner is None or asked else ["--backend", owner]
     arguments = ["launch", *more, f"--{name}", *value, "--dry_run", str(tmp_path / "s.py")]
     result = CliRunner().invoke(cli, [text for text in arguments if text is not None])

@@ -33,7 +33,13 @@ _OF_LOADERS = ("split_batches", "even_batches", "dispatch_batches")
 
 _CORE_HANDLERS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
 
-_CLASSES = {
+_PATH = (str, os.PathLike)
+
+#: What those arguments take that no setting of the core describes.
+_TYPES: dict[str, Any] = {
+    "device_placement": bool,
+    "step_scheduler_with_optimizer": bool,
+    "project_dir": _PATH,
     "dataloader_config": DataLoaderConfiguration,
     "project_config": ProjectConfiguration,
     "gradient_accumulation_plugin": GradientAccumulationPlugin,
@@ -42,6 +48,8 @@ _CLASSES = {
     "torch_tp_plugin": TorchTensorParallelPlugin,
 }
 
+_IN_WORDS: dict[Any, str] = {bool: "True or False", _PATH: "a path"}
+
 
 def prepare_arguments(given: dict[str, Any]) -> None:
     """Check the types of arguments and say older names in today's, in place.
@@ -49,17 +57,8 @@ def prepare_arguments(given: dict[str, Any]) -> None:
     Raises:
         ConfigurationError: a value of another type than the argument takes.
     """
-    for name in ("device_placement", "step_scheduler_with_optimizer"):
-        if not isinstance(given[name], bool):
-            raise ConfigurationError(
-                f"Accelerator({name}=...) takes True or False, not {given[name]!r}."
-            )
-    if not isinstance(given["project_dir"], str | os.PathLike | None):
-        raise ConfigurationError(
-            f"Accelerator(project_dir=...) takes a path, not {given['project_dir']!r}."
-        )
-    for name, cls in _CLASSES.items():
-        expect(name, given[name], cls)
+    for name, kind in _TYPES.items():
+        expect(name, given[name], kind)
     if given["fp16"] is not None:
         asked = "fp16" if given["fp16"] else "no"
         _warn_older("fp16", f"mixed_precision={asked!r}")
@@ -81,16 +80,15 @@ def _warn_older(name: str, now: str) -> None:
     )
 
 
-def expect(name: str, value: Any, cls: type) -> None:
-    """Refuse what an argument was given unless it is None or of the class.
+def expect(name: str, value: Any, kind: Any) -> None:
+    """Refuse what an argument was given unless it is of a type, or None where that is no switch.
 
     Raises:
         ConfigurationError: it is something else.
     """
-    if value is not None and not isinstance(value, cls):
-        raise ConfigurationError(
-            f"Accelerator({name}=...) takes a {cls.__name__}, not {type(value).__name__}."
-        )
+    if not isinstance(value, kind) and (value is not None or kind is bool):
+        what = _IN_WORDS.get(kind) or f"a {kind.__name__}"
+        raise ConfigurationError(f"Accelerator({name}=...) takes {what}, not {value!r}.")
 
 
 def sort_handlers(handlers: Sequence[Any] | None) -> dict[type, Any]:
@@ -120,17 +118,16 @@ def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> Non
         classes += tuple(getattr(plugin, "handlers", ()))
         if isinstance(getattr(plugin, "Settings", None), type):
             classes += (plugin.Settings,)
-    scanned = installed()
-    packages = {record.target.split(":")[0].split(".")[0] for record in scanned.plugins}
-    packages |= {target.split(":")[0].split(".")[0] for target, _ in scanned.exports.values()}
-    for cls in handlers:
-        if isinstance(handlers[cls], classes) or cls.__module__.split(".")[0] in packages:
-            continue
-        names = [c.__name__ for c in classes]
-        raise ConfigurationError(
-            f"No active plugin takes the handler {cls.__name__} in kwargs_handlers; "
-            f"active ones take {listing(names)}.{did_you_mean(cls.__name__, names)}"
-        )
+    targets = [record.target for record in installed().plugins]
+    targets += [target for target, _ in installed().exports.values()]
+    packages = {target.split(":")[0].split(".")[0] for target in targets}
+    for cls, handler in handlers.items():
+        if not isinstance(handler, classes) and cls.__module__.split(".")[0] not in packages:
+            names = [c.__name__ for c in classes]
+            raise ConfigurationError(
+                f"No active plugin takes the handler {cls.__name__} in kwargs_handlers; "
+                f"active ones take {listing(names)}.{did_you_mean(cls.__name__, names)}"
+            )
 
 
 def accumulation(
@@ -189,9 +186,4 @@ def timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> ti
     """Return how long a collective may wait; the handler of the process group is stronger."""
     if handler is not None and handler.timeout is not None:
         return handler.timeout
-    try:
-        return timedelta(seconds=seconds) if seconds is not None else None
-    except OverflowError:
-        raise ConfigurationError(
-            f"process_group_timeout={seconds} seconds are more than can be counted; 86400 is a day."
-        ) from None
+    return timedelta(seconds=seconds) if seconds is not None else None

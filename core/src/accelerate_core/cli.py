@@ -10,8 +10,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from accelerate_core.errors import AccelerateError, PluginError, did_you_mean, listing
+from accelerate_core import __version__
+from accelerate_core.errors import AccelerateError, did_you_mean, listing
 from accelerate_core.plugins import catalog
+from accelerate_core.plugins.discovery import disabled_names, find, installed
 
 try:
     import click
@@ -42,23 +44,17 @@ class Commands(click.Group):
         self.prefix = prefix
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        from accelerate_core.plugins.discovery import disabled_names, installed
-
         names = {one.name for one in installed().of_kind("command")} - disabled_names()
         mine = (name.removeprefix(self.prefix) for name in names if name.startswith(self.prefix))
         return sorted(name for name in mine if "." not in name)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        from accelerate_core.plugins.discovery import find
-
         if name not in self.list_commands(ctx):
             return None
         record = find("command", self.prefix + name, because="the command line")
         made = record.load()
         if not isinstance(made, click.Command):
-            raise PluginError(
-                f"The command plugin {record.label} is broken: it is no click.Command."
-            )
+            raise record.broken("it is no click.Command")
         return made
 
     def resolve_command(
@@ -80,8 +76,6 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from accelerate_core.plugins.discovery import installed
-
         # Importing a stranger's command may import all there is: what is not known names its owner.
         rows = [
             (name, catalog.SUMMARIES.get(one.name, f"of {one.distribution} {one.version}"))
@@ -99,34 +93,15 @@ class Commands(click.Group):
             raise Mistake(str(error)) from error
 
 
-def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    if wanted and not ctx.resilient_parsing:
-        from accelerate_core import __version__
-
-        click.echo(f"accelerate-core {__version__}")
-        ctx.exit()
-
-
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_version,
-    help="Show the version and exit.",
-)
+@click.version_option(__version__, message="accelerate-core %(version)s")
 def cli() -> None:
     """Run a PyTorch training script on any setup."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
-    cli.main(
-        args=None if arguments is None else list(arguments),
-        prog_name="accelerate-core",
-        standalone_mode=True,
-    )
+    cli.main(args=arguments, prog_name="accelerate-core")
 
 
 if __name__ == "__main__":

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from accelerate_core.config.handlers import TorchDynamoPlugin
 from accelerate_core.config.parallelism import (
     ParallelismConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accelerate_core.config.provenance import Because
 from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, NEEDS, check_words, lacking
 from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins.selection import Request
 from accelerate_core.precision import Precision
-
-if TYPE_CHECKING:
-    from accelerate_core.accelerator.construction import Construction
 
 
 def parallelism(
@@ -80,7 +79,7 @@ def check_needs(precision: Any, record: PluginRecord) -> None:
             )
 
 
-def check_device(assembly: Construction, kind: str, origin: str) -> None:
+def check_device(backend: Any, record: PluginRecord, kind: str, origin: str) -> None:
     """Refuse to run a backend on a type of device it does not declare.
 
     Args:
@@ -90,7 +89,7 @@ def check_device(assembly: Construction, kind: str, origin: str) -> None:
     Raises:
         ConfigurationError: with what the backend declares, and the way out.
     """
-    declared = assembly.backend.supports.get("devices")
+    declared = backend.supports.get("devices")
     if declared is None or kind in declared:
         return
     ways = "Choose another backend"
@@ -101,45 +100,44 @@ def check_device(assembly: Construction, kind: str, origin: str) -> None:
     else:
         ways += " or one of these, such as by ACCELERATE_TORCH_DEVICE"
     raise ConfigurationError(
-        f"Backend {assembly.selection.record.label} does not run on the device type {kind!r} "
-        f"({origin}); it declares devices={listing(declared)}. {ways}."
+        f"Backend {record.label} does not run on the device type {kind!r} ({origin}); it declares "
+        f"devices={listing(declared)}. {ways}."
     )
 
 
-def check_supported(assembly: Construction) -> None:
+def check_supported(
+    backend: Any,
+    record: PluginRecord,
+    precision: Precision,
+    because: Mapping[str, Because],
+    dynamo: TorchDynamoPlugin,
+    sizes: ParallelismConfig | None,
+) -> None:
     """Refuse combinations the backend declares it cannot do, before anything is started."""
-    backend, name = assembly.backend, assembly.selection.record.name
-    device, cpu = assembly.because["torch_device"], assembly.because["cpu"]
+    device, cpu, chosen = (because[n] for n in ("torch_device", "cpu", "mixed_precision"))
     if device.value is not None:
-        check_device(assembly, str(device.value).split(":")[0], device.origin)
+        check_device(backend, record, str(device.value).split(":")[0], device.origin)
     elif cpu.value:
-        check_device(assembly, "cpu", cpu.origin)
-    precision, chosen = assembly.precision, assembly.precision_record.name
-    asked = f"mixed_precision={chosen!r} (from {assembly.because['mixed_precision'].origin})"
-    missing = lacking(backend.supports, chosen, precision.needs)
+        check_device(backend, record, "cpu", cpu.origin)
+    asked = f"mixed_precision={chosen.value!r} (from {chosen.origin})"
+    missing = lacking(backend.supports, str(chosen.value), precision.needs)
     if missing:
         accepted = backend.supports.get("accepts", ACCEPTED_BY_DEFAULT)
         own = backend.supports.get("precisions") or ()
         raise ConfigurationError(
-            f"Backend {name!r} cannot run {asked}, which needs {listing(missing)} ("
+            f"Backend {record.name!r} cannot run {asked}, which needs {listing(missing)} ("
             f"{'; '.join(NEEDS[word] for word in missing)}). It accepts {listing(accepted)}"
             f"{f' and brings about {listing(own)} itself' if own else ''}. Choose another precision "
             "or another backend."
         )
-    if assembly.dynamo.enabled:
-        for label, supports in (
-            (f"Backend {name!r}", backend.supports),
-            (asked, precision.supports),
-        ):
-            if not supports.get("compile", True):
-                raise ConfigurationError(
-                    f"{label} does not support compiled models; leave dynamo_backend out."
-                )
-    mesh = precision.supports.get("mesh")
-    sizes = assembly.parallelism
-    active = sizes.active_mesh_dims if sizes is not None else ()
+    for label, one in ((f"Backend {record.name!r}", backend), (asked, precision)):
+        if dynamo.enabled and not one.supports.get("compile", True):
+            raise ConfigurationError(
+                f"{label} does not support compiled models; leave dynamo_backend out."
+            )
+    active, mesh = sizes.active_mesh_dims if sizes else [], precision.supports.get("mesh")
     outside = [dimension for dimension in active if mesh is not None and dimension not in mesh]
-    if outside:
+    if mesh is not None and outside:
         raise ConfigurationError(
             f"{asked} does not run with the mesh dimension {listing(outside)}; it has {listing(mesh)}."
         )

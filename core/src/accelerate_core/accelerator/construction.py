@@ -218,7 +218,7 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
         handlers=maker.handlers,
         timeout=arguments.timeout(values["process_group_timeout"].value, group),
     )
-    check_supported(made)
+    check_supported(backend, record, precision, values, dynamo, made.parallelism)
     return made
 
 
@@ -306,11 +306,18 @@ def start_process(accelerator: AcceleratorView, built: Construction) -> Runtime:
     """
     values, group = built.because, built.handler(InitProcessGroupKwargs)
     if (running := process.running()) is not None:
-        check_device(built, running.device.type, "where this process runs already")
+        check_device(
+            built.backend,
+            built.selection.record,
+            running.device.type,
+            "where this process runs already",
+        )
 
     def choose(topology: Topology, cpu: bool) -> Any:
         chosen = accelerator.hooks.device(accelerator, topology, cpu)
-        check_device(built, chosen.type, "what torch finds on this machine")
+        check_device(
+            built.backend, built.selection.record, chosen.type, "what torch finds on this machine"
+        )
         return chosen
 
     return process.acquire(

@@ -42,7 +42,7 @@ class CoreSettings:
         default=False, help="check shapes before collectives", env="ACCELERATE_DEBUG_MODE"
     )
     process_group_timeout: float | None = option(
-        default=None, help="seconds a collective may wait", ge=1
+        default=None, help="seconds a collective may wait", ge=1, le=10**9
     )
     upcast_outputs: bool = option(
         default=True, help="convert half precision outputs of models to fp32"

@@ -67,15 +67,10 @@ class OpenEnum(str, metaclass=_OpenMeta):
         """Return the values of the known members."""
         return [*cls._known]
 
-    @property
-    def name(self) -> str:
-        """The member's name, in capitals."""
-        return str(self).upper()
-
-    @property
-    def value(self) -> str:
-        """The member's value."""
-        return str(self)
+    #: The member's name, in capitals.
+    name = property(str.upper)
+    #: The member's value.
+    value = property(str)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}.{self.name}: {str(self)!r}>"

@@ -72,8 +72,7 @@ def parse_config(text: str, path: Path) -> ConfigFile:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         lines: dict[str, int] = {}
-        if node is not None:
-            _collect(node, "", lines, path)
+        _collect(node, "", lines, path)
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigurationError(
@@ -123,7 +122,7 @@ def _modern(values: dict[Any, Any], lines: dict[str, int]) -> tuple[dict[str, An
     return made, lines
 
 
-def _collect(node: yaml.Node, prefix: str, lines: dict[str, int], path: Path) -> None:
+def _collect(node: yaml.Node | None, prefix: str, lines: dict[str, int], path: Path) -> None:
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from accelerate_core.config.schema import KwargsHandler, option, settings
-from accelerate_core.errors import ConfigurationError
 
 #: What torch.compile may aim at.
-_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 @settings
@@ -164,9 +163,7 @@ class TorchDynamoPlugin(KwargsHandler):
     backend: str | None = option(
         default=None, help="compiler, e.g. inductor or aot_eager; 'no' is off"
     )
-    mode: str | None = option(
-        default=None, help="default, reduce-overhead or max-autotune", choices=_MODES
-    )
+    mode: _Mode | None = option(default=None, help="default, reduce-overhead or max-autotune")
     fullgraph: bool | None = option(
         default=None,
         help="fail where the graph breaks",
@@ -186,8 +183,6 @@ class TorchDynamoPlugin(KwargsHandler):
     )
 
     def __post_init__(self) -> None:
-        if self.mode is not None and self.mode not in _MODES:
-            raise ConfigurationError(f"mode={self.mode!r} is not one of {', '.join(_MODES)}.")
         if self.backend is not None:
             self.backend = str(self.backend).lower()
 

@@ -7,12 +7,9 @@ launcher wrote down, so the two share one look-up here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import json
 import math
-import typing
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,7 +18,7 @@ from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
 from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because, variable_origin
 from accelerate_core.config.schema import SettingField, given_fields, settings_fields
-from accelerate_core.config.truth import OFF, ON, truth
+from accelerate_core.config.truth import switch
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
 
@@ -50,13 +47,12 @@ def resolve_core(
     """
     made = {}
     for field in CORE_SETTINGS:
-        value, because = given.get(field.name), None
-        if value is not None:
-            origin = f"constructor argument {field.name}"
-            because = Because(
-                converted(field, value, f"{field.name}={value!r} (from {origin})"), origin
-            )
-        made[field.name] = because or look_up(field, sources, detected=detected)
+        value, origin = given.get(field.name), f"constructor argument {field.name}"
+        if value is None:
+            made[field.name] = look_up(field, sources, detected=detected)
+        else:
+            shown = f"{field.name}={value!r} (from {origin})"
+            made[field.name] = Because(converted(field, value, shown), origin)
     return made
 
 
@@ -110,12 +106,12 @@ def look_up(
             origin = variable_origin(name, sources.environ)
             shown = f"{field.name}={text!r} (from {origin})"
             return Because(converted(field, text, shown, variable=name), origin)
-    for name in field.yaml if sources.config is not None else ():
-        key = f"{section}.{name}" if section else name
-        value = typing.cast(ConfigFile, sources.config).get(key)
-        if value not in (None, ""):
-            where = typing.cast(ConfigFile, sources.config).where(key)
-            return Because(converted(field, value, f"{key}: {value!r} ({where})"), where)
+    for key in (f"{section}.{name}" if section else name for name in field.yaml):
+        if (config := sources.config) is not None and config.get(key) not in (None, ""):
+            where = config.where(key)
+            return Because(
+                converted(field, config[key], f"{key}: {config[key]!r} ({where})"), where
+            )
     return (detected or {}).get(field.name) or Because(field.default, "default")
 
 
@@ -129,36 +125,34 @@ def converted(field: SettingField, value: Any, shown: str, *, variable: str = ""
     if field.optional and text in ("none", "null"):
         return None
     if field.kind == "bool":
-        if (switch := truth(value)) is None:
-            raise ConfigurationError(
-                f"{shown} is not a switch; allowed are {listing(ON + OFF)}.{did_you_mean(text, ON + OFF)}"
-            )
-        return switch
+        return switch(value, shown)
     if field.kind in ("int", "float"):
         return _number(field, value, shown)
-    allowed = ("none", "null", *(one.lower() for one in field.choices or ()))
-    if field.choices is not None and text not in allowed:
-        raise ConfigurationError(
-            f"{shown} is not one of {listing(field.choices)}.{did_you_mean(text, field.choices)}"
-        )
-    if field.kind == "str":
-        if isinstance(value, bool | dict | list):
-            raise ConfigurationError(f"{shown} must be a text.")
-        said = next((one for one in field.choices or () if one.lower() == text), str(value))
-        return field.read(said, variable) if field.read is not None else said
-    return _annotated(field, value, shown) if isinstance(value, str) else value
+    if field.choices is not None and text not in ("none", "null"):
+        by_lower = {one.lower(): one for one in field.choices}
+        if text not in by_lower:
+            raise ConfigurationError(
+                f"{shown} is not one of {listing(field.choices)}.{did_you_mean(text, by_lower)}"
+            )
+        value = by_lower[text]
+    if field.kind == "text":
+        return _annotated(field, value, shown) if isinstance(value, str) else value
+    if isinstance(value, bool | dict | list):
+        raise ConfigurationError(f"{shown} must be a text.")
+    return field.read(str(value), variable) if field.read is not None else str(value)
 
 
 def _number(field: SettingField, value: Any, shown: str) -> float:
     whole = field.kind == "int"
     try:
-        if isinstance(value, bool | dict | list):
-            raise TypeError(value)
-        made = float(value)
-        if not math.isfinite(made):
+        if isinstance(value, bool | dict | list) or not math.isfinite(float(value)):
             raise ValueError(value)
-        if whole:
-            made = int(value) if made.is_integer() and isinstance(value, float) else int(str(value))
+        if not whole:
+            made = float(value)
+        elif isinstance(value, float) and value.is_integer():
+            made = int(value)
+        else:
+            made = int(str(value))
     except (TypeError, ValueError, OverflowError):
         what = "a whole number" if whole else "a number"
         raise ConfigurationError(f"{shown} must be {what}.") from None
@@ -175,16 +169,15 @@ def _annotated(field: SettingField, text: str, shown: str) -> Any:
 
     if field.annotation is None:
         return text
-    candidates: list[Any] = [text]
-    if text[:1] in "[{":
-        with contextlib.suppress(ValueError):
-            candidates.insert(0, json.loads(text))
     adapter: Any = pydantic.TypeAdapter(
         field.annotation, config=pydantic.ConfigDict(arbitrary_types_allowed=True)
     )
-    for candidate in candidates:
+    readers = [adapter.validate_python]
+    if text[:1] in ("[", "{"):
+        readers.insert(0, adapter.validate_json)
+    for read in readers:
         try:
-            return adapter.validate_python(candidate)
+            return read(text)
         except pydantic.ValidationError as error:
             failure = error
     raise ConfigurationError(f"{shown}: {failure.errors()[0]['msg']}.")

@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform, overload
+from typing import TYPE_CHECKING, Any, dataclass_transform
 
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
 if TYPE_CHECKING:
     import pydantic
-
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,29 +80,21 @@ def option(
     `other_field=value`. `read(text, variable)` makes the value of a text.
     `constraints` are pydantic's (`ge=1`, `pattern=...`).
     """
-    names = {"env": env, "yaml": yaml, "cli": cli}
-    said: dict[str, Any] = {
-        name: (one,) if isinstance(one, str) else one and tuple(one) for name, one in names.items()
-    }
-    said |= {"key": key, "choices": tuple(choices), "ask": ask, "ask_if": ask_if, "read": read}
-    metadata = {"description": help, "setting": said, **constraints}
+    said: dict[str, Any] = {"env": _tuple(env), "yaml": _tuple(yaml), "key": key, "read": read}
+    said["cli"] = None if cli is None else _tuple(cli)
+    said |= {"choices": tuple(choices), "ask": ask, "ask_if": ask_if}
     given: Any = {"default": default, "default_factory": default_factory}
+    metadata = {"description": help, "setting": said, **constraints}
     return dataclasses.field(**given, metadata=metadata)
 
 
-@overload
-def settings(cls: type[T], /) -> type[T]: ...
-@overload
-def settings(
-    *,
-    env_prefix: str | None = "",
-    section: str | None = "",
-    argument: str | tuple[str, ...] = "",
-    yaml_prefix: str = "",
-) -> Callable[[type[T]], type[T]]: ...
+def _tuple(names: str | Iterable[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 @dataclass_transform(field_specifiers=(option,))
 def settings(
-    cls: type[Any] | None = None,
+    cls: Any = None,
     /,
     *,
     env_prefix: str | None = "",
@@ -124,11 +114,10 @@ def settings(
         yaml_prefix: what a peer's file puts before the keys of the section; read as well.
     """
 
-    def make(target: type[Any]) -> type[Any]:
+    def make(target: type[Any]) -> Any:
         made: Any = dataclasses.dataclass(target)
-        names_of_it = (argument,) if isinstance(argument, str) else argument
-        made.__settings_names__ = (env_prefix, section, names_of_it[0])
-        made.__settings_arguments__ = tuple(name for name in names_of_it if name)
+        made.__settings_names__ = (env_prefix, section, _tuple(argument)[0])
+        made.__settings_arguments__ = tuple(filter(None, _tuple(argument)))
         made.__yaml_prefix__ = yaml_prefix
         signature = inspect.signature(made)
         checked: list[Any] = []  # the class with pydantic's checks, once one was made
@@ -160,7 +149,7 @@ def settings(
 
         made.__init__ = __init__
         made.__signature__ = signature
-        return typing.cast("type[Any]", made)
+        return made
 
     return make if cls is None else make(cls)
 
@@ -174,7 +163,10 @@ def _first_error(owner: str, error: pydantic.ValidationError) -> str:
     if first["type"] == "value_error":  # raised by the class's own __post_init__
         return f"{owner}: {first['msg'].removeprefix('Value error, ')}"
     field = ".".join(str(part) for part in first["loc"]) or "value"
-    return f"{owner}({field}={first.get('input')!r}): {first['msg']}."
+    hint = did_you_mean(
+        first["input"], re.findall("'(.*?)'", first.get("ctx", {}).get("expected", ""))
+    )
+    return f"{owner}({field}={first.get('input')!r}): {first['msg']}.{hint}"
 
 
 class KwargsHandler:
@@ -186,12 +178,10 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields whose values differ from their defaults."""
-        fields = dataclasses.fields(typing.cast(Any, self))
         out: dict[str, Any] = {}
-        for field in fields:
-            value = getattr(self, field.name)
-            default = _default_of(field)
-            if default is dataclasses.MISSING or (value is not default and value != default):
+        for field in dataclasses.fields(typing.cast(Any, self)):
+            value, default = getattr(self, field.name), _default_of(field)
+            if value is not default and value != default:
                 out[field.name] = value
         return out
 
@@ -214,6 +204,9 @@ def origin_of(instance: Any, name: str) -> str:
     return f"{type(instance).__name__}({name}=...)" if given else "default"
 
 
+_KINDS = {bool: "bool", int: "int", float: "float", str: "str"}
+
+
 def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, ...]:
     """List the fields of a settings class; `owner` is the plugin's name, for default names."""
     prefix, _, _ = getattr(cls, "__settings_names__", ("", "", ""))
@@ -233,13 +226,13 @@ def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, .
         out.append(
             SettingField(
                 name=field.name,
-                kind=_kind(annotation),
+                kind=_KINDS.get(_without_none(annotation), "text"),
                 default=_default_of(field),
                 help=field.metadata.get("description", ""),
                 env=said.get("env") or (() if prefix is None else (prefix + field.name.upper(),)),
                 cli=() if cli == () else tuple(dict.fromkeys((*(cli or ()), *more, own))),
                 yaml=tuple(dict.fromkeys((*keys, *more))),
-                choices=said.get("choices") or _choices(annotation),
+                choices=said.get("choices") or _choices(_without_none(annotation)),
                 minimum=field.metadata.get("ge"),
                 maximum=field.metadata.get("le"),
                 ask=said.get("ask", ""),
@@ -251,28 +244,20 @@ def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, .
     return tuple(out)
 
 
-def _kind(annotation: Any) -> str:
-    """Name the one plain type of a field, None left aside; "text" for anything else."""
+def _without_none(annotation: Any) -> Any:
+    """Return the one type that is meant by `X | None`; anything else as it is."""
     parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-    one = parts[0] if len(parts) == 1 and _is_union(annotation) else annotation
-    return {bool: "bool", int: "int", float: "float", str: "str"}.get(one, "text")
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return parts[0] if is_union and len(parts) == 1 else annotation
 
 
 def _choices(annotation: Any) -> tuple[str, ...] | None:
     """Return what a `Literal` or an enumeration allows, as texts."""
-    parts = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-    parts = tuple(part for part in parts if part is not type(None))
-    if len(parts) != 1:
-        return None
-    if typing.get_origin(parts[0]) is typing.Literal:
-        return tuple(str(value) for value in typing.get_args(parts[0]))
-    if isinstance(parts[0], type) and issubclass(parts[0], enum.Enum):
-        return tuple(str(member.value) for member in parts[0])
+    if typing.get_origin(annotation) is typing.Literal:
+        return tuple(map(str, typing.get_args(annotation)))
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return tuple(str(member.value) for member in annotation)
     return None
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

@@ -16,6 +16,22 @@ def truth(value: object) -> bool | None:
     return True if text in ON else False if text in OFF else None
 
 
+def switch(value: object, shown: str) -> bool:
+    """Return a yes or no; `shown` is value and source, for the error.
+
+    Raises:
+        ConfigurationError: it is neither, with what is allowed.
+    """
+    said = truth(value)
+    if said is None:
+        allowed = ON + OFF
+        raise ConfigurationError(
+            f"{shown} is not a switch; allowed are {listing(allowed)}."
+            f"{did_you_mean(str(value).lower(), allowed)}"
+        )
+    return said
+
+
 def flag(environ: Mapping[str, str], name: str, default: bool = False) -> bool:
     """Return a variable's yes or no; `default` where it is not set or empty.
 
@@ -23,10 +39,4 @@ def flag(environ: Mapping[str, str], name: str, default: bool = False) -> bool:
         ConfigurationError: it is set to something else.
     """
     text = environ.get(name, "")
-    said = truth(text) if text else default
-    if said is None:
-        raise ConfigurationError(
-            f"Environment variable {name}={text!r} is neither yes nor no; allowed are "
-            f"{listing(ON + OFF)}.{did_you_mean(text.lower(), ON + OFF)}"
-        )
-    return said
+    return switch(text, f"Environment variable {name}={text!r}") if text else default

@@ -2,7 +2,7 @@
 
 Most tables are generated into `known_packages.json` from what our packages declare (`make docs`).
 Written here is what no package can declare: names of packages that are planned, and words of the
-peer's config files, launcher and attributes.
+peer's that mean one of them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ SEVERAL_PROCESSES = "ddp"
 NAMES: dict[str, dict[str, str]]
 #: Constructor arguments that belong to a plugin.
 ARGUMENTS: dict[str, str]
-#: Environment variables by which a peer's launcher switches a backend on.
+#: Environment variables that ask for a plugin; those of backends begin with ACCELERATE_USE_.
 VARIABLES: dict[str, str]
 #: Sections of a peer's config file that belong to a plugin.
 SECTIONS: dict[str, str]
-#: Options of a peer's launcher that ask for a backend.
+#: Options of `launch` that ask for a backend.
 SWITCHES: dict[str, str]
-#: Options of a peer's launcher that are a plugin's, under names that do not say so.
-OPTIONS: dict[str, str]
 #: How other options of a plugin begin.
 PREFIXES: dict[str, str]
+#: Options of a plugin that begin otherwise.
+OPTIONS: dict[str, str]
 #: Public names lent by a plugin, or the peer's that no package of ours offers yet.
 EXPORTS: dict[str, str]
 #: `is_…_available` -> the library it asks for.
@@ -71,11 +71,6 @@ _ADDED: dict[str, dict[str, str]] = {
     "ARGUMENTS": {"megatron_lm_plugin": "megatron"},
     "VARIABLES": {"ACCELERATE_USE_MEGATRON_LM": "megatron"},
     "SECTIONS": {"megatron_lm_config": "megatron", "fp8_config": "fp8"},
-    "SWITCHES": {"use_megatron_lm": "megatron", "tpu": "xla"},
-    "OPTIONS": dict.fromkeys(
-        ("tpu_cluster", "no_tpu_cluster", "tpu_use_sudo", "vm", "env", "downcast_bf16"), "xla"
-    ),
-    "PREFIXES": {"megatron_lm_": "megatron", "fp8_": "fp8", "tpu_": "xla"},
     "EXPORTS": {name: extra for extra, names in _PLANNED.items() for name in names.split()},
     "PROBES": {
         "is_deepspeed_available": "deepspeed",
@@ -114,40 +109,6 @@ DISTRIBUTED_TYPES = {
     "MEGATRON_LM": "megatron",
     "XLA": "xla",
     "TPU": "xla",
-}
-
-#: Other keys of a peer's config file that belong to a plugin.
-KEYS = dict.fromkeys(
-    (
-        *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
-        *("command_file", "commands", "downcast_bf16"),
-    ),
-    "xla",
-)
-
-_SAGEMAKER = (
-    "Amazon SageMaker jobs are not started from here: name accelerate-core launch as the command "
-    "of the job's container. Credentials do not belong on a command line."
-)
-
-#: Options of a peer's launcher that no plugin will take, with the reason.
-REFUSED_OPTIONS = {
-    "aws_access_key_id": _SAGEMAKER,
-    "aws_secret_access_key": _SAGEMAKER,
-    "use_xpu": "It was dropped by the peer too; the device is found by torch.accelerator.",
-    "ipex": "It was dropped by the peer too; torch itself has what it added.",
-}
-
-#: Keys of older config files of a peer that say nothing today, with the reason.
-OBSOLETE_KEYS = {
-    "ipex_config": REFUSED_OPTIONS["ipex"],
-    "use_xpu": REFUSED_OPTIONS["use_xpu"],
-}
-
-#: Keys that every file of a peer has and that say nothing here.
-IGNORED_KEYS = {
-    "main_training_function": "the script is run as a program, whatever its functions are called",
-    "same_network": "how machines reach each other follows from main_process_ip",
 }
 
 #: Attributes of an Accelerator or its state while no active plugin serves them.
@@ -189,12 +150,3 @@ def extras() -> set[str]:
 def pip_command(extra: str) -> str:
     """Return the command that installs an extra."""
     return f'pip install "accelerate-core[{extra}]"'
-
-
-def owner_of_option(name: str) -> str | None:
-    """Return the extra whose plugin has an option of that name, None for one we never heard of."""
-    prefixes = _tables()["PREFIXES"].items()
-    by_prefix = (extra for prefix, extra in prefixes if name.startswith(prefix))
-    return (
-        _tables()["SWITCHES"].get(name) or _tables()["OPTIONS"].get(name) or next(by_prefix, None)
-    )

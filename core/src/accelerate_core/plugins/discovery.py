@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 import os
+import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ KINDS = {
 }
 _EXPORTS = "accelerate_core.exports"
 _TRIGGERS = "accelerate_core.triggers"
-#: The distribution of the core and of what is built in.
+#: The distribution of the core and of the plugins that ship with it.
 OWN_DISTRIBUTION = "accelerate-core"
 
 
@@ -48,8 +48,9 @@ class PluginRecord:
     distribution: str
     version: str
     triggers: set[str] = field(default_factory=set)
+    #: What importing it raised, if it was tried and broke.
+    failure: BaseException | None = None
     _loaded: Any = None
-    _failure: BaseException | None = None
 
     @property
     def label(self) -> str:
@@ -61,29 +62,29 @@ class PluginRecord:
         """Whether the plugin's module has been imported through this record."""
         return self._loaded is not None
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The exception importing it raised, if it was tried and broke."""
-        return self._failure
-
     def load(self) -> Any:
         """Import the plugin, once.
 
         Raises:
             PluginError: importing it failed; the cause is chained.
         """
-        if self._loaded is None and self._failure is None:
+        if self._loaded is None and self.failure is None:
             try:
-                self._loaded = load_target(self.target)
+                self._loaded = pkgutil.resolve_name(self.target)
             except (Exception, SystemExit) as error:  # vendors' stacks exit without hardware
-                self._failure = error
-        if self._failure is not None:
-            raise PluginError(
-                f"The {self.kind} plugin {self.label} is broken: importing {self.target} raised "
-                f"{type(self._failure).__name__}: {self._failure}. Reinstall or upgrade "
-                f"{self.distribution}, or keep it out with ACCELERATE_DISABLED_PLUGINS={self.name}."
-            ) from self._failure
+                self.failure = error
+        if (failure := self.failure) is not None:
+            raise self.broken(
+                f"importing {self.target} raised {type(failure).__name__}: {failure}"
+            ) from failure
         return self._loaded
+
+    def broken(self, how: str) -> PluginError:
+        """Return the error for a plugin that does not do what one of its kind has to."""
+        return PluginError(
+            f"The {self.kind} plugin {self.label} is broken: {how}. Reinstall or upgrade "
+            f"{self.distribution}, or keep it out with ACCELERATE_DISABLED_PLUGINS={self.name}."
+        )
 
 
 @dataclass(frozen=True)
@@ -99,54 +100,26 @@ class Installed:
         return tuple(record for record in self.plugins if record.kind == kind)
 
 
-_BUILT_IN = (
-    ("backend", "single", "accelerate_core.backend:SingleProcess"),
-    ("extension", "torch_compile", "accelerate_core.compilation:TorchCompiler"),
-    ("precision", "no", "accelerate_core.precision:FullPrecision"),
-    ("precision", "fp16", "accelerate_core.precision:Float16"),
-    ("precision", "bf16", "accelerate_core.precision:BFloat16"),
-    ("precision", "downcast_bf16", "accelerate_core.precision:DowncastBFloat16"),
-)
-
-
-def load_target(target: str) -> Any:
-    """Import `package.module:attribute`."""
-    module_name, _, attribute = target.partition(":")
-    value: Any = importlib.import_module(module_name)
-    for part in attribute.split(".") if attribute else ():
-        value = getattr(value, part)
-    return value
-
-
 @functools.cache
 def installed() -> Installed:
     """Scan the entry points of all installed distributions, once per process.
 
     `installed.cache_clear()` makes the next call scan again.
     """
-    from accelerate_core import __version__
-
-    records = [
-        PluginRecord(kind, name, target, OWN_DISTRIBUTION, __version__)
-        for kind, name, target in _BUILT_IN
-    ]
+    records: list[PluginRecord] = []
     exports: dict[str, tuple[str, str]] = {}
     triggers: dict[str, list[str]] = {}
     found = importlib.metadata.entry_points()  # one scan; `select` only filters
-    for point in (
-        point for group in (*KINDS, _EXPORTS, _TRIGGERS) for point in found.select(group=group)
-    ):
-        dist = point.dist
-        dist_name, version = (dist.name, dist.version) if dist is not None else ("unknown", "")
-        if point.group in KINDS:
-            records.append(
-                PluginRecord(KINDS[point.group], point.name, point.value, dist_name, version)
-            )
-        elif point.group == _EXPORTS:
-            exports.setdefault(point.name, (point.value, dist_name))
-        elif point.group == _TRIGGERS:
-            # A table of entry points has each name once: `always.this` and `always.that` are two.
-            triggers.setdefault(point.name.partition(".")[0], []).append(point.value)
+    for group in (*KINDS, _EXPORTS, _TRIGGERS):
+        for point in found.select(group=group):
+            owner = (point.dist.name, point.dist.version) if point.dist else ("unknown", "")
+            if group == _EXPORTS:
+                exports.setdefault(point.name, (point.value, owner[0]))
+            elif group == _TRIGGERS:
+                # A table of entry points has each name once: `always.this` and `always.that` are two.
+                triggers.setdefault(point.name.partition(".")[0], []).append(point.value)
+            else:
+                records.append(PluginRecord(KINDS[group], point.name, point.value, *owner))
     PrecisionType.register(*(record.name for record in records if record.kind == "precision"))
     LoggerType.register(*(record.name for record in records if record.kind == "tracker"))
     by_trigger: dict[str, tuple[PluginRecord, ...]] = {}
@@ -214,16 +187,20 @@ def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
     """
     wanted = name.lower().replace("_", "-")
     library = ""
+    group = next(group for group, its in KINDS.items() if its == (kind or "backend"))
+    others = [one for one in KINDS if one != group]
+    more = "" if kind else f" (or, by its kind, in {listing(others)})"
     for dist in importlib.metadata.distributions():
         own = (dist.metadata["Name"] or "").lower().replace("_", "-")
-        if own == OWN_DISTRIBUTION:  # what it brings is built in
-            continue
         if wanted not in own.split("-") and wanted not in (own, own.removeprefix("accelerate-")):
             continue
         if any(point.group in (*KINDS, _EXPORTS) for point in dist.entry_points):
             continue
-        said = f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin: "
-        said += _lines_needed(name, kind)
+        said = (
+            f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin: it needs "
+            f'an entry point [project.entry-points."{group}"] {name} = "package.module:Class" in its '
+            f"pyproject.toml{more}."
+        )
         if own == f"accelerate-{wanted}" or any(
             (line.replace("_", "-").lower()).startswith(OWN_DISTRIBUTION)
             for line in dist.requires or ()
@@ -231,16 +208,6 @@ def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
             return said
         library = said if own == wanted else library
     return near or library
-
-
-def _lines_needed(name: str, kind: str) -> str:
-    groups = [f'"{group}"' for group, its in KINDS.items() if its == (kind or "backend")]
-    more = [] if kind else [group for group, its in KINDS.items() if its != "backend"]
-    return (
-        f"it needs an entry point [project.entry-points.{groups[0]}] {name} = "
-        '"package.module:Class" in its pyproject.toml'
-        f"{f' (or, by its kind, in {listing(more)})' if more else ''}."
-    )
 
 
 def check_api_version(record: PluginRecord, plugin: Any) -> None:
@@ -258,13 +225,10 @@ def check_api_version(record: PluginRecord, plugin: Any) -> None:
             f"it needs a class attribute such as api_version = {API_VERSION}."
         ) from None
     if major != API_VERSION[0]:
-        side = "an older" if major < API_VERSION[0] else "a newer"
-        fix = (
-            f"upgrade {record.distribution}"
-            if major < API_VERSION[0]
-            else "upgrade accelerate-core"
-        )
+        older = major < API_VERSION[0]
+        side = "an older" if older else "a newer"
         raise PluginVersionError(
             f"The {record.kind} plugin {record.label} was written for {side} contract, version "
-            f"{major}.{minor}; this accelerate-core speaks {API_VERSION[0]}.{API_VERSION[1]}: {fix}."
+            f"{major}.{minor}; this accelerate-core speaks {API_VERSION[0]}.{API_VERSION[1]}: "
+            f"upgrade {record.distribution if older else OWN_DISTRIBUTION}."
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from accelerate_core.errors import MissingPluginError, PluginError
 from accelerate_core.plugins import catalog
-from accelerate_core.plugins.discovery import disabled_names, installed, load_target
+from accelerate_core.plugins.discovery import disabled_names, installed
 
 
 def resolve(name: str) -> Any:
@@ -23,7 +24,7 @@ def resolve(name: str) -> Any:
     if found is not None and found[1] not in disabled_names():
         target, distribution = found
         try:
-            return load_target(target)
+            return pkgutil.resolve_name(target)
         except (Exception, SystemExit) as error:
             raise PluginError(
                 f"{name} is lent by {distribution}, which is broken: loading {target} raised "

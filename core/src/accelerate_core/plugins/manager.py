@@ -48,8 +48,7 @@ class ActivePlugins:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(HookSpecs)
         self._manager.add_hookspecs(owners)
-        self._records: dict[str, PluginRecord] = {}
-        self._reasons: dict[str, str] = {}
+        self._active: dict[str, tuple[PluginRecord, Any, str]] = {}
 
     def add(self, plugin: Any, record: PluginRecord, because: str) -> None:
         """Register a plugin instance.
@@ -69,8 +68,7 @@ class ActivePlugins:
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin:
                     self._check(implementation, caller.name, record)
-        self._records[key] = record
-        self._reasons[key] = because
+        self._active[key] = (record, plugin, because)
 
     @staticmethod
     def _check(implementation: Any, hook: str, record: PluginRecord) -> None:
@@ -103,11 +101,7 @@ class ActivePlugins:
     @property
     def plugins(self) -> list[tuple[PluginRecord, Any, str]]:
         """The active plugins with their reasons, in registration order."""
-        return [
-            (self._records[name], plugin, self._reasons[name])
-            for name, plugin in self._manager.list_name_plugin()
-            if plugin is not None
-        ]
+        return list(self._active.values())
 
     def implementations(self, hook: str) -> list[tuple[str, Callable[..., Any], tuple[str, ...]]]:
         """Return (plugin key, function, argument names) of a hook, ordered by plugin name."""
@@ -132,7 +126,7 @@ class ActivePlugins:
         try:
             return function(*[arguments[name] for name in names])
         except BaseException as error:
-            blame(error, hook, self._records[key])
+            blame(error, hook, self._active[key][0])
             raise
 
     def run_stage(self, hook: str, accelerator: Any, model: Any) -> Any:
@@ -145,7 +139,7 @@ class ActivePlugins:
             model = self.call_one(hook, *one, accelerator=accelerator, model=model)
             if not callable(getattr(model, "named_parameters", None)):
                 raise PluginError(
-                    f"Stage {hook!r} of {self._records[one[0]].label} returned "
+                    f"Stage {hook!r} of {self._active[one[0]][0].label} returned "
                     f"{type(model).__name__}; a stage returns the model."
                 )
         return model

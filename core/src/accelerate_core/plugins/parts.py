@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate_core.config.provenance import Because
@@ -17,22 +18,21 @@ from accelerate_core.plugins.selection import Selection
 PARTS = ("checkpointer", "tracking", "loaders")
 
 
+@dataclass
 class Part:
     """A chosen part: its class is imported when it is made, and whatever it raises names it.
 
-    Args:
+    Attributes:
         sources: where its settings come from, should it have any.
         handlers: those of `kwargs_handlers`, by class.
     """
 
-    def __init__(
-        self, record: PluginRecord, because: str, sources: Sources, handlers: Mapping[type, Any]
-    ) -> None:
-        self.record = record
-        self.because = because
-        #: Fields of its `Settings`, once it is made: value and where that came from.
-        self.settings: dict[str, Because] = {}
-        self._sources, self._handlers = sources, handlers
+    record: PluginRecord
+    because: str
+    sources: Sources
+    handlers: Mapping[type, Any]
+    #: Fields of its `Settings`, once it is made: value and where that came from.
+    settings: dict[str, Because] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -60,7 +60,7 @@ class Part:
         own = getattr(plugin, "Settings", None)
         if own is not None:
             settings, self.settings = resolve_settings(
-                own, self._handlers.get(own), self._sources, owner=self.record.name
+                own, self.handlers.get(own), self.sources, owner=self.record.name
             )
             arguments += (settings,)
         with blaming("__init__", self.record):
@@ -87,9 +87,8 @@ class _Blamed:
                 blame(error, name, record)
                 raise
 
-        bound: Callable[..., Any] = call
-        self.__dict__[name] = bound  # looked up once
-        return bound
+        self.__dict__[name] = call  # looked up once
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._part, name, value)

@@ -124,7 +124,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Rule:
     """How the plugins of a kind are chosen.
 
     Attributes:
@@ -138,13 +138,13 @@ class _Kind:
     several: bool = False
 
 
-KINDS = {
-    "backend": _Kind("single", claims=True),
-    "precision": _Kind("no"),
-    "checkpointer": _Kind("directory"),
-    "tracking": _Kind("queued"),
-    "loaders": _Kind(),
-    "extension": _Kind(claims=True, several=True),
+RULES = {
+    "backend": Rule("single", claims=True),
+    "precision": Rule("no"),
+    "checkpointer": Rule("directory"),
+    "tracking": Rule("queued"),
+    "loaders": Rule(),
+    "extension": Rule(claims=True, several=True),
 }
 
 
@@ -155,7 +155,7 @@ def select(kind: str, request: Request, wanted: Because = NOTHING) -> Selection:
     imported; of the others that is left to whoever makes them.
 
     Args:
-        kind: a key of `KINDS`.
+        kind: a key of `RULES`.
         wanted: the setting that names one: a name (of extensions several, with commas between
             them), or a Backend class or instance.
     """
@@ -164,13 +164,13 @@ def select(kind: str, request: Request, wanted: Because = NOTHING) -> Selection:
         if made.wanted.value is not None and not isinstance(made.wanted.value, str):
             _take_object(made)
         else:
-            _choose(made, KINDS[kind], request)
+            _choose(made, RULES[kind], request)
     except AccelerateError as error:
         made.error = error
     return made
 
 
-def _choose(made: Selection, rule: _Kind, request: Request) -> None:
+def _choose(made: Selection, rule: Rule, request: Request) -> None:
     text = made.wanted.value or ""
     names = [one.strip() for one in text.split(",")] if rule.several else [text]
     for name in dict.fromkeys(filter(None, names)):
@@ -226,7 +226,7 @@ def _take_usual(made: Selection, usual: str, request: Request) -> None:
     made.considered.append(Considered(record, "active", because))
 
 
-def _ask_for_claims(made: Selection, rule: _Kind, request: Request) -> None:
+def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
     """Import those that a trigger asks for, and let them claim."""
     made.fired = fired_triggers(request)
     disabled = disabled_names(request.environ)
@@ -273,17 +273,10 @@ def _claim(record: PluginRecord, plugin: Any, request: Request) -> Claim | None:
     except AccelerateError:
         raise
     except (Exception, SystemExit) as error:  # vendors' stacks exit without hardware
-        raise PluginError(
-            f"The {record.kind} plugin {record.label} is broken: its detect() raised "
-            f"{type(error).__name__}: {error}. Keep it out with "
-            f"ACCELERATE_DISABLED_PLUGINS={record.name}."
-        ) from error
-    if claim is not None and not isinstance(claim, Claim):
-        raise PluginError(
-            f"The {record.kind} plugin {record.label} is broken: its detect() returned {claim!r}, "
-            "which is neither a Claim nor None."
-        )
-    return claim
+        raise record.broken(f"its detect() raised {type(error).__name__}: {error}") from error
+    if claim is None or isinstance(claim, Claim):
+        return claim
+    raise record.broken(f"its detect() returned {claim!r}, which is neither a Claim nor None")
 
 
 def _strongest(claims: list[tuple[Claim, Considered]]) -> list[tuple[Claim, Considered]]:

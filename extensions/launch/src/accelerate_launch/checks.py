@@ -13,7 +13,7 @@ from accelerate_core.config.truth import truth
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
-from accelerate_launch import devices
+from accelerate_launch import devices, peer
 from accelerate_launch.options import LAUNCH_OPTIONS, known_yaml_keys
 from accelerate_launch.schemas import WITH_SETTINGS
 from accelerate_launch.surroundings import Surroundings
@@ -43,7 +43,7 @@ _CONF = re.compile(r"[^=,\s]+=[^=,]*(,[^=,\s]+=[^=,]*)*")
 def known_keys() -> list[str]:
     """Return the top-level keys of a config file that somebody here reads, or knows."""
     ours = [*known_yaml_keys(), *(key for key in installed().triggers if key == key.lower())]
-    theirs = [*catalog.SECTIONS, *catalog.KEYS, *catalog.OBSOLETE_KEYS, *catalog.IGNORED_KEYS]
+    theirs = [*catalog.SECTIONS, *peer.KEYS, *peer.OBSOLETE_KEYS, *peer.IGNORED_KEYS]
     theirs.append("parallelism_config")
     named = [f"{one.name}_config" for one in installed().plugins if one.kind in WITH_SETTINGS]
     return list(dict.fromkeys([*ours, *theirs, *named]))
@@ -51,8 +51,8 @@ def known_keys() -> list[str]:
 
 def obsolete_in(config: ConfigFile) -> str:
     """Return one line about keys that no version of anything reads any more; empty if there is none."""
-    found = [key for key in config if key in catalog.OBSOLETE_KEYS]
-    said = "; ".join(f"{key}: {catalog.OBSOLETE_KEYS[key]}" for key in found)
+    found = [key for key in config if key in peer.OBSOLETE_KEYS]
+    said = "; ".join(f"{key}: {peer.OBSOLETE_KEYS[key]}" for key in found)
     return f"{config.path} has keys that say nothing today. {said}" if found else ""
 
 
@@ -97,7 +97,7 @@ def _check_environment(config: ConfigFile) -> None:
     where = config.where("compute_environment")
     if said == allowed[1]:
         raise ConfigurationError(
-            f"compute_environment: {said} ({where}). {catalog.REFUSED_OPTIONS['aws_access_key_id']}"
+            f"compute_environment: {said} ({where}). {peer.REFUSED_OPTIONS['aws_access_key_id']}"
         )
     if said != allowed[0]:
         raise ConfigurationError(

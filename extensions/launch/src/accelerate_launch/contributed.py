@@ -14,6 +14,7 @@ from accelerate_core.config.truth import truth
 from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
+from accelerate_launch import peer
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
@@ -93,9 +94,9 @@ def refuse_unknown(name: str, known: Iterable[str]) -> None:
         MissingPluginError: its plugin is not installed; the text has the pip command.
         ConfigurationError: nobody will take it, or its plugin has no such option.
     """
-    if name in catalog.REFUSED_OPTIONS:
-        raise ConfigurationError(f"--{name} is not offered. {catalog.REFUSED_OPTIONS[name]}")
-    extra = catalog.owner_of_option(name)
+    if name in peer.REFUSED_OPTIONS:
+        raise ConfigurationError(f"--{name} is not offered. {peer.REFUSED_OPTIONS[name]}")
+    extra = peer.owner_of_option(name)
     if extra is None:
         return
     if extra not in {record.name for record in installed().plugins}:
@@ -225,7 +226,7 @@ def _check_section(
             if value is not None:
                 yield field.env[0], Because(value, where)
             continue
-        if catalog.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):
+        if peer.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):
             continue  # another plugin reads it out of this section
         known = [name for one in schemas for field in one.fields for name in field.yaml]
         raise ConfigurationError(

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,6 @@ from accelerate_core.plugins.discovery import (
     PluginRecord,
     disabled_names,
     installed,
-    load_target,
 )
 from accelerate_launch.paths import cache_directory
 
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str]) -> None:
     for named in targets:
         name, _, target = named.partition("=")
         try:
-            answers[target] = describe(load_target(target), name)
+            answers[target] = describe(pkgutil.resolve_name(target), name)
         except (Exception, SystemExit) as error:
             answers[target] = {"problem": f"{type(error).__name__}: {error}"}
     Path(file).write_text(json.dumps(answers), encoding="utf-8")

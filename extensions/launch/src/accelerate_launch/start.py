@@ -208,10 +208,8 @@ def _asked(record: PluginRecord, plan: LaunchPlan) -> Launcher | None:
     except AccelerateError:
         raise
     except Exception as error:
-        raise PluginError(
-            f"The launcher plugin {record.label} is broken: asking it whether it accepts the plan "
-            f"raised {type(error).__name__}: {error}. Keep it out with "
-            f"ACCELERATE_DISABLED_PLUGINS={record.name}."
+        raise record.broken(
+            f"asking it whether it accepts the plan raised {type(error).__name__}: {error}"
         ) from error
 
 
@@ -260,10 +258,7 @@ def _answer(launcher: Any, method: str, plan: LaunchPlan) -> Any:
         from accelerate_core.plugins.discovery import find
 
         record = find("launcher", launcher.name, because="this launch")
-        raise PluginError(
-            f"The launcher plugin {record.label} is broken: its {method}() raised "
-            f"{type(error).__name__}: {error}."
-        ) from error
+        raise record.broken(f"its {method}() raised {type(error).__name__}: {error}") from error
 
 
 def start(plan: LaunchPlan, environ: Mapping[str, str]) -> NoReturn:

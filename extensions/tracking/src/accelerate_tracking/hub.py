@@ -28,10 +28,10 @@ from accelerate_tracking.normalise import (
     normalise_values,
 )
 from accelerate_tracking.opening import builder, is_for_every_rank
-from accelerate_tracking.staging import Staging
+from accelerate_tracking.staging import ArtifactCopies
 from accelerate_tracking.tracker import BlankTracker, GeneralTracker
 from accelerate_tracking.verbs import MediaVerbs
-from accelerate_tracking.writer import InlineWriter, Writer, drain
+from accelerate_tracking.writer import InlineWriter, TrackerWriter, drain
 
 __all__ = ["TrackerHub"]
 
@@ -92,14 +92,14 @@ class TrackerHub(MediaVerbs):
         self._logging_dir = logging_dir
         self._rank, self._size, self._is_main = rank, size, is_main
         self._reporter = Reporter()
-        self._staging = Staging(logging_dir)
+        self._staging = ArtifactCopies(logging_dir)
         self._state = "new"
         self._logged = False
         #: The runs to go on in; forgotten at the end of the run.
         self._resume: dict[str, str] = {}
         self._start = ""
         self._openers: list[Callable[[], GeneralTracker]] = []
-        self._writers: list[Writer] = []
+        self._writers: list[TrackerWriter] = []
         #: Switched off by an error of theirs, and not closed yet.
         self._retired: list[GeneralTracker] = []
         self._at_exit: Callable[[], None] | None = None
@@ -201,7 +201,7 @@ class TrackerHub(MediaVerbs):
             if any(type(it).__module__ == "sqlite3" for it in vars(tracker).values()):
                 tracker.same_thread = True  # a connection serves the thread that made it
         self._writers = [
-            (InlineWriter if tracker.same_thread else Writer)(
+            (InlineWriter if tracker.same_thread else TrackerWriter)(
                 tracker, self._resolve, self._writer_failed, self._refused
             )
             for tracker in running

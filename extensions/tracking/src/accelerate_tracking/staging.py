@@ -8,10 +8,10 @@ import tempfile
 import warnings
 from pathlib import Path
 
-__all__ = ["Staging"]
+__all__ = ["ArtifactCopies"]
 
 
-class Staging:
+class ArtifactCopies:
     """A folder of copies of this process alone, made when the first file comes.
 
     Args:

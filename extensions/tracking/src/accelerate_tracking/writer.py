@@ -14,7 +14,7 @@ from accelerate_tracking.entry import Entry
 from accelerate_tracking.normalise import NotTaken, is_ill
 from accelerate_tracking.tracker import GeneralTracker
 
-__all__ = ["InlineWriter", "Writer", "drain"]
+__all__ = ["InlineWriter", "TrackerWriter", "drain"]
 
 #: Entries handed to a library at once.
 BATCH = 500
@@ -41,7 +41,7 @@ class _Marker(threading.Event):
     ends = False
 
 
-class Writer:
+class TrackerWriter:
     """Feeds one tracker.
 
     Args:
@@ -221,7 +221,7 @@ class Writer:
         self._failed(self.tracker, stage, error)
 
 
-class InlineWriter(Writer):
+class InlineWriter(TrackerWriter):
     """Feeds a tracker whose library is bound to the thread that made it: at the call."""
 
     def _begin(self) -> None:
@@ -257,7 +257,7 @@ def finite(values: Any) -> Any:
     return kept
 
 
-def drain(writers: Iterable[Writer], timeout: float | None = None) -> list[Writer]:
+def drain(writers: Iterable[TrackerWriter], timeout: float | None = None) -> list[TrackerWriter]:
     """Wait until all is delivered and flushed; return those that are not done.
 
     While it takes more than a second, a line on stderr says how far it is.
@@ -285,7 +285,7 @@ def drain(writers: Iterable[Writer], timeout: float | None = None) -> list[Write
     return [writer for writer, done in waiting if not done.is_set()]
 
 
-def _show(writers: list[Writer]) -> None:
+def _show(writers: list[TrackerWriter]) -> None:
     parts = [f"{one.tracker.name} {one.delivered}/{one.accepted}" for one in writers]
     _say(f"\rTrackers write what is left: {', '.join(parts)}   ")
 

@@ -143,9 +143,9 @@ def update_command(ctx: click.Context, config_file: str | None) -> None:
     path = _path(config_file or ctx.obj, environ)
     config = read_config(path)
     _check(config, environ)
-    from accelerate_core.plugins import catalog
+    from accelerate_launch import peer
 
-    gone = [key for key in config if key in (*catalog.OBSOLETE_KEYS, *catalog.IGNORED_KEYS)]
+    gone = [key for key in config if key in (*peer.OBSOLETE_KEYS, *peer.IGNORED_KEYS)]
     values = {key: config[key] for key in config if key not in gone}
     kept = path.with_name(path.name + ".bak")
     number = 1

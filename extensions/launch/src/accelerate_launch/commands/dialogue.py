@@ -14,7 +14,7 @@ from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, installed
-from accelerate_launch import devices
+from accelerate_launch import devices, peer
 from accelerate_launch.contributed import check_value
 from accelerate_launch.paths import peers_config
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
@@ -130,7 +130,7 @@ def _take_over(asker: Asker, environ: Mapping[str, str]) -> dict[str, Any] | Non
     from accelerate_core.config.files import read_config
 
     config = read_config(theirs)
-    dropped = (*catalog.OBSOLETE_KEYS, *catalog.IGNORED_KEYS)
+    dropped = (*peer.OBSOLETE_KEYS, *peer.IGNORED_KEYS)
     return {key: config[key] for key in config if key not in dropped}
 
 

@@ -10,7 +10,7 @@ from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.resolve import Sources, resolve_core
 from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.errors import AccelerateError
-from accelerate_core.plugins.selection import KINDS, NOTHING, Request, Selection, select
+from accelerate_core.plugins.selection import NOTHING, RULES, Request, Selection, select
 from accelerate_launch.resolve import draft_plan
 from accelerate_launch.start import child_environment, consider_launchers
 
@@ -45,11 +45,11 @@ class PlannedRun:
         """
         made = {} if self.launcher is None else {"launcher": self.launcher}
         if self.problem is not None:
-            return {**made, **{kind: Selection(kind, error=self.problem) for kind in KINDS}}
+            return {**made, **{kind: Selection(kind, error=self.problem) for kind in RULES}}
         values = resolve_core({}, Sources(self.environ, self.config), {})
         cpu = bool(values["cpu"].value)
         request = Request({}, self.environ, self.topology, self.config, cpu)
-        for kind in KINDS:
+        for kind in RULES:
             made[kind] = select(kind, request, values.get(_SETTINGS.get(kind, kind), NOTHING))
         return made
 

@@ -11,7 +11,7 @@ from accelerate_core.errors import MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import PluginRecord, installed, without_entry_point
 from accelerate_core.plugins.parts import PARTS
-from accelerate_core.plugins.selection import KINDS, Selection
+from accelerate_core.plugins.selection import RULES, Rule, Selection
 from accelerate_launch.explain.planned_run import PlannedRun
 from accelerate_launch.explain.report import api_of, state_of
 from accelerate_launch.explain.static import stated
@@ -114,15 +114,19 @@ def _release(record: PluginRecord) -> str:
 
 def _steps(record: PluginRecord, run: PlannedRun, made: Selection) -> Iterator[tuple[str, str]]:
     """Tell how a plugin fared where those of its kind were chosen."""
-    wanted, rule = made.wanted, KINDS.get(record.kind)
-    named = f"{wanted.value!r}, {wanted.origin}" if wanted.value is not None else "none is named"
-    yield "asked for by name", named
+    wanted, rule = made.wanted, RULES.get(record.kind, Rule())
+    usual = (
+        f": {rule.usual!r} is taken where it is installed" if rule.usual else ": the core does it"
+    )
+    usual = usual if record.kind in PARTS else ""
+    named = f"{wanted.value!r}, {wanted.origin}" if wanted.value is not None else ""
+    yield "asked for by name", named or f"none is named{usual}"
     if record.kind == "backend":
         yield "processes", f"{run.topology.num_processes}, {run.topology.because}"
     for name in sorted(record.triggers):
         fired = name in made.fired
         yield f"trigger {name}", f"fires: {made.fired[name]}" if fired else "does not fire"
-    if not record.triggers and rule is not None and rule.claims:
+    if not record.triggers and rule.claims:
         yield "triggers", "it has none: it is used only where it is named"
     if made.error is not None:
         yield "selection", f"it fails: {made.error}"
@@ -133,5 +137,5 @@ def _steps(record: PluginRecord, run: PlannedRun, made: Selection) -> Iterator[t
         elif one.state != "available":
             yield f"against {one.record.name}", f"{one.state}: {one.because}"
     for one in made.active:
-        if one.record is not record and not (rule is not None and rule.several):
+        if one.record is not record and not rule.several:
             yield "chosen", f"{one.record.label}, because of {one.because}"

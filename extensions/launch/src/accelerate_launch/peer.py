@@ -1,0 +1,73 @@
+"""Options and config keys of a peer's launcher: whose they are, and which say nothing here.
+
+Those of our packages follow from their settings (`accelerate_core.plugins.catalog`); here stand
+those of packages that are planned, and those that nobody will take.
+"""
+
+from __future__ import annotations
+
+from accelerate_core.plugins import catalog
+
+__all__ = [
+    "IGNORED_KEYS",
+    "KEYS",
+    "OBSOLETE_KEYS",
+    "OPTIONS",
+    "REFUSED_OPTIONS",
+    "SWITCHES",
+    "owner_of_option",
+]
+
+#: Options that ask for a backend.
+SWITCHES = {**catalog.SWITCHES, "use_megatron_lm": "megatron", "tpu": "xla"}
+
+#: Options that are a plugin's, under names that do not say so.
+OPTIONS = {
+    **catalog.OPTIONS,
+    **dict.fromkeys(
+        ("tpu_cluster", "no_tpu_cluster", "tpu_use_sudo", "vm", "env", "downcast_bf16"), "xla"
+    ),
+}
+
+#: How other options of a plugin begin.
+_PREFIXES = {**catalog.PREFIXES, "megatron_lm_": "megatron", "fp8_": "fp8", "tpu_": "xla"}
+
+#: Keys of a config file, besides sections, that belong to a plugin.
+KEYS = dict.fromkeys(
+    (
+        *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
+        *("command_file", "commands", "downcast_bf16"),
+    ),
+    "xla",
+)
+
+_SAGEMAKER = (
+    "Amazon SageMaker jobs are not started from here: name accelerate-core launch as the command "
+    "of the job's container. Credentials do not belong on a command line."
+)
+
+#: Options that no plugin will take, with the reason.
+REFUSED_OPTIONS = {
+    "aws_access_key_id": _SAGEMAKER,
+    "aws_secret_access_key": _SAGEMAKER,
+    "use_xpu": "It was dropped by the peer too; the device is found by torch.accelerator.",
+    "ipex": "It was dropped by the peer too; torch itself has what it added.",
+}
+
+#: Keys of older config files that say nothing today, with the reason.
+OBSOLETE_KEYS = {
+    "ipex_config": REFUSED_OPTIONS["ipex"],
+    "use_xpu": REFUSED_OPTIONS["use_xpu"],
+}
+
+#: Keys that every file has and that say nothing here.
+IGNORED_KEYS = {
+    "main_training_function": "the script is run as a program, whatever its functions are called",
+    "same_network": "how machines reach each other follows from main_process_ip",
+}
+
+
+def owner_of_option(name: str) -> str | None:
+    """Return the extra whose plugin has an option of that name, None for one we never heard of."""
+    by_prefix = (extra for prefix, extra in _PREFIXES.items() if name.startswith(prefix))
+    return SWITCHES.get(name) or OPTIONS.get(name) or next(by_prefix, None)
