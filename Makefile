@@ -14,7 +14,7 @@ ARGS ?=
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help quickstart test conformance faults soak lint format docs dist bench downstream clean
+.PHONY: help quickstart test conformance faults soak lint format docs dist bench downstream gpu clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
@@ -25,6 +25,7 @@ help:
 	@echo "make format       let ruff format the tree"
 	@echo "make docs         regenerate the generated pages"
 	@echo "make dist         build every wheel, install them into an empty environment and train"
+	@echo "make gpu          what wants an accelerator, in ten minutes, without a network; writes a table"
 	@echo "make bench        compare with the peers"
 	@echo "make downstream   the released plugins under the working core"
 	@echo "make soak         all of these, and the long forms"
@@ -110,6 +111,13 @@ bench: $(VENV)/dev.stamp
 # The plugins of the last release (or ARGS="--ref REF") under the core of this tree.
 downstream: $(VENV)/dev.stamp
 	$(BIN)/python tests/packaging/downstream.py $(ARGS)
+
+# Installs nothing: a machine with an accelerator brings its own Python, torch and libraries.
+GPU_PYTHON ?= python3
+GPU_REPORT ?= build/gpu.md
+gpu:
+	PYTHONPATH="$$($(GPU_PYTHON) tests/gpu/paths.py build/gpu)$${PYTHONPATH:+:$$PYTHONPATH}" \
+	$(GPU_PYTHON) -m pytest tests/gpu -m "not anywhere" --gpu-report $(GPU_REPORT) $(ARGS)
 
 clean:
 	rm -rf $(VENV) dist build *_output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,4 +1,4 @@
-"""Plugins of other people, from wheels of their own: backend, precision, launcher, checkpointer."""
+"""Plugins of other people, from wheels of their own: one of each kind that an Accelerator takes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from accelerate_testing.scaffold import write_repository
 ROOT = Path(__file__).parents[2]
 DILOCO = ROOT / "examples" / "third_party" / "accelerate-diloco"
 FSSPEC = ROOT / "examples" / "third_party" / "accelerate-fsspec"
+RECORDS = ROOT / "examples" / "third_party" / "accelerate-records"
 HERE = Path(__file__).parent
 SCRIPT = HERE / "third_party.py"
 
@@ -31,7 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wheels built from their own repositories, installed beside ours."""
     folder = tmp_path_factory.mktemp("third_party")
     sources = []
-    for own in (DILOCO, FSSPEC):
+    for own in (DILOCO, FSSPEC, RECORDS):
         sources.append(folder / own.name)
         shutil.copytree(own, sources[-1])
     for name, kind in (("grid", "precision"), ("plain", "launcher")):
@@ -43,7 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         wheel = [*pip, "wheel", *how, "--wheel-dir", str(folder / "wheels"), str(source)]
         subprocess.run(wheel, check=True, timeout=120, capture_output=True)
     wheels = sorted(str(path) for path in (folder / "wheels").glob("*.whl"))
-    assert len(wheels) == 4
+    assert len(wheels) == 5
     install = [*pip, "install", *how, "--target", str(folder / "site"), *wheels]
     subprocess.run(install, check=True, timeout=120, capture_output=True)
     return folder / "site"
@@ -94,7 +95,7 @@ def test_a_precision_and_a_launcher_go_around_any_backend(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("repository", [DILOCO, FSSPEC], ids=lambda path: path.name)
+@pytest.mark.parametrize("repository", [DILOCO, FSSPEC, RECORDS], ids=lambda path: path.name)
 def test_a_repository_passes_its_own_tests(site: Path, repository: Path) -> None:
     env = clean_environment(PYTHONPATH=str(site), OMP_NUM_THREADS="1")
     # The suite over DiLoCo is run below, for what it says.
@@ -176,3 +177,44 @@ def test_the_choice_of_a_checkpointer_is_explained(site: Path) -> None:
     assert "accelerate-fsspec 0.1.0, entry point accelerate_fsspec:FsspecCheckpointer" in told[0]
     assert "directory: available, not asked for" in told[1]
     assert "chosen fsspec (accelerate-fsspec 0.1.0)" in told[1]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("source", ["environment", "config file"])
+def test_a_maker_of_loaders_is_chosen_by_configuration_and_blamed_by_name(
+    site: Path, tmp_path: Path, source: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("loaders: records\nrecords_config:\n  seed: 3\n")
+    environ, options = {}, ["--config_file", str(config)]
+    if source == "environment":
+        environ, options = {"ACCELERATE_LOADERS": "records", "ACCELERATE_RECORDS_SEED": "3"}, []
+    ranks = launch(site, tmp_path, *options, script=HERE / "third_party_reading.py", **environ)
+    assert sorted(ranks[0]["seen"]) == list(range(10))
+    for rank in ranks:
+        assert rank["imported"] == []  # until a loader was prepared
+        assert rank["kind"] == "RecordsLoader"
+        assert rank["other"] == "DataLoaderShard"
+        assert rank["seen"] == ranks[0]["seen"]
+        assert rank["rest"] == rank["whole"][1:]
+        wanted = "ACCELERATE_RECORDS_SEED" if source == "environment" else str(config)
+        told = {line.split(" = ")[0]: line for line in rank["explain"].splitlines()}
+        assert "'records'" in told["loaders"]
+        assert wanted in told["records.seed"]
+        assert "2 ranks cannot share batches of 3 equally" in rank["refused"]
+        blamed = "'make_loader' of plugin records (accelerate-records 0.1.0)"
+        assert any(blamed in note for note in rank["notes"])
+
+
+def test_the_choice_of_a_maker_of_loaders_is_explained(site: Path) -> None:
+    command = [sys.executable, "-m", "accelerate_core", "plugins", "why", "records"]
+    told = []
+    for environ in ({"ACCELERATE_LOADERS": "records"}, {}):
+        env = clean_environment(PYTHONPATH=str(site), **environ)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        told.append(" ".join(done.stdout.split()))
+    assert "records: active, environment variable ACCELERATE_LOADERS" in told[0]
+    assert "accelerate-records 0.1.0, entry point accelerate_records:RecordsMaker" in told[0]
+    assert "records: available, not asked for" in told[1]
+    assert "none is named: the core does it" in told[1]

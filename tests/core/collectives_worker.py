@@ -170,7 +170,12 @@ def a_scope_has_its_own_group(comm: Communicator) -> None:
     pair = dist.new_group([0, 1])
     if comm.rank > 1:
         return
-    talk = TorchCollectives(scopes={"data": pair})
+
+    class Scoped(TorchCollectives):
+        def scope_group(self, scope: Any) -> Any:
+            return pair if scope == "data" else None
+
+    talk = Scoped()
     inner = Communicator(rank=comm.rank, size=2, device=comm.device, hooks=talk, scope="data")
     same(gather(torch.tensor([comm.rank]), inner), torch.tensor([0, 1]))
     assert inner.gather_object(comm.rank) == [0, 1]

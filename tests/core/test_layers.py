@@ -105,7 +105,13 @@ def test_what_authors_are_shown_imports_public_names_only() -> None:
     examples = (ROOT / "examples").glob("*/**/src/**/*.py")
     pages = (
         ROOT / "docs" / f"{name}.md"
-        for name in ("plugins", "write_a_backend", "write_a_tracker", "write_a_checkpointer")
+        for name in (
+            "plugins",
+            "write_a_backend",
+            "write_a_tracker",
+            "write_a_checkpointer",
+            "write_a_loader",
+        )
     )
     lent = set(installed().exports)  # public names of the plugins themselves
     found = set()

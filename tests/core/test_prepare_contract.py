@@ -21,7 +21,7 @@ from accelerate_core import Accelerator, Backend, Precision, set_seed
 from accelerate_core.accelerator import construction
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import PrepareError
-from accelerate_core.plugins import discovery
+from accelerate_core.plugins import discovery, selection
 from accelerate_core.plugins.discovery import PluginRecord
 
 X, Y = torch.randn(16, 4), torch.randn(16, 2)
@@ -91,7 +91,7 @@ class Fuses(Plain):
     def prepare(self, accelerator: Any, plan: Any) -> None:
         plan.each("model", lambda model, _: Fused(model))
         if self.says:
-            plan.rename(plan.models[0], {"q.weight": "qk", "k.weight": "qk"})
+            plan.rename(plan.values("model")[0], {"q.weight": "qk", "k.weight": "qk"})
 
 
 class FusesInSilence(Fuses):
@@ -313,8 +313,8 @@ def install(monkeypatch: pytest.MonkeyPatch, precision: type[Precision]) -> None
     record = PluginRecord("precision", precision.name, target, "tests", "1.0")
     there = discovery.installed()
     found = dataclasses.replace(there, plugins=(*there.plugins, record))
-    monkeypatch.setattr(discovery, "installed", lambda: found)
-    monkeypatch.setattr(construction, "installed", lambda: found)
+    for module in (discovery, selection, construction):
+        monkeypatch.setattr(module, "installed", lambda: found)
 
 
 def test_a_precision_may_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

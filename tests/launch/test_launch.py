@@ -422,7 +422,7 @@ def test_launching_after_the_device_was_used_is_refused(monkeypatch: pytest.Monk
 
 
 def test_signal_handlers_are_put_back() -> None:
-    from accelerate_launch.notebook import _signal_handlers_kept
+    from accelerate_launch.functions import _signal_handlers_kept
 
     before = signal.getsignal(signal.SIGTERM)
     with _signal_handlers_kept():

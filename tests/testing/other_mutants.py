@@ -1,4 +1,4 @@
-"""Sound precisions, extensions, trackers, launchers and checkpointers, damaged in one place at a time.
+"""Sound plugins of every kind but backends, damaged in one place at a time.
 
 Each with the check that is to notice. Run in one process, or on ranks, with what its entry points
 name on the path: `other_mutants.py PLACE FOLDER` writes `PLACE.RANK.json` into the folder, a list of
@@ -22,6 +22,7 @@ import psutil
 import torch
 from accelerate_diary import DiaryTracker
 from accelerate_grid import GridPrecision, GridSettings
+from accelerate_records import RecordsLoader, RecordsMaker
 from accelerate_starter import StarterLauncher
 from accelerate_tally import TallyExtension, TallySettings
 
@@ -34,6 +35,7 @@ from accelerate_testing.suites import ending
 from accelerate_testing.worker import Ranks, run_check
 
 READERS = {"read": "reading:read", "read_config": "reading:read_config"}
+OPTIONS = {"tracker": READERS, "loaders": {"make": "making:make"}}
 #: Name of the plugin -> its class, kind, and the checks it is run against with what they are to say.
 PLUGINS: dict[str, tuple[type, str, dict[str, str]]] = {}
 
@@ -603,6 +605,152 @@ class LeavesItsThread(DirectoryCheckpointer):
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 
 
+# --- makers of loaders -------------------------------------------------------------------------------
+
+
+class Makes(RecordsMaker):
+    """Makes the loaders of records that a mutant damaged."""
+
+    loader: type[RecordsLoader] = RecordsLoader
+
+    def make_loader(self, accelerator, loader):
+        made = super().make_loader(accelerator, loader)
+        if made is not None:
+            made.__class__ = self.loader
+        return made
+
+
+@passes(
+    "loaders", "every_sample", "order", "resume", "metrics_on_ranks", "resume_on_ranks", "slots"
+)
+class MakesThemWell(Makes):
+    pass
+
+
+@caught_by("loaders", "every_sample_on_ranks")
+class ReadsTheSameEverywhere(Makes):
+    class loader(RecordsLoader):
+        def _places(self, at):
+            return super()._places(at - self._index * self.batch_size)
+
+
+@caught_by("loaders", "metrics_on_ranks")
+class KeepsToItselfWhatWasAdded(Makes):
+    class loader(RecordsLoader):
+        def _start(self, served):
+            for batch in super()._start(served):
+                served.real = None
+                yield batch
+
+
+@caught_by("loaders", "uneven")
+class FillsInAnyCase(Makes):
+    class loader(RecordsLoader):
+        _fills = property(lambda self: self._count > 1)
+
+
+@caught_by("loaders", "order")
+class ShufflesOnce(Makes):
+    class loader(RecordsLoader):
+        def _order(self, epoch):
+            return super()._order(0)
+
+
+@caught_by("loaders", "order")
+class ShufflesWithTheScriptsGenerator(Makes):
+    class loader(RecordsLoader):
+        def _order(self, epoch):
+            return torch.randperm(len(self.dataset)) if self.shuffle else None
+
+
+@caught_by("loaders", "resume")
+class BeginsTheEpochAnew(Makes):
+    class loader(RecordsLoader):
+        def load_state_dict(self, state_dict):
+            super().load_state_dict({**state_dict, "samples_seen": 0})
+
+
+@caught_by("loaders", "resume")
+class ForgetsWhichEpochItWas(Makes):
+    class loader(RecordsLoader):
+        def load_state_dict(self, state_dict):
+            super().load_state_dict({**state_dict, "epoch": 0})
+
+
+@caught_by("loaders", "resume_on_ranks")
+class CountsItsOwnSamplesOnly(Makes):
+    class loader(RecordsLoader):
+        def state_dict(self):
+            state = super().state_dict()
+            return {**state, "samples_seen": state["samples_seen"] // self._count}
+
+
+@caught_by("loaders", "resume_twice")
+class CountsFromWhereItWasResumed(Makes):
+    class loader(RecordsLoader):
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+            self.begun = state_dict["samples_seen"]
+
+        def state_dict(self):
+            state = super().state_dict()
+            return {**state, "samples_seen": state["samples_seen"] - getattr(self, "begun", 0)}
+
+
+@caught_by("loaders", "abandoned")
+class GoesOnWhereALoopWasLeft(Makes):
+    class loader(RecordsLoader):
+        def _start(self, served):
+            self._position.owner = None
+            return super()._start(served)
+
+
+@caught_by("loaders", "skipping")
+class SkipsForGood(Makes):
+    class loader(RecordsLoader):
+        def skipping(self, num_batches):
+            self._skip = num_batches
+            return self
+
+
+@caught_by("loaders", "accumulation")
+class NeverSaysThatItEnds(Makes):
+    class loader(RecordsLoader):
+        def _start(self, served):
+            for batch in super()._start(served):
+                served.last = False
+                yield batch
+
+
+@caught_by("loaders", "slots")
+class HandsItsBatchesOutAlone(Makes):
+    class loader(RecordsLoader):
+        def __iter__(self):
+            state = self._accelerator.gradient_state
+            served = state.open(self)
+            for batch in self._start(served):
+                state.touched(self, served)
+                yield batch
+            state.close(self, True, served)
+
+
+@caught_by("loaders", "placing")
+class LeavesBatchesWhereTheyAre(Makes):
+    class loader(RecordsLoader):
+        def _fed(self, batches):
+            return batches
+
+
+@caught_by("loaders", "others")
+class TakesAnyLoader(Makes):
+    def make_loader(self, accelerator, loader):
+        return super().make_loader(accelerator, loader) or Eight([torch.arange(4)] * 2)
+
+
+class Eight(list):
+    """Batches that are not asked what they are of."""
+
+
 def main(place: str, folder: Path, only: str = "", times: str = "1") -> None:
     ranks = Ranks(folder, 10.0)
     told: list[tuple[str, str, str, str]] = []
@@ -618,7 +766,7 @@ def main(place: str, folder: Path, only: str = "", times: str = "1") -> None:
             if kind == "extension":
                 os.environ["ACCELERATE_PLUGINS"] = name
             ending.began = ending.Began.now()  # as in a process of its own
-            lab = Lab(kind, name, name, here, 10.0, READERS if kind == "tracker" else {})
+            lab = Lab(kind, name, name, here, 10.0, OPTIONS.get(kind, {}))
             line = run_check(made.function, lab)
             ranks.say(here.name, line)
             if not ranks.all_well(here.name):

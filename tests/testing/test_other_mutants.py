@@ -19,6 +19,7 @@ from accelerate_testing.processes import run_command
 from accelerate_testing.scaffold import write_repository
 
 SCRIPT = Path(__file__).with_name("other_mutants.py")
+RECORDS = Path(__file__).parents[2] / "examples" / "third_party" / "accelerate-records"
 WRITTEN = re.findall(
     r"^@(caught_by|passes|_register)\(\"(\w+)\", (.+)\)\nclass (\w+)", SCRIPT.read_text(), re.M
 )
@@ -37,6 +38,7 @@ Said = dict[tuple[str, str], list[tuple[str, str]]]
 def written(folder: Path) -> dict[str, str]:
     """Write the plugins into a folder; return the environment in which they are installed."""
     paths = [str(folder), str(SCRIPT.parent)]
+    paths += [str(RECORDS / "src"), str(RECORDS / "tests")]
     for name, kind in SOURCES.items():
         write_repository(name, kind, folder / name)
         paths += [str(folder / name / "src"), str(folder / name / "tests")]
@@ -44,7 +46,7 @@ def written(folder: Path) -> dict[str, str]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-mutants\nVersion: 1.0\n")
     lines = [
-        f"[accelerate_core.{kind}s]\n{name.lower()} = other_mutants:{name}\n"
+        f"[accelerate_core.{kind.removesuffix('s')}s]\n{name.lower()} = other_mutants:{name}\n"
         for _, kind, _, name in sorted(WRITTEN, key=lambda one: one[1])
     ]
     (info / "entry_points.txt").write_text("".join(lines))

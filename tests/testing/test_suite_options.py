@@ -17,6 +17,7 @@ from accelerate_testing import (
     CheckpointerSuite,
     ExtensionSuite,
     LauncherSuite,
+    LoadersSuite,
     PrecisionSuite,
     TrackerSuite,
     run_suite,
@@ -30,6 +31,7 @@ SUITES = {
     "launcher": (LauncherSuite, "simple"),
     "extension": (ExtensionSuite, "any"),
     "checkpointer": (CheckpointerSuite, "directory"),
+    "loaders": (LoadersSuite, "any"),
 }
 
 
@@ -56,6 +58,7 @@ def test_the_options_that_are_known_are_those_that_checks_read() -> None:
         ("tracker", "read_conf", "read_config"),
         ("extension", "not_save", "not_saved"),
         ("checkpointer", "targets", "target"),
+        ("loaders", "makes", "make"),
     ],
 )
 def test_a_misspelt_option_is_refused_with_the_right_one(kind: str, key: str, right: str) -> None:

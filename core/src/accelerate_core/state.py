@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast, overload
 import torch
 
 from accelerate_core.config.enums import DistributedType
+from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives
@@ -63,52 +64,29 @@ def split_between(inputs: Any, index: int, count: int, apply_padding: bool = Fal
     size, extra = divmod(total, count)
     start = index * size + min(index, extra)
     stop = start + size + (index < extra)
-    wanted = size + (extra > 0)
+    missing = apply_padding and 0 < extra <= index  # one
     if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
-        rows = list(range(start, stop))  # a datasets.Dataset: stays one
-        if apply_padding and total:
-            rows += [total - 1] * (wanted - len(rows))
-        return inputs.select(rows)
+        rows = [*range(start, stop), *([total - 1] * missing)]
+        return inputs.select(rows)  # a datasets.Dataset: stays one
     part = inputs[start:stop]
-    missing = wanted - len(part)
-    if not apply_padding or missing == 0 or total == 0:
+    if not missing:
         return part
-    if isinstance(part, torch.Tensor):
-        return torch.cat([part, *[inputs[-1:]] * missing])
-    return part + type(part)([inputs[-1]] * missing)
+    return torch.cat([part, inputs[-1:]]) if isinstance(part, torch.Tensor) else part + inputs[-1:]
 
 
 class ProcessVerbs:
     """What can be asked of and done among processes; shared by Accelerator and PartialState."""
 
-    @property
-    def _runtime(self) -> runtimes.Runtime:
-        raise AttributeError
+    _runtime: runtimes.Runtime
+    #: The world of this object, on flat tensors.
+    communicator: Communicator
 
-    @property
-    def communicator(self) -> Communicator:
-        """The world of this object, on flat tensors."""
-        raise AttributeError
-
-    @property
-    def num_processes(self) -> int:
-        """World size."""
-        return self._runtime.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """Rank of this process in the world."""
-        return self._runtime.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
-        return self._runtime.local_process_index
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        return self._runtime.device
+    num_processes: int = attribute("_runtime.num_processes", "World size.")
+    process_index: int = attribute("_runtime.process_index", "Rank of this process in the world.")
+    local_process_index: int = attribute(
+        "_runtime.local_process_index", "Rank of this process on its machine."
+    )
+    device: torch.device = attribute("_runtime.device", "Device of this process.")
 
     @property
     def use_distributed(self) -> bool:
@@ -233,7 +211,7 @@ class PartialState(ProcessVerbs):
         )
 
     @property
-    def _runtime(self) -> runtimes.Runtime:
+    def _runtime(self) -> runtimes.Runtime:  # type: ignore[override]
         found = runtimes.running()
         if found is None:
             raise RuntimeConflictError(
@@ -242,7 +220,7 @@ class PartialState(ProcessVerbs):
         return found
 
     @property
-    def communicator(self) -> Communicator:
+    def communicator(self) -> Communicator:  # type: ignore[override]
         """The world, on flat tensors."""
         return current_communicator()
 
@@ -251,10 +229,7 @@ class PartialState(ProcessVerbs):
         """Whether the processes run."""
         return runtimes.running() is not None
 
-    @property
-    def debug(self) -> bool:
-        """Whether shapes are checked before collectives."""
-        return self._runtime.debug
+    debug: bool = attribute("_runtime.debug", "Whether shapes are checked before collectives.")
 
     @property
     def backend(self) -> str | None:
@@ -312,30 +287,15 @@ class AcceleratorState(PartialState):
     def __repr__(self) -> str:
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
 
-    @property
-    def mixed_precision(self) -> str:
-        """The precision in force."""
-        return str(self._accelerator.mixed_precision)
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """Which kind of setup runs, as the active backend names it."""
-        return cast(DistributedType, self._accelerator.distributed_type)
-
-    @property
-    def dynamo_plugin(self) -> Any:
-        """The compile settings in force."""
-        return self._accelerator.dynamo_plugin
-
-    @property
-    def device_mesh(self) -> Any:
-        """The device mesh, None where there is none."""
-        return self._accelerator.torch_device_mesh
-
-    @property
-    def communicator(self) -> Communicator:
-        """The world, on flat tensors."""
-        return cast(Communicator, self._accelerator.communicator)
+    mixed_precision: str = attribute("_accelerator.mixed_precision", "The precision in force.")
+    distributed_type: DistributedType = attribute(
+        "_accelerator.distributed_type", "Which kind of setup runs, as the active backend names it."
+    )
+    dynamo_plugin: Any = attribute("_accelerator.dynamo_plugin", "The compile settings in force.")
+    device_mesh: Any = attribute(
+        "_accelerator.torch_device_mesh", "The device mesh, None where there is none."
+    )
+    communicator: Communicator = attribute("_accelerator.communicator", "The world.")
 
 
 class _CurrentGradientState(type(_GradientState)):  # type: ignore[misc]

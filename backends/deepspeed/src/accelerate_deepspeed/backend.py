@@ -321,7 +321,7 @@ class DeepSpeedBackend(Backend):
 
     def _run(self, accelerator: AcceleratorView, plan: Any) -> resolve.Run:
         _, count = accelerator.hooks.data_shard(accelerator)
-        loaders = [*plan.loaders, *accelerator.loaders]
+        loaders = [*plan.values("loader"), *accelerator.loaders]
         parts = count if accelerator.split_batches else 1
         steps = accelerator.because["gradient_accumulation_steps"].origin
         config = self.plugin.hf_ds_config

@@ -191,9 +191,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
 
     # --- the setup ----------------------------------------------------------------------------
 
-    @property
-    def _runtime(self) -> runtimes.Runtime:
-        return self._process
+    _runtime: runtimes.Runtime = attribute("_process", "Ranks, device and group.")
 
     @property
     def distributed_type(self) -> DistributedType:

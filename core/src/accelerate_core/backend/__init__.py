@@ -83,6 +83,7 @@ class Backend(StepHooks, StateHooks, TorchCollectives):
     handlers: ClassVar[tuple[type, ...]] = ()
 
     _mesh: Any | None = None
+    _scopes: Mapping[Scope, Any] = {}
     _joint_meshes: Mapping[str, Any] = {}
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
@@ -158,6 +159,10 @@ class Backend(StepHooks, StateHooks, TorchCollectives):
                 scope: part.get_group() for scope, part in parts.items() if part.size() < world
             }
         return self._mesh
+
+    def scope_group(self, scope: Scope) -> Any | None:
+        """Return the group that serves a scope, a part of the mesh; None is the default group."""
+        return self._scopes.get(scope)
 
     def sub_mesh(self, name: str) -> Any:
         """Return the part of the mesh with a name: a dimension, or several together."""

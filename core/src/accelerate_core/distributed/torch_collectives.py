@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,8 +81,8 @@ class TorchCollectives:
     """The collectives over torch.distributed: base of `Backend`, and enough for a `Communicator`.
 
     Args:
-        group: the group for every scope; None is the default group of the process.
-        scopes: other groups for some scopes, e.g. `{"data": mesh.get_group("dp")}`.
+        group: the group for every scope; None is the default group of the process. Where scopes
+            have groups of their own, `scope_group` is overridden.
 
     Tensors are 1-d, contiguous and on the backend's device. `scope` says which ranks take part:
     `"data"` (those with different samples), `"loss"` (those over which a loss is summed) or
@@ -91,20 +91,14 @@ class TorchCollectives:
     """
 
     _group: dist.ProcessGroup | None = None
-    _scopes: Mapping[Scope, dist.ProcessGroup | None] = {}
     _without_avg: frozenset[tuple[Scope, torch.dtype]] = frozenset()
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        scopes: Mapping[Scope, dist.ProcessGroup | None] | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self._scopes = dict(scopes or {})
 
     def scope_group(self, scope: Scope) -> dist.ProcessGroup | None:
         """Return the group that serves a scope; None is the default group."""
-        return self._scopes.get(scope, self._group)
+        return self._group
 
     @owner
     def gather(

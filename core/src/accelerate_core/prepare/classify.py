@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,6 +13,12 @@ from accelerate_core.errors import PrepareError
 
 Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
 KINDS: tuple[Kind, ...] = ("model", "optimizer", "scheduler", "loader", "other")
+_CLASSES: tuple[tuple[type, Kind], ...] = (
+    (torch.nn.Module, "model"),
+    (torch.optim.Optimizer, "optimizer"),
+    (LRScheduler, "scheduler"),
+    (DataLoader, "loader"),
+)
 
 
 def classify(obj: Any, ask_plugins: Callable[[Any], list[str]] | None = None) -> Kind:
@@ -26,17 +32,11 @@ def classify(obj: Any, ask_plugins: Callable[[Any], list[str]] | None = None) ->
         raise PrepareError(
             f"Plugins classify {type(obj).__name__} as {sorted(said)}; one of {KINDS} is needed."
         )
-    for kind in KINDS:
-        if kind in said:
+    if said:
+        return cast(Kind, said.pop())
+    for cls, kind in _CLASSES:
+        if isinstance(obj, cls):
             return kind
-    if isinstance(obj, torch.nn.Module):
-        return "model"
-    if isinstance(obj, torch.optim.Optimizer):
-        return "optimizer"
-    if isinstance(obj, LRScheduler):
-        return "scheduler"
-    if isinstance(obj, DataLoader):
-        return "loader"
     return _by_shape(obj)
 
 

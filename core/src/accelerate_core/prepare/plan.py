@@ -33,6 +33,10 @@ class Entry:
     #: Name before -> name now, of parameters that a stage or a backend called anew or merged.
     renamed: dict[str, str] = field(default_factory=dict)
 
+    def called(self, name: str) -> str:
+        """Return what a parameter is called now, of a name before."""
+        return self.renamed.get(name, name)
+
 
 @dataclass(eq=False)
 class _Group:
@@ -60,25 +64,9 @@ class PreparePlan:
         """Iterate over the entries of one kind that are not prepared yet."""
         return (entry for entry in self.entries if entry.kind == kind and not entry.done)
 
-    @property
-    def models(self) -> list[Any]:
-        """The models, as they are now."""
-        return [entry.value for entry in self.of_kind("model")]
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers, as they are now."""
-        return [entry.value for entry in self.of_kind("optimizer")]
-
-    @property
-    def schedulers(self) -> list[Any]:
-        """The schedulers, as they are now."""
-        return [entry.value for entry in self.of_kind("scheduler")]
-
-    @property
-    def loaders(self) -> list[Any]:
-        """The data loaders, as they are now."""
-        return [entry.value for entry in self.of_kind("loader")]
+    def values(self, kind: Kind) -> list[Any]:
+        """Return the objects of one kind that are not prepared yet, as they are now."""
+        return [entry.value for entry in self.of_kind(kind)]
 
     def each(self, kind: Kind, change: Callable[[Any, Entry], Any]) -> None:
         """Replace every object of a kind by what `change(object, entry)` returns."""
@@ -105,7 +93,7 @@ class PreparePlan:
                 by_parameter.setdefault(id(parameter), []).append(name)
                 self._before.setdefault(id(parameter), (entry, name, weakref.ref(parameter)))
             entry.ties = [names for names in by_parameter.values() if len(names) > 1]
-        given = [entry.value for entry in self.of_kind("optimizer")]
+        given = self.values("optimizer")
         self._earlier = [one for one in earlier if not any(one is other for other in given)]
         for optimizer in [*given, *self._earlier]:
             for group in getattr(optimizer, "param_groups", ()):
@@ -122,13 +110,24 @@ class PreparePlan:
         """
         next(one for one in self.of_kind("model") if one.value is model).renamed.update(names)
 
-    def tie(self) -> None:
+    def settle(self, earlier: Iterable[Any], *, warn: bool) -> None:
+        """Tie, rebind and verify, after models were changed.
+
+        Args:
+            earlier: the models prepared by earlier calls.
+            warn: tell of trainable parameters that were in no optimizer from the start.
+        """
+        self._tie()
+        self.rebind()
+        self._verify(earlier, warn)
+
+    def _tie(self) -> None:
         """Make one parameter again of names that were one before, and became several."""
         for entry in self.of_kind("model"):
             model = self.unwrap(entry.value)
             now = named_parameters(model) if entry.ties else {}
             for names in entry.ties:
-                there = [new for name in names if (new := entry.renamed.get(name, name)) in now]
+                there = [new for name in names if (new := entry.called(name)) in now]
                 for name in there[1:]:
                     first = now[there[0]]
                     if now[name] is not first and now[name].shape == first.shape:
@@ -148,22 +147,20 @@ class PreparePlan:
             id(entry): named_parameters(self.unwrap(entry.value)) for entry in self.of_kind("model")
         }
         for entry, name, reference in self._before.values():
-            name = entry.renamed.get(name, name)
-            new, old = now[id(entry)].get(name), reference()
+            new, old = now[id(entry)].get(entry.called(name)), reference()
             if old is not None and new is not None and new is not old:
-                self.replaced[old] = (entry.value, name)
+                self.replaced[old] = (entry.value, entry.called(name))
         placed: dict[tuple[int, int], dict[str, Any]] = {}
         for one in self._groups:
             state = getattr(one.optimizer, "state", {})
-            for index, (old, current) in enumerate(zip(one.before, one.now, strict=True)):
-                successor = self._successor(old, now)
-                if successor is None or successor is current:
-                    continue
-                one.now[index] = successor
-                if current in state and successor.shape == current.shape:
-                    state[successor] = state.pop(current)
             mine = {}
-            for old, held in zip(one.before, one.now, strict=True):
+            for index, (old, current) in enumerate(zip(one.before, one.now, strict=True)):
+                held = self._successor(old, now)
+                if held is None:
+                    held = current
+                elif held is not current and current in state and held.shape == current.shape:
+                    state[held] = state.pop(current)
+                one.now[index] = held
                 other = placed.setdefault((id(one.optimizer), id(held)), one.group)
                 self._check_alike(old, one.group, other)
                 if other is one.group:
@@ -176,7 +173,7 @@ class PreparePlan:
         if group is not other and keys:
             entry, name, _ = self._before[id(old)]
             raise PrepareError(
-                f"{name!r} and others became one parameter, {entry.renamed.get(name, name)!r}, but the "
+                f"{name!r} and others became one parameter, {entry.called(name)!r}, but the "
                 f"optimizer gives them different {', '.join(keys)}. Put them into one group."
             )
 
@@ -185,7 +182,7 @@ class PreparePlan:
     ) -> torch.Tensor | None:
         if id(old) in self._before:
             entry, name, _ = self._before[id(old)]
-            name = entry.renamed.get(name, name)
+            name = entry.called(name)
             new = now[id(entry)].get(name)
         elif old in self.replaced:
             model, name = self.replaced[old]
@@ -200,12 +197,8 @@ class PreparePlan:
             )
         return new
 
-    def verify(self, prepared: Iterable[Any], *, warn: bool = True) -> None:
+    def _verify(self, earlier: Iterable[Any], warn: bool) -> None:
         """Assert that what is trainable will be trained.
-
-        Args:
-            prepared: all models prepared so far by this Accelerator, unwrapped.
-            warn: tell of trainable parameters that were in no optimizer from the start.
 
         Raises:
             PrepareError: a stage or the backend made a trainable parameter no optimizer holds, or
@@ -213,13 +206,14 @@ class PreparePlan:
         """
         held = {
             id(p)
-            for o in [*self.optimizers, *self._earlier]
+            for o in [*self.values("optimizer"), *self._earlier]
             for g in getattr(o, "param_groups", ())
             for p in g["params"]
         }
         if not held:
             return
-        current = {id(p) for model in prepared for p in model.parameters()}
+        models = [self.unwrap(model) for model in [*earlier, *self.values("model")]]
+        current = {id(p) for model in models for p in model.parameters()}
         for one in self._groups:
             for old, new in zip(one.before, one.now, strict=True):
                 if id(old) in self._before and id(new) not in current:
@@ -231,17 +225,15 @@ class PreparePlan:
             self._verify_model(entry, held, warn)
 
     def _verify_model(self, entry: Entry, held: set[int], warn: bool) -> None:
-        named = named_parameters(self.unwrap(entry.value))
-        seen: set[int] = set()
-        missing = []
-        for name, parameter in named.items():
-            if parameter.requires_grad and id(parameter) not in held and id(parameter) not in seen:
-                missing.append(name)
-            seen.add(id(parameter))
+        missing = [
+            canonical_key(name)
+            for name, parameter in self.unwrap(entry.value).named_parameters()
+            if parameter.requires_grad and id(parameter) not in held
+        ]
         held_before = {id(parameter) for one in self._groups for parameter in one.before}
-        trainable = {entry.renamed.get(name, name) for name in entry.trainable}
+        trainable = {entry.called(name) for name in entry.trainable}
         was_held = {
-            entry.renamed.get(name, name)
+            entry.called(name)
             for key, (its, name, _) in self._before.items()
             if its is entry and key in held_before
         }
@@ -259,7 +251,7 @@ class PreparePlan:
         warnings.warn(
             f"{len(missing)} trainable parameter(s) of {type(entry.original).__name__} are in no optimizer "
             f"passed to prepare, such as {missing[0]!r}; set requires_grad_(False) on what is frozen.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 

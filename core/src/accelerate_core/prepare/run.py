@@ -34,24 +34,23 @@ def prepare(
     for entry in plan.of_kind("model"):
         entry.value = _stages(prepared, entry)
     accelerator.precision.prepare(accelerator, plan)
-    plan.tie()
-    plan.rebind()
     # Also for engines that own the optimizer: what the stages replaced must have reached it.
-    plan.verify(_unwrapped_models(prepared, plan), warn=False)
+    plan.settle(prepared.models, warn=False)
     accelerator.hooks.prepare(accelerator, plan)
     if "optimizer" not in accelerator.backend.owns:
-        plan.tie()
-        plan.rebind()
-        plan.verify(_unwrapped_models(prepared, plan))
+        plan.settle(prepared.models, warn=True)
     _point_schedulers(plan)
+    run_stage = prepared.plugins.run_stage
     if accelerator.backend.compile_at == "after":
-        plan.each("model", lambda model, _: _compile(prepared, model))
+        plan.each("model", lambda model, _: run_stage("compile", accelerator, model))
     _wrap_steps(prepared, plan)
     plan.each(
         "loader",
         lambda loader, entry: prepared.prepare_data_loader(loader, device_placement=entry.place),
     )
-    _remember(prepared, plan)
+    for entry in plan.entries:
+        if not entry.done and entry.kind != "other":
+            prepared.remember(entry.kind, entry.value, evaluation=entry.evaluation_mode)
     return [entry.value for entry in plan.entries]
 
 
@@ -61,14 +60,11 @@ def _classify(
     device_placement: Sequence[bool | None] | None,
     evaluation_mode: bool,
 ) -> PreparePlan:
-    if device_placement is None:
-        placements: Sequence[bool | None] = [None] * len(objects)
-    elif len(device_placement) != len(objects):
+    placements = [None] * len(objects) if device_placement is None else device_placement
+    if len(placements) != len(objects):
         raise PrepareError(
-            f"device_placement has {len(device_placement)} entries for {len(objects)} objects."
+            f"device_placement has {len(placements)} entries for {len(objects)} objects."
         )
-    else:
-        placements = device_placement
     default = prepared.device_placement
     entries = []
     for obj, place in zip(objects, placements, strict=True):
@@ -86,23 +82,19 @@ def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
     model = uncompiled(entry.value)
     if entry.place and "device_placement" not in accelerator.backend.owns:
         model = model.to(accelerator.device)
+    run_stage = prepared.plugins.run_stage
     for stage in ("convert", "tensor_parallel", "activation_checkpointing"):
-        model = prepared.plugins.run_stage(stage, accelerator, model)
+        model = run_stage(stage, accelerator, model)
     if model is not entry.value and uncompiled(entry.value) is model:
         # The user compiled it already: keep doing so, in place, with the compiler torch was given.
         model.compile(**_compile_options(entry.value))
     if accelerator.backend.compile_at == "before":
-        model = _compile(prepared, model)
+        model = run_stage("compile", accelerator, model)
     if "precision" not in accelerator.backend.owns and accelerator.mixes_precision:
         handler = accelerator.autocast_handler
         context = partial(accelerator.hooks.autocast, accelerator, model, handler)
         wrap_forward(model, context, accelerator.upcast_outputs)
     return model
-
-
-def _compile(prepared: Prepared, model: torch.nn.Module) -> torch.nn.Module:
-    compiled: torch.nn.Module = prepared.plugins.run_stage("compile", prepared.accelerator, model)
-    return compiled
 
 
 def _compile_options(optimized: Any) -> dict[str, Any]:
@@ -138,13 +130,3 @@ def _wrap_steps(prepared: Prepared, plan: PreparePlan) -> None:
         else:
             optimizers = [e.value for e in originals.values()] or list(prepared.optimizers)
         entry.value = prepared.wrap_scheduler(entry.value, optimizers)
-
-
-def _unwrapped_models(prepared: Prepared, plan: PreparePlan) -> list[torch.nn.Module]:
-    return [prepared.inner_model(model) for model in [*prepared.models, *plan.models]]
-
-
-def _remember(prepared: Prepared, plan: PreparePlan) -> None:
-    for entry in plan.entries:
-        if not entry.done and entry.kind != "other":
-            prepared.remember(entry.kind, entry.value, evaluation=entry.evaluation_mode)

@@ -20,9 +20,16 @@ if TYPE_CHECKING:
     from accelerate_launch.plan import LaunchPlan, Target
     from accelerate_launch.resolve import make_plan
     from accelerate_launch.simple import target_command
-    from accelerate_launch.start import Launcher, child_environment, choose_launcher, start
+    from accelerate_launch.start import (
+        FunctionLauncher,
+        Launcher,
+        child_environment,
+        choose_launcher,
+        start,
+    )
 
 __all__ = [
+    "FunctionLauncher",
     "LaunchPlan",
     "Launcher",
     "PrepareForLaunch",
@@ -43,6 +50,7 @@ _HOME = {
     "Target": "plan",
     "make_plan": "resolve",
     "target_command": "simple",
+    "FunctionLauncher": "start",
     "Launcher": "start",
     "child_environment": "start",
     "choose_launcher": "start",

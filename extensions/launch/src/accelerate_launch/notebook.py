@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from accelerate_core.errors import (
-    ConfigurationError,
-    RuntimeConflictError,
-    did_you_mean,
-    listing,
-)
-from accelerate_launch.torchrun import DEFAULT_PORT, LOOPBACK
-
-__all__ = ["PrepareForLaunch", "debug_launcher", "notebook_launcher"]
-
-#: Tells a child that it was forked by us; the peer's name for the same thing.
-FORK_VARIABLE = "FORK_LAUNCHED"
-
-#: What torch's agent writes into the environment when it starts.
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+from accelerate_core.config.provenance import Because
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_launch.functions import patch_environment
+from accelerate_launch.plan import LaunchPlan, Target
+from accelerate_launch.resolve import asks_launchers, refuse_nesting
+from accelerate_launch.start import choose_launcher
+from accelerate_launch.torchrun import LOOPBACK
 
 
 class PrepareForLaunch:
@@ -80,6 +67,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
     start_method: str = "fork",
+    launcher: str | None = None,
 ) -> None:
     """Run `function(*args)` in several processes of this machine.
 
@@ -97,9 +85,12 @@ def notebook_launcher(
         start_method: `fork`, which takes a function of a notebook's cell; or `spawn`, which starts
             fresh interpreters, takes a function that can be imported, and does not mind what this
             process has used.
+        launcher: the plugin that starts the processes; default: torch's agent in this process, or
+            a launcher that is asked for by a variable and takes functions.
 
     Raises:
-        ConfigurationError: a number or name is not possible, or `spawn` cannot find the function.
+        ConfigurationError: a number or name is not possible, `spawn` cannot find the function, or
+            the launcher that is named takes no functions.
         RuntimeConflictError: this process uses a device, an Accelerator or a process
             group already, which forked processes could not use.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
@@ -121,29 +112,30 @@ def notebook_launcher(
             f"notebook_launcher(function, args={args!r}): args are the function's arguments, as a "
             "tuple such as (1,); the number of processes is num_processes."
         )
-    environment = {"ACCELERATE_MIXED_PRECISION": str(mixed_precision).lower()}
     _check_start_method(start_method, function, args)
-    if num_processes * num_nodes == 1:
-        PrepareForLaunch(function, environment=environment)(*args)
-        return
-    _check_launchable("notebook_launcher", start_method)
-    port = _free_port_unless(int(use_port), num_nodes)
-    _run_elastic(
-        PrepareForLaunch(function, environment={**environment, FORK_VARIABLE: "1"}),
-        args,
-        start_method,
-        nproc_per_node=num_processes,
-        min_nodes=num_nodes,
-        max_nodes=num_nodes,
-        run_id=rdzv_id,
+    if num_processes * num_nodes > 1:
+        refuse_nesting(os.environ)
+    plan = LaunchPlan(
+        _target(function),
+        num_processes=num_processes * num_nodes,
+        num_machines=num_nodes,
+        machine_rank=node_rank,
+        main_process_ip=master_addr,
+        main_process_port=int(use_port) or None,
         rdzv_backend=rdzv_backend,
-        rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{port}",
-        rdzv_configs=_with_rank(rdzv_conf, rdzv_backend, node_rank),
+        rdzv_conf=",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items()),
+        rdzv_id=rdzv_id,
         max_restarts=max_restarts,
         monitor_interval=monitor_interval,
+        launcher=launcher,
+        environment={"ACCELERATE_MIXED_PRECISION": str(mixed_precision).lower()},
+        contributed=asks_launchers(os.environ),
+        because=_because("notebook_launcher", launcher),
+        rdzv_endpoint=rdzv_endpoint or None,
         log_line_prefix_template=log_line_prefix_template,
-        local_addr=LOOPBACK if num_nodes == 1 else None,
+        start_method=start_method,
     )
+    start_function(function, args, plan)
 
 
 def debug_launcher(
@@ -151,6 +143,7 @@ def debug_launcher(
     args: Sequence[Any] = (),
     num_processes: int = 2,
     start_method: str = "fork",
+    launcher: str = "torchrun",
 ) -> None:
     """Run `function(*args)` in several CPU processes, to try a distributed run anywhere.
 
@@ -163,49 +156,35 @@ def debug_launcher(
     if num_processes < 1:
         raise ConfigurationError(f"num_processes={num_processes} must be at least 1.")
     _check_start_method(start_method, function, args)
-    _check_launchable("debug_launcher", start_method)
-    environment = {"ACCELERATE_USE_CPU": "true", FORK_VARIABLE: "1"}
-    _run_elastic(
-        PrepareForLaunch(function, debug=True, environment=environment),
-        args,
-        start_method,
-        nproc_per_node=num_processes,
-        min_nodes=1,
-        max_nodes=1,
-        run_id="debug",
-        rdzv_backend="static",
-        rdzv_endpoint=f"{LOOPBACK}:{_free_port()}",
-        rdzv_configs={"rank": 0},
-        max_restarts=0,
-        local_addr=LOOPBACK,
+    refuse_nesting(os.environ)
+    plan = LaunchPlan(
+        _target(function),
+        num_processes=num_processes,
+        rdzv_id="debug",
+        launcher=launcher,
+        environment={"ACCELERATE_USE_CPU": "true"},
+        because=_because("debug_launcher", launcher),
+        start_method=start_method,
     )
+    start_function(function, args, plan)
 
 
-class _Rank:
-    """What a child runs; an object and not a closure, so that it can be sent to a fresh one."""
+def start_function(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan) -> None:
+    """Let the launcher of `plan` run `function(*args)` in its processes, and wait for their end.
 
-    def __init__(self, prepared: PrepareForLaunch) -> None:
-        self.prepared = prepared
-        # torch names the function in its messages.
-        self.__name__ = self.__qualname__ = getattr(prepared.launcher, "__name__", "function")
-
-    def __call__(self, *arguments: Any) -> None:
-        import torch
-
-        # The parent's OpenMP threads did not come along: a forked child that waits for
-        # them would hang in its first large operation.
-        torch.set_num_threads(1)
-        self.prepared(*arguments)
+    Raises:
+        ConfigurationError: the launcher that is named takes no functions.
+    """
+    launcher: Any = choose_launcher(plan)
+    launcher.launch_function(PrepareForLaunch(function, environment=plan.environment), args, plan)
 
 
-def _run_elastic(
-    prepared: PrepareForLaunch, args: Sequence[Any], start_method: str, **config: Any
-) -> None:
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def _target(function: Callable[..., Any]) -> Target:
+    return Target(getattr(function, "__qualname__", type(function).__name__), kind="function")
 
-    with patch_environment(TORCHELASTIC_SIGNALS_TO_HANDLE=_SIGNALS), _signal_handlers_kept():
-        made = LaunchConfig(start_method=start_method, **config)
-        elastic_launch(made, _Rank(prepared))(*args)
+
+def _because(caller: str, launcher: str | None) -> dict[str, Because]:
+    return {} if launcher is None else {"launcher": Because(launcher, f"{caller}(launcher=...)")}
 
 
 def _check_start_method(name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -236,105 +215,8 @@ def _check_start_method(name: str, function: Callable[..., Any], args: Sequence[
             ) from None
 
 
-def _check_launchable(caller: str, start_method: str) -> None:
-    """Raise RuntimeConflictError for what the processes could not use.
-
-    The rank variables of an outer launch count: each rank would start a world of its own.
-    """
-    from accelerate_core.distributed.process import running
-    from accelerate_launch.resolve import refuse_nesting
-
-    refuse_nesting(os.environ)
-    if start_method == "spawn":
-        return
-    again = f"Restart the notebook's kernel and call {caller} first."
-    if os.name == "nt":
-        raise RuntimeConflictError(
-            f"{caller} forks processes, which Windows cannot do: use start_method='spawn'."
-        )
-    if "torch" not in sys.modules:
-        return
-    import torch
-    import torch.distributed as dist
-
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
-        module = torch.get_device_module(accelerator)
-        if getattr(module, "is_initialized", lambda: False)():
-            raise RuntimeConflictError(
-                f"This process has already used the {accelerator.type} device, and a forked one "
-                "cannot use it again. Keep models, tensors and device queries inside the function "
-                f"that is launched. {again} Or give it a function of a module and "
-                "start_method='spawn'."
-            )
-    if running() is not None:
-        raise RuntimeConflictError(
-            f"This process already has an Accelerator (or PartialState). Make it inside the "
-            f"function that is launched; end this one with accelerator.end_training(). Or: {again}"
-        )
-    if dist.is_available() and dist.is_initialized():
-        raise RuntimeConflictError(
-            "This process is already in a torch.distributed process group; end it with "
-            f"torch.distributed.destroy_process_group() before calling {caller}."
-        )
-
-
 def _visible_accelerators() -> int:
     import torch
 
     # Counting does not touch the devices, so that children can still be forked.
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
-def _with_rank(conf: dict[str, Any] | None, backend: str, node_rank: int) -> dict[str, Any]:
-    made = dict(conf or {})
-    if backend == "static":
-        made.setdefault("rank", node_rank)
-    return made
-
-
-def _free_port_unless(port: int, num_nodes: int) -> int:
-    """Return `port`; on one machine the default port is replaced by a free one."""
-    return _free_port() if num_nodes == 1 and port in (0, DEFAULT_PORT) else port
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """Put back the handlers that torch's agent replaces and leaves replaced."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
-    before = {number: signal.getsignal(number) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def patch_environment(**kwargs: object) -> Iterator[None]:
-    """Set variables (names in capitals) for the length of the block, then restore them.
-
-    Example:
-        >>> with patch_environment(omp_num_threads=1):
-        ...     subprocess.run(command)
-    """
-    values = {key.upper(): str(value) for key, value in kwargs.items()}
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value

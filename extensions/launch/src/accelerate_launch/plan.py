@@ -13,11 +13,11 @@ __all__ = ["LaunchPlan", "Target"]
 
 @dataclass(frozen=True)
 class Target:
-    """The program and its arguments, which are passed on untouched."""
+    """The program and its arguments, which are passed on untouched; or a function's name alone."""
 
     name: str
     arguments: tuple[str, ...] = ()
-    kind: Literal["script", "module", "program"] = "script"
+    kind: Literal["script", "module", "program", "function"] = "script"
 
     @property
     def path(self) -> str:
@@ -40,6 +40,8 @@ class LaunchPlan:
         contributed: what options, variables and the config file say to plugins, by the
             environment variable each reads; a launcher of a plugin decides by it.
         because: each value that was decided, with where it came from.
+        rdzv_endpoint, log_line_prefix_template: of a function; as in torch's `LaunchConfig`.
+        start_method: of a function: `fork`, or `spawn` for fresh interpreters.
     """
 
     target: Target
@@ -63,6 +65,9 @@ class LaunchPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     contributed: Mapping[str, Because] = field(default_factory=dict)
     because: Mapping[str, Because] = field(default_factory=dict)
+    rdzv_endpoint: str | None = None
+    log_line_prefix_template: str | None = None
+    start_method: str = "fork"
 
     @property
     def processes_per_machine(self) -> int:

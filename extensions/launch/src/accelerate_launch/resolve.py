@@ -164,7 +164,7 @@ def decide(
     for name in contributed:
         if environ.get(name):
             contributed[name] = Because(environ[name], f"environment variable {name}")
-    contributed.update(_asks_launchers(environ))
+    contributed.update(asks_launchers(environ))
     sources = Sources(environ, config)
     around = _heeded(look_around(environ), given, sources)
     chosen = {option.name: _choose(option, given, sources, around) for option in LAUNCH_OPTIONS}
@@ -254,7 +254,7 @@ def _heeded(around: Surroundings, given: Mapping[str, Any], sources: Sources) ->
     return Surroundings()
 
 
-def _asks_launchers(environ: Mapping[str, str]) -> dict[str, Because]:
+def asks_launchers(environ: Mapping[str, str]) -> dict[str, Because]:
     """Return the variables set here by which launchers of plugins are asked for."""
     records = [record for record in installed().of_kind("launcher") if record.triggers]
     names = {name for record in records for name in record.triggers if environ.get(name)}

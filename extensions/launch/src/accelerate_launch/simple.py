@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from accelerate_launch.plan import LaunchPlan, Target
 
@@ -26,6 +28,12 @@ class SimpleLauncher:
     def launch_command(self, plan: LaunchPlan) -> list[str]:
         """Return the command that starts the plan on this machine."""
         return target_command(plan.target)
+
+    def launch_function(
+        self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
+    ) -> None:
+        """Run a function right here."""
+        function(*args)
 
 
 def target_command(target: Target) -> list[str]:

@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from accelerate_core.errors import (
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accelerate_core.plugins.selection import Considered, Selection
 
 __all__ = [
+    "FunctionLauncher",
     "Launcher",
     "child_environment",
     "choose_launcher",
@@ -46,6 +47,8 @@ class Launcher(Protocol):
 
     `priority` (default 100) decides where several accept a plan; those that come with
     accelerate-launch, which are always asked, have 10 to 40.
+
+    One that starts functions too, for `notebook_launcher`, is a `FunctionLauncher`.
     """
 
     name: str
@@ -56,6 +59,25 @@ class Launcher(Protocol):
 
     def launch_command(self, plan: LaunchPlan) -> list[str]:
         """Return the command that starts the plan on this machine."""
+        ...
+
+
+class FunctionLauncher(Launcher, Protocol):
+    """A launcher that also starts functions: `plan.target.kind` is then `function`."""
+
+    def launch_function(
+        self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
+    ) -> None:
+        """Run `function(*args)` in every process of the plan on this machine; return at their end.
+
+        Args:
+            function: sets the plan's environment while it runs. The variables of ranks (`RANK`,
+                `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) are
+                the launcher's to set. It can be pickled if `plan.start_method` is `spawn`.
+
+        Raises:
+            Exception: a rank failed; the text names it.
+        """
         ...
 
 
@@ -135,6 +157,12 @@ def _named(plan: LaunchPlan) -> tuple[Launcher, str]:
     record = find("launcher", name, because=origin)
     launcher = _asked(record, plan)
     if launcher is None:
+        if not _takes(record.load(), plan):
+            raise ConfigurationError(
+                f"The launcher {record.label} (asked for by {origin}) starts programs, and no "
+                "functions: it has no launch_function. Write what is to run into a script for "
+                f"accelerate-core launch --launcher {record.name}, or name another launcher."
+            )
         raise ConfigurationError(
             f"The launcher {record.label} (asked for by {origin}) does not take this launch: "
             f"{plan.num_processes} processes on {plan.num_machines} machine(s)."
@@ -176,13 +204,18 @@ def _asked(record: PluginRecord, plan: LaunchPlan) -> Launcher | None:
     settings = _settings_of(cls, record.name, plan)
     try:
         launcher: Launcher = cls(*settings)
-        return launcher if launcher.accepts(plan) else None
+        return launcher if _takes(cls, plan) and launcher.accepts(plan) else None
     except AccelerateError:
         raise
     except Exception as error:
         raise record.broken(
             f"asking it whether it accepts the plan raised {type(error).__name__}: {error}"
         ) from error
+
+
+def _takes(launcher: Any, plan: LaunchPlan) -> bool:
+    """Tell whether a launcher starts what the plan has: anyone a program, some a function."""
+    return plan.target.kind != "function" or hasattr(launcher, "launch_function")
 
 
 def _settings_of(launcher: Any, name: str, plan: LaunchPlan) -> list[Any]:

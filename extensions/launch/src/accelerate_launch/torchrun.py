@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from accelerate_launch.plan import LaunchPlan
 
@@ -43,6 +45,14 @@ class TorchrunLauncher:
             command += ["--tee", "3"]  # without it torch makes the folder and writes nothing
         flag = {"script": [], "module": ["--module"], "program": ["--no_python"]}
         return [*command, *flag[plan.target.kind], "--", plan.target.path, *plan.target.arguments]
+
+    def launch_function(
+        self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
+    ) -> None:
+        """Run a function in the plan's processes on this machine, with the agent in this process."""
+        from accelerate_launch.functions import run_elastic
+
+        run_elastic(function, args, plan)
 
 
 def _rendezvous(plan: LaunchPlan) -> list[str]:

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from accelerate_testing.suite import CheckpointerSuite as CheckpointerSuite
     from accelerate_testing.suite import ExtensionSuite as ExtensionSuite
     from accelerate_testing.suite import LauncherSuite as LauncherSuite
+    from accelerate_testing.suite import LoadersSuite as LoadersSuite
     from accelerate_testing.suite import PrecisionSuite as PrecisionSuite
     from accelerate_testing.suite import TrackerSuite as TrackerSuite
 
 _SUITES = (
-    "BackendSuite", "CheckpointerSuite", "ExtensionSuite", "LauncherSuite", "PrecisionSuite",
-    "TrackerSuite",
+    "BackendSuite", "CheckpointerSuite", "ExtensionSuite", "LauncherSuite", "LoadersSuite",
+    "PrecisionSuite", "TrackerSuite",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(("Check", "Skip", "checks_of"), "checks"),

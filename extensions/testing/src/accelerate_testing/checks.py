@@ -61,6 +61,7 @@ _MODULES = {
     "launcher": ("general", "configuring", "launchers"),
     "extension": ("general", "configuring", "extensions", "preparing", "ending"),
     "checkpointer": ("general", "configuring", "checkpointers"),
+    "loaders": ("general", "configuring", "loaders"),
 }  # fmt: skip
 #: Kinds of plugins for which there are checks.
 KINDS = tuple(_MODULES)
@@ -72,6 +73,7 @@ OPTIONS = {
     "launcher": (),
     "extension": ("changes_training", "not_saved", "ranks_differ", "prints"),
     "checkpointer": ("target", "one_process", "damage"),
+    "loaders": ("make",),
 }
 _found: dict[str, list[tuple[tuple[str, ...], Check]]] = {}
 
@@ -206,7 +208,7 @@ _ABOUT = {
 
 def about(name: str, plugin: Any, kind: str = "backend") -> str:
     """Return which of a plugin's hooks a failed check is about, or else all it has."""
-    if kind in ("tracker", "launcher", "checkpointer"):
+    if kind in ("tracker", "launcher", "checkpointer", "loaders"):
         return ""
     own = [
         cls for cls in getattr(plugin, "__mro__", ()) if "accelerate_core." not in cls.__module__

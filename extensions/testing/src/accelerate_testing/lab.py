@@ -150,8 +150,8 @@ class Lab:
             given["backend"] = self.plugin
         elif self.kind == "precision":
             given["mixed_precision"] = self.name
-        elif self.kind == "checkpointer":
-            given["checkpointer"] = self.name
+        elif self.kind in ("checkpointer", "loaders"):
+            given[self.kind] = self.name
         made = Accelerator(**{**given, **arguments})
         self._made.append(made)
         return made

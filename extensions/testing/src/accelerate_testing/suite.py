@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointerSuite",
     "ExtensionSuite",
     "LauncherSuite",
+    "LoadersSuite",
     "PrecisionSuite",
     "TrackerSuite",
 ]
@@ -179,3 +180,15 @@ class CheckpointerSuite(_Suite):
     """
 
     kind = "checkpointer"
+
+
+class LoadersSuite(_Suite):
+    """The suite of a maker of loaders, in one process and over the installed backend for several.
+
+    `options`: `make`, a function `module:name` of `(folder, samples, batch_size, shuffle,
+    drop_last)`; it returns what a script would give to `prepare`, over the samples 0, 1, ... in that
+    order, in batches that are mappings with their numbers under "id" (int64, [batch]). The data may
+    be written to `folder`, which all ranks share and the main process sees first.
+    """
+
+    kind = "loaders"

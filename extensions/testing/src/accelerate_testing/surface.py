@@ -11,7 +11,7 @@ from accelerate_core.hookspecs import all_hooks
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision
 from accelerate_launch.plan import LaunchPlan, Target
-from accelerate_launch.start import Launcher
+from accelerate_launch.start import FunctionLauncher, Launcher
 from accelerate_testing.contract import deprecated, types_of
 from accelerate_tracking import GeneralTracker
 
@@ -19,7 +19,7 @@ __all__ = ["PROMISED", "surface"]
 
 #: The classes whose public names and signatures are part of the contract.
 PROMISED: tuple[type, ...] = (
-    Backend, Precision, GeneralTracker, Launcher, LaunchPlan, Target, Claim, Request,
+    Backend, Precision, GeneralTracker, Launcher, FunctionLauncher, LaunchPlan, Target, Claim, Request,
 )  # fmt: skip
 
 

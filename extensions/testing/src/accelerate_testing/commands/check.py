@@ -26,7 +26,7 @@ _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 @click.command("check")
 @click.argument("name")
 @click.option(
-    "--kind", metavar="backend|precision|tracker|launcher|extension|checkpointer",
+    "--kind", metavar="backend|precision|tracker|launcher|extension|checkpointer|loaders",
     help="The kind of plugin, where several have the name.",
 )  # fmt: skip
 @click.option("--only", multiple=True, metavar="CHECK", help="Run this check only; repeatable.")

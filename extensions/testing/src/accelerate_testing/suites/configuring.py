@@ -55,7 +55,7 @@ def declarations(lab: Lab) -> str | None:
     return ", ".join([f"reduces_gradients={backend.reduces_gradients}", *can])
 
 
-@check("backend", "precision", "launcher", "extension", "checkpointer", place="alone")
+@check("backend", "precision", "launcher", "extension", "checkpointer", "loaders", place="alone")
 def settings(lab: Lab) -> str | None:
     """Constructor, environment and config file give the same value; a wrong one is named with its source."""
     cls: Any = getattr(lab.found, "Settings", None)

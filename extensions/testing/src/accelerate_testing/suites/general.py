@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from accelerate_core.contract.parts import Checkpointer
+from accelerate_core.contract.parts import Checkpointer, LoaderMaker
 from accelerate_core.errors import AccelerateError, did_you_mean, listing
 from accelerate_core.hookspecs import all_hooks
 from accelerate_core.plugins.discovery import (
@@ -27,7 +27,7 @@ from accelerate_core.plugins.discovery import (
 from accelerate_testing.checks import changed, check
 from accelerate_testing.lab import Lab
 
-KINDS = ("backend", "precision", "tracker", "launcher", "extension", "checkpointer")
+KINDS = ("backend", "precision", "tracker", "launcher", "extension", "checkpointer", "loaders")
 #: What brings its own requirements into the process of a training script anyway.
 _BROUGHT = ("accelerate-core", "torch", "numpy")
 #: What a plugin's import may bring beside that, of what its distribution requires: seconds of the
@@ -174,8 +174,9 @@ def _check_base(kind: str, plugin: Any, record: PluginRecord) -> None:
     if kind in bases and not issubclass(plugin, bases[kind]):
         raise AssertionError(f"{record.target} is no subclass of {bases[kind].__name__}")
     needed: tuple[str, ...] = ("accepts", "launch_command") if kind == "launcher" else ()
-    if kind == "checkpointer":
-        needed = tuple(name for name in vars(Checkpointer) if not name.startswith("_"))
+    protocol = {"checkpointer": Checkpointer, "loaders": LoaderMaker}.get(kind)
+    if protocol is not None:
+        needed = tuple(name for name in vars(protocol) if not name.startswith("_"))
     for method in needed:
         if not hasattr(plugin, method):
             raise AssertionError(f"{record.target} has no {method!r}")

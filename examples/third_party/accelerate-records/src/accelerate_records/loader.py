@@ -1,0 +1,224 @@
+"""A prepared loader of records: this rank's part, in an order that seed and epoch decide."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accelerate_core import AcceleratorView
+from accelerate_core.errors import ConfigurationError
+from accelerate_records.records import Records
+
+__all__ = ["RecordsLoader"]
+
+_VERSION = 1
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class _Position:
+    """Where an epoch stands; loaders that skip share it.
+
+    `seen` counts the samples of all ranks, so it holds for any number of them. `owner` is the
+    iteration that moves it; without one the next iteration begins here.
+    """
+
+    epoch: int = 0
+    seen: int = 0
+    owner: Any = None
+
+
+class RecordsLoader:
+    """Batches of this rank; in every global step the ranks read different records.
+
+    Args:
+        accelerator: the one that prepares it.
+        dataset: the records.
+        batch_size: samples per rank.
+        shuffle: permute the records anew in each epoch.
+        drop_last: leave a last global step out that is not full.
+        seed: decides the order, with the epoch.
+
+    Raises:
+        ConfigurationError: the backend takes batches of another size.
+    """
+
+    def __init__(
+        self,
+        accelerator: AcceleratorView,
+        dataset: Records,
+        batch_size: int,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int,
+    ) -> None:
+        self.dataset, self.batch_size = dataset, batch_size
+        self.shuffle, self.drop_last, self.seed = shuffle, drop_last, seed
+        self.even_batches = self.put_on_device = True
+        self._accelerator = accelerator
+        self._index, self._count = accelerator.hooks.data_shard(accelerator)
+        fixed = accelerator.hooks.fixed_batch(accelerator)
+        if fixed is not None and batch_size % fixed:
+            raise ConfigurationError(
+                f"The backend takes batches of a multiple of {fixed} samples, and batch_size is "
+                f"{batch_size}: use {batch_size + -batch_size % fixed}."
+            )
+        self._always_full = fixed is not None
+        self._position = _Position()
+        self._served: Any = None
+        self._skip: int | None = None
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a global step."""
+        return self.batch_size * self._count
+
+    @property
+    def dataset_size(self) -> int:
+        """Samples of an epoch."""
+        return len(self.dataset)
+
+    @property
+    def iteration(self) -> int:
+        """The epoch of the next iteration."""
+        return self._position.epoch
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch served last is the last one."""
+        return self._served is not None and bool(self._served.last)
+
+    @property
+    def remainder(self) -> int:
+        """Real samples of the last global step, 0 if it is full."""
+        return len(self.dataset) % self.total_batch_size
+
+    def __len__(self) -> int:
+        begin = 0 if self._skip is None else self._skip * self.total_batch_size
+        return sum(1 for _ in self._steps(begin))
+
+    # --- which samples --------------------------------------------------------------------------
+
+    @property
+    def _fills(self) -> bool:
+        several = self._count > 1 or self._always_full
+        return self.even_batches and several and not self.drop_last
+
+    def _has_part(self, at: int) -> bool:
+        """Whether this rank has a part of the global step that begins at sample `at`."""
+        size = len(self.dataset)
+        if self.drop_last:
+            return at + self.total_batch_size <= size
+        return at < size if self._fills else at + self._index * self.batch_size < size
+
+    def _steps(self, begin: int) -> Iterator[int]:
+        """Yield where the global steps begin of which this rank has a part."""
+        for at in range(begin, len(self.dataset), self.total_batch_size):
+            if self._has_part(at):
+                yield at
+
+    def _places(self, at: int) -> torch.Tensor:
+        """Return which places in the order this rank reads; the end is filled from the start."""
+        size, low = len(self.dataset), at + self._index * self.batch_size
+        places = torch.arange(low, low + self.batch_size)
+        return (
+            torch.where(places < size, places, (places - size) % size)
+            if self._fills
+            else (places[places < size])
+        )
+
+    def _order(self, epoch: int) -> torch.Tensor | None:
+        if not self.shuffle:
+            return None
+        generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
+        return torch.randperm(len(self.dataset), generator=generator)
+
+    # --- iterating ------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        state = self._accelerator.gradient_state
+        batches: Iterator[Batch] = state.serve(self, self._start, self.total_batch_size)
+        return batches
+
+    def _start(self, served: Any) -> Iterator[Batch]:
+        position = self._position
+        if position.owner is not None:  # an iteration was begun and left
+            position.seen = 0
+        if self._skip is not None:
+            position.seen = self._skip * self.total_batch_size
+        position.owner = served
+        return self._batches(served, position.epoch, position.seen)
+
+    def _batches(self, served: Any, epoch: int, begin: int) -> Iterator[Batch]:
+        position, size, step = self._position, len(self.dataset), self.total_batch_size
+        known: deque[int] = deque()
+        # The backend may read ahead, so what is known of a batch waits for it to come out.
+        for batch in self._fed(self._read(epoch, begin, known)):
+            at = known.popleft()
+            served.last = not self._has_part(at + step)
+            served.real = size - at if self._fills and at + step > size else None
+            self._served = served
+            if position.owner is served:
+                position.seen = min(at + step, size)
+            yield batch
+        if position.owner is served:
+            self._position.epoch, position.seen, position.owner = epoch + 1, 0, None
+
+    def _read(self, epoch: int, begin: int, known: deque[int]) -> Iterator[Batch]:
+        order = self._order(epoch)
+        for at in self._steps(begin):
+            places = self._places(at)
+            known.append(at)
+            yield self.dataset.take(places if order is None else order[places])
+
+    def _fed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        if not self.put_on_device:
+            return batches
+        accelerator = self._accelerator
+        fed: Iterator[Batch] = accelerator.hooks.feed_device(accelerator, batches, False)
+        return fed
+
+    def skipping(self, num_batches: int) -> RecordsLoader:
+        """Return this loader without the first batches of every iteration."""
+        clone = copy.copy(self)
+        clone._skip = num_batches
+        return clone
+
+    # --- positions ------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
+        if epoch != self._position.epoch:
+            self._position.epoch, self._position.seen, self._position.owner = epoch, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position; it fits any number of ranks."""
+        return {
+            "version": _VERSION,
+            "epoch": self._position.epoch,
+            "samples_seen": self._position.seen,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "dataset_size": len(self.dataset),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there with the next iteration.
+
+        Raises:
+            ConfigurationError: the position is of another loader.
+        """
+        own = {"version": _VERSION, "shuffle": self.shuffle, "dataset_size": len(self.dataset)}
+        for key, value in own.items():
+            if state_dict.get(key) != value:
+                raise ConfigurationError(
+                    f"The position has {key}={state_dict.get(key)!r}, and this loader {value!r}."
+                )
+        self.seed = int(state_dict["seed"])
+        epoch, seen = int(state_dict["epoch"]), int(state_dict["samples_seen"])
+        self._position.epoch, self._position.seen, self._position.owner = epoch, seen, None

@@ -1,0 +1,60 @@
+"""Which loaders are made here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from accelerate_core import AcceleratorView
+from accelerate_core.errors import ConfigurationError
+from accelerate_records.loader import RecordsLoader
+from accelerate_records.records import Records
+from accelerate_records.settings import RecordsSettings
+
+__all__ = ["RecordsMaker"]
+
+
+class RecordsMaker:
+    """Makes loaders of `Records`; all others are left to the core.
+
+    A loader that draws its samples in a way of its own, or collates them so, is left too: it is read
+    as any other data set.
+    """
+
+    name = "records"
+    api_version = (1, 0)
+    Settings = RecordsSettings
+
+    def __init__(self, settings: RecordsSettings) -> None:
+        self.settings = settings
+
+    def make_loader(self, accelerator: AcceleratorView, loader: Any) -> RecordsLoader | None:
+        """Return the prepared form of a `DataLoader` of `Records`.
+
+        Raises:
+            ConfigurationError: the batch size cannot be split, or is not what the backend takes.
+        """
+        if type(loader) is not DataLoader or not isinstance(loader.dataset, Records):
+            return None
+        sampler, collates = loader.sampler, loader.collate_fn is not default_collate
+        whole = type(loader.batch_sampler) is BatchSampler and len(sampler) == len(loader.dataset)
+        shuffles = type(sampler) is RandomSampler and not sampler.replacement
+        if collates or not whole or not (shuffles or type(sampler) is SequentialSampler):
+            return None
+        size = int(loader.batch_size or 0)
+        if accelerator.split_batches:
+            _, count = accelerator.hooks.data_shard(accelerator)
+            if size % count:
+                raise ConfigurationError(
+                    f"split_batches=True: {count} ranks cannot share batches of {size} equally."
+                )
+            size //= count
+        seed = self.settings.seed
+        return RecordsLoader(accelerator, loader.dataset, size, shuffles, loader.drop_last, seed)

@@ -1,0 +1,166 @@
+"""The format: records of one width in numbered files, and an index that is written last.
+
+`index.json` holds the fields of a record (name, dtype, shape) and the files with their number of
+records. A record is the bytes of its fields, one after the other, in the byte order of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from accelerate_core.errors import ConfigurationError
+
+__all__ = ["Records", "write_records"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class _Field:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Bytes in a record."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_records(
+    folder: str | os.PathLike[str],
+    records: Iterable[Mapping[str, torch.Tensor]],
+    per_shard: int = 65536,
+) -> None:
+    """Write records into a folder; readers see them once all are there.
+
+    Args:
+        folder: made if it does not exist.
+        records: one mapping of fields per record, all of the same names, dtypes and shapes.
+        per_shard: records per file.
+
+    Raises:
+        ConfigurationError: there are no records, or one has other fields than the first.
+    """
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "index.json").unlink(missing_ok=True)
+    remaining, fields, shards = iter(records), None, []
+    while group := list(islice(remaining, per_shard)):
+        fields = fields or _fields_of(group[0])
+        rows = torch.stack([_to_bytes(record, fields) for record in group])
+        file = f"{len(shards):05d}.bin"
+        (root / file).unlink(missing_ok=True)
+        mapped = torch.from_file(
+            str(root / file), shared=True, size=rows.numel(), dtype=torch.uint8
+        )
+        mapped.copy_(rows.flatten())
+        shards.append({"file": file, "records": len(group)})
+    if fields is None:
+        raise ConfigurationError(f"No records were given for {root}.")
+    described = [
+        {"name": one.name, "dtype": str(one.dtype).removeprefix("torch."), "shape": one.shape}
+        for one in fields
+    ]
+    index = {"format": _FORMAT, "fields": described, "shards": shards}
+    beside = root / "index.json.new"
+    beside.write_text(json.dumps(index), encoding="utf-8")
+    beside.replace(root / "index.json")
+
+
+def _fields_of(record: Mapping[str, torch.Tensor]) -> list[_Field]:
+    return [_Field(name, value.dtype, tuple(value.shape)) for name, value in record.items()]
+
+
+def _to_bytes(record: Mapping[str, torch.Tensor], fields: list[_Field]) -> torch.Tensor:
+    if _fields_of(record) != fields:
+        raise ConfigurationError(
+            f"A record has the fields {_fields_of(record)}, and the first one {fields}."
+        )
+    return torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in record.values()])
+
+
+class Records(Dataset[dict[str, torch.Tensor]]):
+    """Records that `write_records` wrote; a record is a dict of tensors.
+
+    Files are mapped into memory when they are first read, so processes share what they have read.
+
+    Raises:
+        ConfigurationError: there is no index, it is of another format, or a file has another size
+            than it says.
+
+        loader = DataLoader(Records("data"), batch_size=64, shuffle=True)
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        try:
+            index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{self.folder} holds no records: {error}") from error
+        if index.get("format") != _FORMAT:
+            raise ConfigurationError(
+                f"{self.folder}/index.json is of format {index.get('format')!r}, not {_FORMAT}."
+            )
+        self.fields = [
+            _Field(one["name"], getattr(torch, one["dtype"]), tuple(one["shape"]))
+            for one in index["fields"]
+        ]
+        self.width = sum(one.width for one in self.fields)
+        self.files = [(str(one["file"]), int(one["records"])) for one in index["shards"]]
+        for file, count in self.files:
+            path = self.folder / file
+            size = path.stat().st_size if path.is_file() else 0
+            if size != count * self.width:
+                raise ConfigurationError(
+                    f"{path} has {size} bytes; its index says {count} records of {self.width}."
+                )
+        self._ends = torch.tensor([count for _, count in self.files]).cumsum(0)
+        self._mapped: dict[int, torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": {}}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return {name: one[0] for name, one in self.take(torch.tensor([index % len(self)])).items()}
+
+    def take(self, indices: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the records of these indices (int64, [n]) as one batch of tensors [n, ...]."""
+        shards = torch.bucketize(indices, self._ends, right=True)
+        rows = torch.empty(len(indices), self.width, dtype=torch.uint8)
+        for shard in shards.unique().tolist():
+            here = shards == shard
+            mapped, first = self._rows(shard)
+            rows[here] = mapped[indices[here] - first]
+        return dict(self._split(rows))
+
+    def _rows(self, shard: int) -> tuple[torch.Tensor, int]:
+        """Return a shard's bytes, uint8 [records, width], and the index of its first record."""
+        file, count = self.files[shard]
+        if shard not in self._mapped:
+            path, size = str(self.folder / file), count * self.width
+            mapped = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+            self._mapped[shard] = mapped.view(count, self.width)
+        return self._mapped[shard], int(self._ends[shard]) - count
+
+    def _split(self, rows: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        start = 0
+        for one in self.fields:
+            part = rows[:, start : start + one.width].contiguous()
+            yield one.name, part.view(one.dtype).reshape(len(rows), *one.shape)
+            start += one.width

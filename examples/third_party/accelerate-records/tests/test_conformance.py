@@ -1,0 +1,16 @@
+"""The suite, in one process and on two ranks."""
+
+import os
+from pathlib import Path
+
+from accelerate_testing import LoadersSuite
+
+
+class TestRecords(LoadersSuite):
+    plugin = "records"
+    options = {"make": "making:make"}
+    environ = {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        )
+    }

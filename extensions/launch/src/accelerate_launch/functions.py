@@ -1,0 +1,157 @@
+"""Run a function in several processes of torch's elastic agent, which lives in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate_core.errors import RuntimeConflictError
+from accelerate_launch.plan import LaunchPlan
+from accelerate_launch.torchrun import DEFAULT_PORT, LOOPBACK
+
+#: Tells a child that it was forked by us; the peer's name for the same thing.
+FORK_VARIABLE = "FORK_LAUNCHED"
+
+#: What torch's agent writes into the environment when it starts.
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan) -> None:
+    """Run `function(*args)` in the processes of `plan` on this machine, and wait for their end.
+
+    Raises:
+        RuntimeConflictError: this process uses a device, an Accelerator or a process group, which
+            forked processes could not use.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
+    """
+    if plan.start_method == "fork":
+        _check_forkable()
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    alone = plan.num_machines == 1
+    conf: dict[str, Any] = dict(pair.split("=", 1) for pair in plan.rdzv_conf.split(",") if pair)
+    if plan.rdzv_backend == "static":
+        conf.setdefault("rank", plan.machine_rank)
+    port = plan.main_process_port or DEFAULT_PORT
+    if alone and port == DEFAULT_PORT:
+        port = _free_port()
+    with patch_environment(TORCHELASTIC_SIGNALS_TO_HANDLE=_SIGNALS), _signal_handlers_kept():
+        made = LaunchConfig(
+            start_method=plan.start_method,
+            nproc_per_node=plan.processes_per_machine,
+            min_nodes=plan.num_machines,
+            max_nodes=plan.num_machines,
+            run_id=plan.rdzv_id or "none",
+            rdzv_backend=plan.rdzv_backend,
+            rdzv_endpoint=plan.rdzv_endpoint or f"{plan.main_process_ip or LOOPBACK}:{port}",
+            rdzv_configs=conf,
+            max_restarts=plan.max_restarts,
+            monitor_interval=plan.monitor_interval,
+            log_line_prefix_template=plan.log_line_prefix_template,
+            local_addr=LOOPBACK if alone else plan.local_addr,
+        )
+        elastic_launch(made, _Rank(function))(*args)
+
+
+class _Rank:
+    """What a child runs; an object and not a closure, so that it can be sent to a fresh one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        # torch names the function in its messages.
+        inner = getattr(function, "launcher", function)
+        self.__name__ = self.__qualname__ = getattr(inner, "__name__", "function")
+
+    def __call__(self, *arguments: Any) -> None:
+        import torch
+
+        # The parent's OpenMP threads did not come along: a forked child that waits for
+        # them would hang in its first large operation.
+        torch.set_num_threads(1)
+        with patch_environment(**{FORK_VARIABLE: "1"}):
+            self.function(*arguments)
+
+
+def _check_forkable() -> None:
+    """Raise RuntimeConflictError for what forked processes could not use."""
+    from accelerate_core.distributed.process import running
+
+    again = "Restart the notebook's kernel and launch first."
+    if os.name == "nt":
+        raise RuntimeConflictError(
+            "Forking processes is what Windows cannot do: use start_method='spawn'."
+        )
+    if "torch" not in sys.modules:
+        return
+    import torch
+    import torch.distributed as dist
+
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        if getattr(module, "is_initialized", lambda: False)():
+            raise RuntimeConflictError(
+                f"This process has already used the {accelerator.type} device, and a forked one "
+                "cannot use it again. Keep models, tensors and device queries inside the function "
+                f"that is launched. {again} Or give it a function of a module and "
+                "start_method='spawn'."
+            )
+    if running() is not None:
+        raise RuntimeConflictError(
+            f"This process already has an Accelerator (or PartialState). Make it inside the "
+            f"function that is launched; end this one with accelerator.end_training(). Or: {again}"
+        )
+    if dist.is_available() and dist.is_initialized():
+        raise RuntimeConflictError(
+            "This process is already in a torch.distributed process group; end it with "
+            "torch.distributed.destroy_process_group() before launching."
+        )
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Put back the handlers that torch's agent replaces and leaves replaced."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+    before = {number: signal.getsignal(number) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def patch_environment(**kwargs: object) -> Iterator[None]:
+    """Set variables (names in capitals) for the length of the block, then restore them.
+
+    Example:
+        >>> with patch_environment(omp_num_threads=1):
+        ...     subprocess.run(command)
+    """
+    values = {key.upper(): str(value) for key, value in kwargs.items()}
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value

@@ -1,0 +1,133 @@
+"""What wants an accelerator: skipped by name where there is none, and told as a table.
+
+`--gpu-report FILE` prints the table and writes it, anew after every test, so that a run that is
+killed leaves what it had. `--rehearse` runs on the CPU what runs there, to try the tests themselves.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+BEGUN = time.monotonic()
+NO_DEVICE = "torch finds no accelerator on this machine"
+
+#: Test, outcome, seconds, and what was measured or why it was skipped.
+rows: list[tuple[str, str, float, str]] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-report", metavar="FILE", help="where the table is written")
+    parser.addoption("--gpu-seconds", type=float, default=570, help="tests begin until then")
+    parser.addoption("--rehearse", action="store_true", help="on the CPU, what runs there")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "device: needs a real device, in a rehearsal too")
+    config.addinivalue_line("markers", "anywhere: of the harness itself")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    has_one = torch.accelerator.is_available()
+    rehearses = config.getoption("--rehearse", default=False)
+    for item in items:
+        if HERE not in item.path.parents or item.get_closest_marker("anywhere"):
+            continue
+        if rehearses and item.get_closest_marker("device"):
+            item.add_marker(pytest.mark.skip(reason="a rehearsal has no device"))
+        elif not has_one and not rehearses:
+            item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
+
+
+@pytest.fixture(autouse=True)
+def _in_time(request: pytest.FixtureRequest) -> None:
+    limit = request.config.getoption("--gpu-seconds", default=None)
+    if limit is not None and time.monotonic() - BEGUN > limit:
+        pytest.skip(f"{limit:.0f} seconds are over")
+
+
+@pytest.fixture
+def on_cpu(request: pytest.FixtureRequest) -> bool:
+    """Whether this is a rehearsal."""
+    return bool(request.config.getoption("--rehearse", default=False))
+
+
+@pytest.fixture
+def device(on_cpu: bool) -> torch.device:
+    """The device that is tested."""
+    kind = None if on_cpu else torch.accelerator.current_accelerator()
+    return torch.device("cpu") if kind is None else torch.device(kind.type, 0)
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_is_left() -> Iterator[None]:
+    yield
+    from accelerate_core.distributed import process
+
+    while (left := process.current_user()) is not None:
+        process.release(left)
+    process.release(None)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    path, _, name = report.nodeid.partition("::")
+    if HERE.name != Path(path).parent.name or (report.when != "call" and report.passed):
+        return
+    said = ", ".join(f"{key} {value}" for key, value in report.user_properties)
+    if report.skipped and isinstance(report.longrepr, tuple):
+        said = report.longrepr[2].removeprefix("Skipped: ")
+    elif report.failed:
+        said = str(getattr(report.longrepr, "reprcrash", None) or report.longrepr)
+        said = said.strip().splitlines()[0][-160:]
+    what = f"{Path(path).stem.removeprefix('test_')}: {name.removeprefix('test_')}"
+    rows.append((what.replace("_", " "), report.outcome, report.duration, said))
+    if _file is not None:
+        _file.parent.mkdir(parents=True, exist_ok=True)
+        _file.write_text(table(), encoding="utf-8")
+
+
+_file: Path | None = None
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    global _file
+    named = session.config.getoption("--gpu-report", default=None)
+    _file = Path(named) if named else None
+
+
+def table() -> str:
+    """Return what was found so far, as Markdown."""
+    counts = {word: sum(row[1] == word for row in rows) for word in ("passed", "failed", "skipped")}
+    lines = ["# On an accelerator", "", machine(), ""]
+    lines += [", ".join(f"{count} {word}" for word, count in counts.items()) + ".", ""]
+    lines += ["| what | outcome | seconds | measured, or why not |", "|---|---|---|---|"]
+    for what, outcome, seconds, said in rows:
+        cells = (what, outcome, f"{seconds:.1f}", said.replace("|", "\\|"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> str:
+    """Say in a line what this was run on."""
+    found = f"Python {platform.python_version()}, torch {torch.__version__}"
+    if not torch.accelerator.is_available():
+        return f"{found}; {NO_DEVICE}."
+    kind = torch.accelerator.current_accelerator()
+    module: Any = torch.get_device_module()
+    name = getattr(module, "get_device_name", lambda _: kind)(0)
+    return f"{found}; {torch.accelerator.device_count()} x {name}, CUDA {torch.version.cuda}."
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if _file is None or not rows:
+        return
+    terminalreporter.section("on an accelerator")
+    terminalreporter.write_line(table())
+    terminalreporter.write_line(f"Written: {_file}")

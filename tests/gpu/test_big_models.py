@@ -1,0 +1,68 @@
+"""Models larger than the device: parts on the device, in host memory and on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accelerate_big_model import (
+    cpu_offload,
+    dispatch_model,
+    infer_auto_device_map,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))
+
+
+def place(device: torch.device) -> int | str:
+    return "cpu" if device.type == "cpu" else 0
+
+
+def expected() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return inputs, blocks()(inputs)
+
+
+def test_a_model_is_spread_over_device_host_and_disk(device: torch.device, tmp_path: Path) -> None:
+    inputs, outputs = expected()
+    spread = {"0": place(device), "1": place(device), "2": "cpu", "3": "disk"}
+    model = dispatch_model(blocks(), spread, main_device=place(device), offload_dir=tmp_path)
+    with torch.no_grad():
+        made = model(inputs)
+    torch.testing.assert_close(made.cpu(), outputs, rtol=1e-4, atol=1e-5)
+    assert next(model[0].parameters()).device == device
+    assert next(model[3].parameters()).device.type == "meta"
+
+
+def test_an_empty_model_is_filled_from_a_checkpoint(device: torch.device, tmp_path: Path) -> None:
+    inputs, outputs = expected()
+    save_file(blocks().state_dict(), tmp_path / "model.safetensors")
+    with init_empty_weights():
+        model = blocks()
+    one = 256 * 256 * 4 + 256 * 4
+    memory = {place(device): 2 * one + 1024, "cpu": 100 * one}
+    if device.type == "cpu":
+        memory = {"cpu": 100 * one}
+    spread = infer_auto_device_map(model, memory)
+    made = load_checkpoint_and_dispatch(model, tmp_path, device_map=spread)
+    with torch.no_grad():
+        torch.testing.assert_close(made(inputs).cpu(), outputs, rtol=1e-4, atol=1e-5)
+    if device.type != "cpu":
+        assert set(spread.values()) == {0, "cpu"}
+
+
+def test_a_model_comes_to_the_device_part_by_part(device: torch.device) -> None:
+    inputs, outputs = expected()
+    model = cpu_offload(blocks(), execution_device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs).cpu(), outputs, rtol=1e-4, atol=1e-5)
+    assert next(model[0].parameters()).device.type == "meta"

@@ -1,0 +1,55 @@
+"""The harness itself: what runs on the CPU is rehearsed there, and the table is written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT, make_importable
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.anywhere
+
+
+def run(report: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", str(HERE), "--gpu-report", str(report), "-q"]
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-m", "not anywhere", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def test_what_runs_on_a_cpu_is_rehearsed_by_paths_alone(tmp_path: Path) -> None:
+    paths = os.pathsep.join(make_importable(tmp_path / "metadata"))
+    report = tmp_path / "made" / "gpu.md"
+    chosen = "precision or feeding or groups or big or checkpoints or memory"
+    done = run(report, "--rehearse", "-k", chosen, PYTHONPATH=paths)
+    assert done.returncode == 0, done.stdout[-4000:]
+    text = report.read_text()
+    assert text in done.stdout
+    assert "| precision: a run is that of torch[fp16-dtype0] | passed |" in text
+    assert "| feeding: copying and computing overlap | skipped |" in text
+    assert " 0 failed" in text
+
+
+def test_the_time_is_limited(tmp_path: Path) -> None:
+    done = run(tmp_path / "gpu.md", "--rehearse", "--gpu-seconds", "0", "-k", "big")
+    assert done.returncode == 0
+    assert "| skipped | 0.0 | 0 seconds are over |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_without_a_device_everything_says_so(tmp_path: Path) -> None:
+    done = run(tmp_path / "gpu.md", CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    text = (tmp_path / "gpu.md").read_text()
+    if "torch finds no accelerator" not in text:
+        pytest.skip("this machine has a device that cannot be hidden")
+    assert done.returncode == 0
+    assert "0 passed, 0 failed" in text
