@@ -132,9 +132,9 @@ def converted(field: SettingField, value: Any, shown: str, *, variable: str = ""
         by_lower = {one.lower(): one for one in field.choices}
         if text not in by_lower:
             raise ConfigurationError(
-                f"{shown} is not one of {listing(field.choices)}.{did_you_mean(text, by_lower)}"
+                f"{shown} is not one of {listing(field.choices)}.{did_you_mean(text, field.choices)}"
             )
-        value = by_lower[text]
+        value = by_lower[text] if isinstance(value, str) else value
     if field.kind == "text":
         return _annotated(field, value, shown) if isinstance(value, str) else value
     if isinstance(value, bool | dict | list):
