@@ -32,7 +32,7 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.parallelism import ParallelismConfig
-from accelerate_core.contract.parts import Run, Tracking
+from accelerate_core.contract.parts import Checkpointer, Run, Tracking
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.delegation import attribute, method
@@ -379,10 +379,10 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         per_machine = self.project_configuration.save_on_each_node
         return self.is_local_main_process if per_machine else self.is_main_process
 
-    save = method("_saving", Saving.save)
-    save_model = method("_saving", Saving.save_model)
+    save = method("_saving.checkpointer", Checkpointer.save)
+    save_model = method("_saving.checkpointer", Checkpointer.save_model)
     save_state = method("_saving", Saving.save_state)
-    load_state = method("_saving", Saving.load_state)
+    load_state = method("_saving.checkpointer", Checkpointer.load_state)
     wait_for_checkpoint = method("_saving", Saving.wait_for_checkpoint)
     register_for_checkpointing = method("_saving", Saving.register_for_checkpointing)
     register_save_state_pre_hook = method("_saving", Saving.register_save_state_pre_hook)
