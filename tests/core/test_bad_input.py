@@ -46,7 +46,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a plugin of another class": (
         {"dynamo_plugin": 3},
         ConfigurationError,
-        ["dynamo_plugin", "takes a TorchDynamoPlugin, not 3"],
+        ["dynamo_plugin", "takes a TorchDynamoPlugin, not int"],
     ),
     "an accumulation plugin of another class": (
         {"gradient_accumulation_plugin": 3},

@@ -87,8 +87,9 @@ def expect(name: str, value: Any, kind: Any) -> None:
         ConfigurationError: it is something else.
     """
     if not isinstance(value, kind) and (value is not None or kind is bool):
-        what = _IN_WORDS.get(kind) or f"a {kind.__name__}"
-        raise ConfigurationError(f"Accelerator({name}=...) takes {what}, not {value!r}.")
+        what = f"{_IN_WORDS[kind]}, not {value!r}" if kind in _IN_WORDS else ""
+        what = what or f"a {kind.__name__}, not {type(value).__name__}"
+        raise ConfigurationError(f"Accelerator({name}=...) takes {what}.")
 
 
 def sort_handlers(handlers: Sequence[Any] | None) -> dict[type, Any]:
