@@ -130,8 +130,8 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.because = built.because
         self.backend = built.backend
         self.precision = built.precision
-        self._plugins = built.active_plugins()
-        self.hooks = self._plugins.bind_owner(built.backend, built.selection.record, Backend)
+        self._plugins = built.plugins
+        self.hooks = self._plugins.bind_owner(built.backend, built.backend_record, Backend)
         self.device_placement = device_placement
         self.rng_types = check_rng_types(rng_types)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -144,7 +144,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.scaler_handler: GradScalerKwargs | None = built.handler(GradScalerKwargs)
         said = self.autocast_handler and self.autocast_handler.upcast_outputs
         self.upcast_outputs = bool(self.because["upcast_outputs"].value if said is None else said)
-        with blaming("check", built.selection.record):
+        with blaming("check", built.backend_record):
             self.backend.check(self)
         without_gradients = not self.backend.supports.get("gradients", True)
         signals = self.because["preemption_signals"]
@@ -196,7 +196,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     @property
     def distributed_type(self) -> DistributedType:
         """Which kind of setup runs, as the active backend names it."""
-        with blaming("distributed_type", self._built.selection.record):
+        with blaming("distributed_type", self._built.backend_record):
             return cast(DistributedType, DistributedType(self.backend.distributed_type(self)))
 
     @property
@@ -223,7 +223,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         return self.backend.sub_mesh(name)
 
     communicator: Communicator = attribute("_collectives.comm", "The world, on flat tensors.")
-    mixed_precision: str = attribute("_built.precision_record.name", "Name of the precision.")
+    mixed_precision: str = attribute("_built.precision_name", "Name of the precision.")
     mixes_precision: bool = attribute("precision.mixes", "Whether forward runs under autocast.")
     native_amp: bool = mixes_precision
     parallelism_config: ParallelismConfig | None = attribute(
@@ -461,7 +461,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
 
     def explain(self) -> str:
         """Tell every value in force and where it came from, one per line."""
-        return self._built.explain(self._plugins)
+        return self._built.explain()
 
     def note_once(self, text: str, *, every_rank: bool = False) -> None:
         """Warn, once per text, on the main process."""
