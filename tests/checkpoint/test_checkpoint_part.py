@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ class InMemory:
     def attach(self, run: Any) -> None:
         self.state = TrainingState(run)
 
-    def save(self, target: Any, **how: Any) -> str:
+    def save_state(self, target: Any = None, *args: Any, **how: Any) -> str:
         state = self.state
         state.settle()
         held = (
@@ -71,7 +70,7 @@ class InMemory:
         self.kept[target] = copy.deepcopy(held)
         return str(target)
 
-    def load(self, source: Any, *, options: Mapping[str, Any], **how: Any) -> str:
+    def load_state(self, source: Any = None, *args: Any, **how: Any) -> str:
         state = self.state
         models, optimizers, others, rank, gradients, facts = copy.deepcopy(self.kept[source])
         for model, held in zip(state.models, models, strict=True):
@@ -86,7 +85,7 @@ class InMemory:
     def save_model(self, model: nn.Module, directory: Any, *how: Any) -> None:
         self.kept[directory] = self.state.whole_model_state(model)
 
-    def save_object(self, obj: Any, f: Any, safe_serialization: bool) -> None:
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         self.kept[f] = obj
 
     def wait(self) -> None:

@@ -563,16 +563,16 @@ class ForgetsGradients(Keeps):
 
 @caught_by("checkpointer", "failing")
 class WritesInPlace(DirectoryCheckpointer):
-    def save(self, target, **how):
+    def save_state(self, target=None, **how):
         shutil.rmtree(target, ignore_errors=True)
-        return super().save(target, **how)
+        return super().save_state(target, **how)
 
 
 @caught_by("checkpointer", "failing_on_a_rank")
 class TellsTheFailedRankOnly(DirectoryCheckpointer):
-    def save(self, target, **how):
+    def save_state(self, target=None, **how):
         try:
-            return super().save(target, **how)
+            return super().save_state(target, **how)
         except CheckpointError:
             if self._state.process.process_index:
                 raise
@@ -581,27 +581,27 @@ class TellsTheFailedRankOnly(DirectoryCheckpointer):
 
 @caught_by("checkpointer", "damaged")
 class ComparesSizesOnly(DirectoryCheckpointer):
-    def load(self, source, *, verify, **how):
-        return super().load(source, verify=False, **how)
+    def load_state(self, source=None, **how):
+        return super().load_state(source, **{**how, "verify": False})
 
 
 @caught_by("checkpointer", "pickles")
 class UnpicklesAnything(DirectoryCheckpointer):
-    def load(self, source, *, trust, **how):
-        return super().load(source, trust=True, **how)
+    def load_state(self, source=None, **how):
+        return super().load_state(source, **{**how, "trust": True})
 
 
 @caught_by("checkpointer", "beside_training")
 class WritesWhatTrainingMadeOfIt(DirectoryCheckpointer):
-    def attach(self, state):
-        super().attach(state)
+    def attach(self, run):
+        super().attach(run)
         self.background.staging.copy = lambda held: held
 
 
 @caught_by("checkpointer", "ending")
 class LeavesItsThread(DirectoryCheckpointer):
-    def attach(self, state):
-        super().attach(state)
+    def attach(self, run):
+        super().attach(run)
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 
 

@@ -20,7 +20,10 @@ def groups_of(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            yield from state._fsdp_param_groups
+            if hasattr(state, "_fsdp_param_groups"):
+                yield from state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:  # torch 2.11 has one, at most
+                yield state._fsdp_param_group
 
 
 def has_unreduced(model: nn.Module) -> bool:

@@ -32,7 +32,7 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.parallelism import ParallelismConfig
-from accelerate_core.contract.parts import Run, Tracking
+from accelerate_core.contract.parts import Checkpointer, Run, Tracking
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.delegation import attribute, method
@@ -130,8 +130,8 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.because = built.because
         self.backend = built.backend
         self.precision = built.precision
-        self._plugins = built.active_plugins()
-        self.hooks = self._plugins.bind_owner(built.backend, built.selection.record, Backend)
+        self._plugins = built.plugins
+        self.hooks = self._plugins.bind_owner(built.backend, built.backend_record, Backend)
         self.device_placement = device_placement
         self.rng_types = check_rng_types(rng_types)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -144,7 +144,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.scaler_handler: GradScalerKwargs | None = built.handler(GradScalerKwargs)
         said = self.autocast_handler and self.autocast_handler.upcast_outputs
         self.upcast_outputs = bool(self.because["upcast_outputs"].value if said is None else said)
-        with blaming("check", built.selection.record):
+        with blaming("check", built.backend_record):
             self.backend.check(self)
         without_gradients = not self.backend.supports.get("gradients", True)
         signals = self.because["preemption_signals"]
@@ -196,7 +196,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     @property
     def distributed_type(self) -> DistributedType:
         """Which kind of setup runs, as the active backend names it."""
-        with blaming("distributed_type", self._built.selection.record):
+        with blaming("distributed_type", self._built.backend_record):
             return cast(DistributedType, DistributedType(self.backend.distributed_type(self)))
 
     @property
@@ -223,7 +223,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         return self.backend.sub_mesh(name)
 
     communicator: Communicator = attribute("_collectives.comm", "The world, on flat tensors.")
-    mixed_precision: str = attribute("_built.precision_record.name", "Name of the precision.")
+    mixed_precision: str = attribute("_built.precision_name", "Name of the precision.")
     mixes_precision: bool = attribute("precision.mixes", "Whether forward runs under autocast.")
     native_amp: bool = mixes_precision
     parallelism_config: ParallelismConfig | None = attribute(
@@ -379,10 +379,10 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         per_machine = self.project_configuration.save_on_each_node
         return self.is_local_main_process if per_machine else self.is_main_process
 
-    save = method("_saving", Saving.save)
-    save_model = method("_saving", Saving.save_model)
+    save = method("_saving.checkpointer", Checkpointer.save)
+    save_model = method("_saving.checkpointer", Checkpointer.save_model)
     save_state = method("_saving", Saving.save_state)
-    load_state = method("_saving", Saving.load_state)
+    load_state = method("_saving.checkpointer", Checkpointer.load_state)
     wait_for_checkpoint = method("_saving", Saving.wait_for_checkpoint)
     register_for_checkpointing = method("_saving", Saving.register_for_checkpointing)
     register_save_state_pre_hook = method("_saving", Saving.register_save_state_pre_hook)
@@ -461,7 +461,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
 
     def explain(self) -> str:
         """Tell every value in force and where it came from, one per line."""
-        return self._built.explain(self._plugins)
+        return self._built.explain()
 
     def note_once(self, text: str, *, every_rank: bool = False) -> None:
         """Warn, once per text, on the main process."""

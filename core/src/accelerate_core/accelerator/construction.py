@@ -40,7 +40,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_core.plugins.manager import ActivePlugins, blame, blame_methods, blaming
+from accelerate_core.plugins.manager import ActivePlugins, blame_methods, blaming
 from accelerate_core.plugins.parts import PARTS, Part
 from accelerate_core.plugins.selection import (
     Request,
@@ -56,39 +56,29 @@ class Construction:
     """All that is known before the process group starts."""
 
     because: dict[str, Because]
-    selection: Selection
     backend: Any
+    backend_record: PluginRecord
     precision: Any
-    precision_record: PluginRecord
-    extensions: list[tuple[PluginRecord, Any, str]]
-    backend_because: dict[str, Because]
+    precision_name: str
+    #: Backend, precision and extensions.
+    plugins: ActivePlugins
+    #: The plugins' settings: plugin name -> field -> value and where it came from.
+    settings: dict[str, dict[str, Because]]
+    #: Kind of part -> the plugin that is to make it; None where there is none.
+    parts: dict[str, Part | None]
+    handlers: dict[type, Any]
     dataloader: DataLoaderConfiguration
     accumulation: GradientAccumulationPlugin
     project: ProjectConfiguration
     dynamo: TorchDynamoPlugin
-    #: The settings of precision and extensions: plugin name -> field -> where it came from.
-    plugin_because: dict[str, dict[str, Because]] = field(default_factory=dict)
-    parallelism: ParallelismConfig | None = None
-    #: Kind of part -> the plugin that is to make it; None where there is none.
-    parts: dict[str, Part | None] = field(default_factory=dict)
-    handlers: dict[type, Any] = field(default_factory=dict)
-    timeout: timedelta | None = None
+    parallelism: ParallelismConfig | None
+    timeout: timedelta | None
 
-    def active_plugins(self) -> ActivePlugins:
-        """Register the active plugins."""
-        plugins = ActivePlugins(Backend)
-        plugins.add(self.backend, self.selection.record, self.selection.because)
-        why = self.because["mixed_precision"].origin
-        plugins.add(self.precision, self.precision_record, why)
-        for record, extension, reason in self.extensions:
-            plugins.add(extension, record, reason)
-        return plugins
-
-    def explain(self, plugins: ActivePlugins) -> str:
+    def explain(self) -> str:
         """Tell every value in force and where it came from, one per line."""
         values = {**self.because, **self.plugin_settings()}
         lines = [f"{name} = {value.value!r}  ({value.origin})" for name, value in values.items()]
-        active = [(record, why) for record, _, why in plugins.plugins]
+        active = [(record, why) for record, _, why in self.plugins.plugins]
         active += [(part.record, part.because) for part in self.parts.values() if part]
         lines += [f"plugin {record.kind} {record.label}: {why}" for record, why in active]
         return "\n".join(lines)
@@ -99,20 +89,20 @@ class Construction:
 
     def plugin_settings(self) -> dict[str, Because]:
         """Return the settings of all active plugins as `plugin.field`, with their origins."""
-        own = {self.selection.record.name: self.backend_because}
         parts = {part.record.name: part.settings for part in self.parts.values() if part}
         return {
             f"{plugin}.{name}": value
-            for plugin, settings in {**parts, **self.plugin_because, **own}.items()
+            for plugin, settings in {**parts, **self.settings}.items()
             for name, value in settings.items()
         }
 
     def facts(self) -> dict[str, Any]:
         """Return what must be alike on every rank."""
+        labels: dict[str, list[str]] = {"backend": [], "precision": [], "extension": []}
+        for record, _, _ in self.plugins.plugins:
+            labels[record.kind].append(record.label)
         facts: dict[str, Any] = {
-            "backend": self.selection.record.label,
-            "precision": self.precision_record.label,
-            "extensions": [record.label for record, _, _ in self.extensions],
+            **labels,
             "gradient_accumulation_steps": self.accumulation.num_steps,
             "compiler": self.dynamo.backend if self.dynamo.enabled else "no",
         }
@@ -163,49 +153,40 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
         fields = settings_fields(selection.plugin.Settings, owner=record.name)
         warn_near_misses(environ, [name for field in fields for name in field.env])
     maker = _Maker(given, sources, arguments.sort_handlers(given["kwargs_handlers"]))
-    backend, backend_because = maker.make(record, selection.plugin)
+    backend = maker.make(record, selection.plugin, selection.because)
     check_reduces_gradients(backend, record.label, topology.num_processes)
     with blaming("core_defaults", record):
-        defaults = backend.core_defaults()
-    detected = {
-        name: Because(value, f"backend {record.name}")
-        for name, value in defaults.items()
-        if name != "parallelism_config"
-    }
+        defaults = dict(backend.core_defaults())
+    defaults.pop("parallelism_config", None)
+    detected = {name: Because(v, f"backend {record.name}") for name, v in defaults.items()}
     values = resolve_core(passed, sources, detected)
     values["backend"] = Because(record.name, selection.because)
-    precision_record = select("precision", request, values["mixed_precision"]).settled().record
-    found = precision_record.load()
-    check_api_version(precision_record, found)
-    precision, more = maker.make(precision_record, found)
-    check_needs(precision, precision_record)
+    wanted = values["mixed_precision"]
+    chosen = select("precision", request, wanted).settled().record
+    found = chosen.load()
+    check_api_version(chosen, found)
+    precision = maker.make(chosen, found, wanted.origin)
+    check_needs(precision, chosen)
     methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
-    blame_methods(precision, precision_record, methods)
-    plugin_because = {precision_record.name: more}
-    extensions = []
+    blame_methods(precision, chosen, methods)
     for one in select("extension", request).settled().active:
-        extension, plugin_because[one.record.name] = maker.make(one.record, one.record.load())
-        extensions.append((one.record, extension, one.because))
+        maker.make(one.record, one.record.load(), one.because)
     dynamo = arguments.dynamo(given, sources)
     if dynamo.enabled:
         compiler = find("extension", "torch_compile", because="a TorchDynamoPlugin")
-        why = f"the compiler {dynamo.backend!r} is asked for"
-        extensions.append((compiler, compiler.load()(), why))
-    active = {record.name, precision_record.name, *(other.name for other, _, _ in extensions)}
-    check_owners({k: v for k, v in lent.items() if k not in core}, selection, active)
-    arguments.refuse_unclaimed(
-        maker.handlers, [backend, precision, *(one for _, one, _ in extensions)]
-    )
+        maker.make(compiler, compiler.load(), f"the compiler {dynamo.backend!r} is asked for")
+    check_owners({k: v for k, v in lent.items() if k not in core}, selection, set(maker.settings))
+    active = [plugin for _, plugin, _ in maker.plugins.plugins]
+    arguments.refuse_unclaimed(maker.handlers, active)
     group = maker.handlers.get(InitProcessGroupKwargs)
     made = Construction(
         because=values,
-        selection=selection,
         backend=backend,
+        backend_record=record,
         precision=precision,
-        precision_record=precision_record,
-        extensions=extensions,
-        backend_because=backend_because,
-        plugin_because=plugin_because,
+        precision_name=chosen.name,
+        plugins=maker.plugins,
+        settings=maker.settings,
         accumulation=arguments.accumulation(given, values),
         dataloader=arguments.dataloader(given),
         project=arguments.project(given),
@@ -249,27 +230,24 @@ class _Maker:
     given: Mapping[str, Any]
     sources: Sources
     handlers: dict[type, Any]
+    plugins: ActivePlugins = field(default_factory=lambda: ActivePlugins(Backend))
+    settings: dict[str, dict[str, Because]] = field(default_factory=dict)
 
-    def make(self, record: PluginRecord, plugin: Any) -> tuple[Any, dict[str, Because]]:
-        """Return the plugin and where its settings came from; what is made already stays."""
-        if not isinstance(plugin, type):
-            return plugin, {}
-        settings: Any = None
-        because: dict[str, Because] = {}
-        if getattr(plugin, "Settings", None) is not None:
-            settings, because = self._settings(plugin, record.name)
-        made_with = [settings] if settings is not None else []
-        if issubclass(plugin, Backend):
-            wanted = tuple(plugin.handlers)
-            made_with = [
-                settings,
-                [one for one in self.handlers.values() if isinstance(one, wanted)],
-            ]
-        try:
-            return plugin(*made_with), because
-        except Exception as error:
-            blame(error, "__init__", record)
-            raise
+    def make(self, record: PluginRecord, plugin: Any, because: str) -> Any:
+        """Return the plugin, made unless it is already, and register it as active."""
+        settings, self.settings[record.name] = None, {}
+        if isinstance(plugin, type):
+            if getattr(plugin, "Settings", None) is not None:
+                settings, self.settings[record.name] = self._settings(plugin, record.name)
+            made_with = [settings] if settings is not None else []
+            if issubclass(plugin, Backend):
+                wanted = tuple(plugin.handlers)
+                mine = [one for one in self.handlers.values() if isinstance(one, wanted)]
+                made_with = [settings, mine]
+            with blaming("__init__", record):
+                plugin = plugin(*made_with)
+        self.plugins.add(plugin, record, because)
+        return plugin
 
     def _settings(self, plugin: Any, name: str) -> tuple[Any, dict[str, Because]]:
         cls = plugin.Settings
@@ -304,20 +282,14 @@ def start_process(accelerator: AcceleratorView, built: Construction) -> Runtime:
         ConfigurationError: the backend does not run on the device there is.
         RuntimeConflictError: what runs already does not fit.
     """
-    values, group = built.because, built.handler(InitProcessGroupKwargs)
+    values, record = built.because, built.backend_record
+    group = built.handler(InitProcessGroupKwargs)
     if (running := process.running()) is not None:
-        check_device(
-            built.backend,
-            built.selection.record,
-            running.device.type,
-            "where this process runs already",
-        )
+        check_device(built.backend, record, running.device.type, "where this process runs already")
 
     def choose(topology: Topology, cpu: bool) -> Any:
         chosen = accelerator.hooks.device(accelerator, topology, cpu)
-        check_device(
-            built.backend, built.selection.record, chosen.type, "what torch finds on this machine"
-        )
+        check_device(built.backend, record, chosen.type, "what torch finds on this machine")
         return chosen
 
     return process.acquire(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from accelerate_core.builtin.no_checkpointer import NoCheckpointer
@@ -68,25 +67,6 @@ class Saving:
             self.made.attach(self._run)
         return self.made
 
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`."""
-        self.checkpointer.save_object(obj, f, safe_serialization)
-
-    def save_model(
-        self,
-        model: torch.nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write a model's weights where `load_checkpoint_in_model` finds them.
-
-        Args:
-            max_shard_size: bytes, or a text such as "5MB".
-            safe_serialization: safetensors; False: torch's pickle.
-        """
-        self.checkpointer.save_model(model, save_directory, max_shard_size, safe_serialization)
-
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, weights, output_dir)` before models are saved by `save_state`."""
         handle = RemovableHandle(self.save_hooks)
@@ -116,41 +96,10 @@ class Saving:
             )
         self.registered.extend(objects)
 
-    def save_state(
-        self,
-        /,
-        output_dir: Any = None,
-        safe_serialization: bool = True,
-        *,
-        blocking: bool = True,
-        max_shard_size: int | str = "10GB",
-        **save_model_func_kwargs: Any,
-    ) -> str:
-        """Write everything that going on needs into a directory; return the directory.
-
-        It appears whole or not at all, with a manifest of sizes and checksums; what stood there
-        is replaced in the same moment. All ranks call this.
-
-        Args:
-            output_dir: not with automatic naming (`ProjectConfiguration`).
-            safe_serialization: weights as safetensors; False: in torch's own format.
-            blocking: False copies the state to host memory and returns; it is written while
-                training goes on, and the next save, `load_state`, `wait_for_checkpoint` or
-                `end_training` waits for it and raises what it failed with.
-            max_shard_size: largest file of weights: bytes, or a text such as "5GB".
-            save_model_func_kwargs: for backends that write checkpoints themselves.
-
-        Raises:
-            CheckpointError: a rank failed to save; on every rank. Earlier checkpoints stand.
-        """
+    @functools.wraps(Checkpointer.save_state)
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
         self._flush_for_save()
-        return self.checkpointer.save(
-            output_dir,
-            safe_serialization=safe_serialization,
-            max_shard_size=max_shard_size,
-            blocking=blocking,
-            options=save_model_func_kwargs,
-        )
+        return self.checkpointer.save_state(*args, **kwargs)
 
     def _flush_for_save(self) -> None:
         """Bring to the trackers what a script that goes on from this checkpoint logs no more."""
@@ -172,43 +121,6 @@ class Saving:
         """Return when the checkpoint being written stands; raise what it failed with, if it did."""
         if self.made is not None:
             self.made.wait()
-
-    def load_state(
-        self,
-        /,
-        input_dir: Any = None,
-        load_kwargs: dict[str, Any] | None = None,
-        *,
-        trust: bool = False,
-        verify: bool = True,
-        **load_model_func_kwargs: Any,
-    ) -> str:
-        """Read what `save_state` wrote into the same prepared objects; return the directory.
-
-        The checkpoint is verified first, and nothing is changed if it is damaged. An ordinary
-        loop over a prepared loader then goes on where the run stood. Directories that Hugging
-        Face Accelerate 1.x wrote load too.
-
-        Args:
-            input_dir: if None the newest whole one of those with automatic names; damaged ones
-                are passed over, with a warning.
-            load_kwargs: for `torch.load`, of optimizers.
-            trust: also unpickle Python objects in the states of optimizers, schedulers and
-                registered objects; only for directories you wrote yourself.
-            verify: False compares sizes only, not checksums.
-            load_model_func_kwargs: `strict=False`, and others for backends that read checkpoints
-                themselves.
-
-        Raises:
-            CheckpointError: something is missing, damaged or does not fit, by name.
-        """
-        return self.checkpointer.load(
-            input_dir,
-            load_kwargs=load_kwargs or {},
-            trust=trust,
-            verify=verify,
-            options=load_model_func_kwargs,
-        )
 
     def release(self) -> None:
         """Wait, and give back the memory kept for saving beside the training."""

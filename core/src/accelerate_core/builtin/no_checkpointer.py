@@ -13,6 +13,13 @@ def without_checkpointer() -> str:
     return f"saving and loading are not installed: {catalog.pip_command('standard')}"
 
 
+def _refusing(verb: str) -> Any:
+    def refuse(self: NoCheckpointer, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse(verb)
+
+    return refuse
+
+
 class NoCheckpointer:
     """Refuses settings that ask for checkpoints at once, and everything else when it is used.
 
@@ -41,25 +48,11 @@ class NoCheckpointer:
     def attach(self, state: Any) -> None:
         """Nothing is kept of the run."""
 
-    def save(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse."""
-        self._refuse("save_state")
-
-    def load(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse."""
-        self._refuse("load_state")
-
-    def save_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse."""
-        self._refuse("save_model")
-
-    def save_object(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse."""
-        self._refuse("save")
-
-    def wait(self) -> NoReturn:
-        """Refuse: nothing can have been saved."""
-        self._refuse("wait_for_checkpoint")
+    save = _refusing("save")
+    save_model = _refusing("save_model")
+    save_state = _refusing("save_state")
+    load_state = _refusing("load_state")
+    wait = _refusing("wait_for_checkpoint")
 
     def release(self) -> None:
         """Nothing is held."""

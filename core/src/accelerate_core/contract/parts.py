@@ -63,37 +63,80 @@ class Checkpointer(Protocol):
     def attach(self, run: Run) -> None:
         """Take the run whose checkpoints are to be written; called once, before all else."""
 
-    def save(
+    def save_state(
         self,
-        target: str | os.PathLike[str] | None,
+        /,
+        output_dir: Any = None,
+        safe_serialization: bool = True,
         *,
-        safe_serialization: bool,
-        max_shard_size: int | str,
-        blocking: bool,
-        options: Mapping[str, Any],
+        blocking: bool = True,
+        max_shard_size: int | str = "10GB",
+        **save_model_func_kwargs: Any,
     ) -> str:
-        """Write a checkpoint and return where; `target` None: named automatically."""
+        """Write everything that going on needs into a directory; return the directory.
 
-    def load(
+        It appears whole or not at all, with a manifest of sizes and checksums; what stood there
+        is replaced in the same moment. All ranks call this.
+
+        Args:
+            output_dir: not with automatic naming (`ProjectConfiguration`).
+            safe_serialization: weights as safetensors; False: in torch's own format.
+            blocking: False copies the state to host memory and returns; it is written while
+                training goes on, and the next save, `load_state`, `wait_for_checkpoint` or
+                `end_training` waits for it and raises what it failed with.
+            max_shard_size: largest file of weights: bytes, or a text such as "5GB".
+            save_model_func_kwargs: for backends that write checkpoints themselves.
+
+        Raises:
+            CheckpointError: a rank failed to save; on every rank. Earlier checkpoints stand.
+        """
+
+    def load_state(
         self,
-        source: str | os.PathLike[str] | None,
+        /,
+        input_dir: Any = None,
+        load_kwargs: dict[str, Any] | None = None,
         *,
-        load_kwargs: Mapping[str, Any],
-        trust: bool,
-        verify: bool,
-        options: Mapping[str, Any],
+        trust: bool = False,
+        verify: bool = True,
+        **load_model_func_kwargs: Any,
     ) -> str:
-        """Read a checkpoint and return from where; `source` None: the newest whole one."""
+        """Read what `save_state` wrote into the same prepared objects; return the directory.
+
+        The checkpoint is verified first, and nothing is changed if it is damaged. An ordinary
+        loop over a prepared loader then goes on where the run stood. Directories that Hugging
+        Face Accelerate 1.x wrote load too.
+
+        Args:
+            input_dir: if None the newest whole one of those with automatic names; damaged ones
+                are passed over, with a warning.
+            load_kwargs: for `torch.load`, of optimizers.
+            trust: also unpickle Python objects in the states of optimizers, schedulers and
+                registered objects; only for directories you wrote yourself.
+            verify: False compares sizes only, not checksums.
+            load_model_func_kwargs: `strict=False`, and others for backends that read checkpoints
+                themselves.
+
+        Raises:
+            CheckpointError: something is missing, damaged or does not fit, by name.
+        """
 
     def save_model(
         self,
         model: torch.nn.Module,
-        directory: str | os.PathLike[str],
-        max_shard_size: int | str,
-        safe_serialization: bool,
-    ) -> None: ...
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights where `load_checkpoint_in_model` finds them.
 
-    def save_object(self, obj: Any, f: Any, safe_serialization: bool) -> None: ...
+        Args:
+            max_shard_size: bytes, or a text such as "5MB".
+            safe_serialization: safetensors; False: torch's pickle.
+        """
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`."""
 
     @property
     def preemption_requested(self) -> bool:

@@ -20,6 +20,7 @@ from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
 from accelerate_core.data.sources import Item
+from accelerate_core.data.steps import check_rank
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.training.gradient_state import GradientState, Served
@@ -45,6 +46,9 @@ class LoaderOptions:
         feed: iterator of batches -> iterator of batches on the device, for `put_on_device`.
         feed_always: call it where the batches are on the device already, too.
         fixed_batch: a short batch is filled up to a multiple of so many samples.
+
+    Raises:
+        ConfigurationError: there is no such rank.
     """
 
     config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
@@ -60,6 +64,9 @@ class LoaderOptions:
     feed: Feed | None = None
     feed_always: bool = False
     fixed_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        check_rank(self.num_processes, self.process_index)
 
 
 @dataclass(eq=False, repr=False)

@@ -362,8 +362,8 @@ def _entries(plan: Any, start: int, keep: int) -> Iterator[Any]:
     cursor = cursor_over(plan.sampler if plain else plan)
     head = cursor.take(keep * size)
     cursor.skip(max(start - keep, 0) * size)
-    again = head + head[start * size :]
-    kept = (again[begin : begin + size] for begin in range(0, len(again), size))
+    parts = (head, head[start * size :])
+    kept = (part[begin : begin + size] for part in parts for begin in range(0, len(part), size))
     for batch in chain(kept, iter(lambda: cursor.take(size), [])):
         if not plain:
             yield batch[0]

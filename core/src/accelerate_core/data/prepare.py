@@ -33,19 +33,8 @@ from accelerate_core.data.order import (
     order_sampler,
 )
 from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
-from accelerate_core.data.shard import (
-    BatchSamplerShard,
-    ItemShard,
-    IterableDatasetShard,
-    check_rank,
-)
-from accelerate_core.data.sources import (
-    DispatchedSource,
-    IndexedSource,
-    IndexStream,
-    ReadSource,
-    Source,
-)
+from accelerate_core.data.shard import BatchSamplerShard, ItemShard, IterableDatasetShard
+from accelerate_core.data.sources import DispatchedSource, IndexedSource, IndexStream, ReadSource
 from accelerate_core.data.steps import StepReader, check_split
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError, MissingPluginError
@@ -75,7 +64,6 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> PreparedLoader:
         raise ConfigurationError(
             f"A {type(loader).__name__} is no data loader: it cannot be iterated."
         )
-    check_rank(options.num_processes, options.process_index)
     if _is_sharded_already(loader, options.num_processes):
         options = replace(options, num_processes=1, process_index=0)
     count, index, config = options.num_processes, options.process_index, options.config
@@ -99,10 +87,13 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> PreparedLoader:
         own = batch_size // count if config.split_batches else batch_size
         check_fixed_batch(own, options.fixed_batch, count)
     view = _copy(base)  # the attributes as they are before this rank's part replaces them
+    slice_fn, wanted = (options.slice_fn_for_dispatch, None) if dispatches else (None, [index])
+    split, even, drop_last = config.split_batches, config.even_batches, _drops_last(base)
+    steps = StepReader(count, split, even, drop_last, slice_fn, wanted, batch_size)
     if dispatches:
-        source: Source = _dispatched_source(base, options, batch_size)
-        return DataLoaderDispatcher(base, source, view, loader, options, batch_size)
-    source = _own_source(base, options, batch_size)
+        dispatched = _dispatched_source(base, steps, options)
+        return DataLoaderDispatcher(base, dispatched, view, loader, options, batch_size)
+    source = _own_source(base, steps, index)
     workers = getattr(base, "num_workers", 0)
     if index > 0 and workers and isinstance(base, DataLoader):
         init = RankedWorkerInit(index * workers, base.worker_init_fn)
@@ -305,25 +296,19 @@ def _indexed(loader: Any, plan: Any) -> IndexStream | None:
     return stream if _replace(loader, **{_order_name(loader): stream}) else None
 
 
-def _dispatched_source(
-    base: Any, options: LoaderOptions, batch_size: int | None
-) -> DispatchedSource:
-    comm, config, slice_fn = options.comm, options.config, options.slice_fn_for_dispatch
+def _dispatched_source(base: Any, steps: StepReader, options: LoaderOptions) -> DispatchedSource:
+    comm, index = options.comm, options.process_index
     assert comm is not None
-    count, index = options.num_processes, options.process_index
     stream = _indexed(base, _plan_of(base))
-    steps = _steps(base, options, slice_fn=slice_fn, batch_size=batch_size)
     shards = list(range(comm.size))
-    if comm.size != count or index != comm.rank:
+    if comm.size != steps.num_processes or index != comm.rank:
         shards = comm.gather_object(index)
-    return DispatchedSource(base, stream, steps, comm, shards, config.read_ahead)
+    return DispatchedSource(base, stream, steps, comm, shards, options.config.read_ahead)
 
 
-def _own_source(base: Any, options: LoaderOptions, batch_size: int | None) -> Source:
+def _own_source(base: Any, steps: StepReader, index: int) -> IndexedSource | ReadSource:
     """Make `base` read this rank's part, in the way that loads least."""
-    count, index = options.num_processes, options.process_index
-    split, even = options.config.split_batches, options.config.even_batches
-    per_step = 1 if split else count
+    count, split, even = steps.num_processes, steps.split_batches, steps.even_batches
     plan = _plan_of(base)
     if count > 1 and plan is not None:
         if _has_batch_sampler(base) or isinstance(plan, BatchSampler):
@@ -333,31 +318,22 @@ def _own_source(base: Any, options: LoaderOptions, batch_size: int | None) -> So
             plan = None if split else ItemShard(items, count, index, even_batches=even)
     stream = _indexed(base, plan)
     if stream is not None:
-        return IndexedSource(base, stream, per_step)
-    if count == 1 or _shard_stream(base, options):
+        return IndexedSource(base, stream, steps.per_step)
+    if count == 1 or _shard_stream(base, steps, index):
         whole = StepReader(1, split_batches=False, even_batches=False, drop_last=False)
-        return ReadSource(base, per_step, whole, 0)
-    steps = _steps(base, options, wanted=[index], batch_size=batch_size)
-    return ReadSource(base, per_step, steps, index)
+        return ReadSource(base, steps.per_step, whole, 0)
+    return ReadSource(base, steps.per_step, steps, index)
 
 
-def _steps(base: Any, options: LoaderOptions, **more: Any) -> StepReader:
-    config, drop_last = options.config, _drops_last(base)
-    count = options.num_processes
-    return StepReader(count, config.split_batches, config.even_batches, drop_last, **more)
-
-
-def _shard_stream(base: Any, options: LoaderOptions) -> bool:
+def _shard_stream(base: Any, steps: StepReader, index: int) -> bool:
     """Put the rank's share of a stream in the place of the dataset, if the loader has one."""
     if not (isinstance(base, DataLoader) and _is_iterable(base) and _iterates_plainly(base)):
         return False
-    size, count, config = base.batch_size, options.num_processes, options.config
-    split = config.split_batches
+    size, count, split = base.batch_size, steps.num_processes, steps.split_batches
     if size is None and split:
         return False
-    drop_last, index = bool(base.drop_last), options.process_index
     shard = IterableDatasetShard(
-        base.dataset, size or 1, drop_last, count, index, split, config.even_batches
+        base.dataset, size or 1, bool(base.drop_last), count, index, split, steps.even_batches
     )
     replaced = _replace(base, dataset=shard)
     if replaced and split:

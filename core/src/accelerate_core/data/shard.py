@@ -15,16 +15,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, IterableDataset
 
 from accelerate_core.data.order import Wrapper, is_plain, parts_of
-from accelerate_core.data.steps import NOTHING, StepReader, check_split, steps_of
-from accelerate_core.errors import ConfigurationError
-
-
-def check_rank(num_processes: int, process_index: int) -> None:
-    """Raise `ConfigurationError` for a rank outside the world."""
-    if not 0 <= process_index < num_processes:
-        raise ConfigurationError(
-            f"process_index={process_index} is outside of num_processes={num_processes}."
-        )
+from accelerate_core.data.steps import NOTHING, StepReader, check_rank, check_split, steps_of
 
 
 @dataclass(eq=False, repr=False)

@@ -34,6 +34,14 @@ def check_split(batch_size: int | None, num_processes: int) -> None:
         )
 
 
+def check_rank(num_processes: int, process_index: int) -> None:
+    """Raise `ConfigurationError` for a rank outside the world."""
+    if not 0 <= process_index < num_processes:
+        raise ConfigurationError(
+            f"process_index={process_index} is outside of num_processes={num_processes}."
+        )
+
+
 def steps_of(total: int, shard: Any, process_index: int) -> int:
     """Return how many of the global steps made of `total` batches have one for this rank."""
     count: int = shard.num_processes

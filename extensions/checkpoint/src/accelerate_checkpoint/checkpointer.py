@@ -49,16 +49,17 @@ class DirectoryCheckpointer:
         self._numbering = Numbering(state)
         self._cycle_start = None if state.gives_gradients else CycleStart(state)
         if self._signals:
-            self._preemption = Preemption(state, self._signals, self.wait, self.save)
+            self._preemption = Preemption(state, self._signals, self.wait, self.save_state)
 
-    def save(
+    def save_state(
         self,
-        target: str | os.PathLike[str] | None = None,
-        *,
+        /,
+        output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
-        max_shard_size: int | str = "10GB",
+        *,
         blocking: bool = True,
-        options: Mapping[str, Any] | None = None,
+        max_shard_size: int | str = "10GB",
+        **save_model_func_kwargs: Any,
     ) -> str:
         """Write models, optimizers, schedulers, scaler, registered objects and each rank's own.
 
@@ -70,23 +71,24 @@ class DirectoryCheckpointer:
             self._numbering,
             self.background,
             self._cycle_start,
-            target,
+            output_dir,
             safe_serialization=safe_serialization,
             max_shard_size=max_shard_size,
             blocking=blocking,
-            options=options or {},
+            options=save_model_func_kwargs,
         )
 
-    def load(
+    def load_state(
         self,
-        source: str | os.PathLike[str] | None,
+        /,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
         *,
-        load_kwargs: Mapping[str, Any],
-        trust: bool,
-        verify: bool,
-        options: Mapping[str, Any],
+        trust: bool = False,
+        verify: bool = True,
+        **load_model_func_kwargs: Any,
     ) -> str:
-        """Read what `save` wrote into the same objects.
+        """Read what `save_state` wrote into the same objects.
 
         Raises:
             CheckpointError: the directory or a file of it is missing or damaged, by name. Nothing
@@ -96,24 +98,24 @@ class DirectoryCheckpointer:
         return load_state(
             self._state,
             self._numbering,
-            source,
-            load_kwargs,
+            input_dir,
+            load_kwargs or {},
             trust=trust,
             verify=verify,
-            options=options,
+            options=load_model_func_kwargs,
         )
 
     def save_model(
         self,
         model: torch.nn.Module,
-        directory: str | os.PathLike[str],
-        max_shard_size: int | str,
-        safe_serialization: bool,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
     ) -> None:
         """Write the weights of a model once, where `load_checkpoint_in_model` finds them."""
-        save_model(self._state, model, directory, max_shard_size, safe_serialization)
+        save_model(self._state, model, save_directory, max_shard_size, safe_serialization)
 
-    def save_object(self, obj: Any, f: Any, safe_serialization: bool) -> None:
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write one object once, with torch or safetensors."""
         if self._state.saves_here:
             save_object(obj, f, safe_serialization)

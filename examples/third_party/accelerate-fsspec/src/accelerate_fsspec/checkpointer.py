@@ -62,11 +62,7 @@ class FsspecCheckpointer:
         self._numbering = Numbering(state, self._place, self.settings.url)
         self._cycle_start = None if state.gives_gradients else CycleStart(state)
         if self._signals:
-            save = partial(
-                self.save, None, safe_serialization=True, max_shard_size="10GB", blocking=True,
-                options={},
-            )  # fmt: skip
-            self._preemption = Preemption(state, self._signals, self.wait, save)
+            self._preemption = Preemption(state, self._signals, self.wait, self.save_state)
 
     def _place(self, target: Any) -> Place:
         text = str(target)
@@ -77,14 +73,15 @@ class FsspecCheckpointer:
 
     # --- saving -------------------------------------------------------------------------------
 
-    def save(
+    def save_state(
         self,
-        target: Any,
+        /,
+        output_dir: Any = None,
+        safe_serialization: bool = True,
         *,
-        safe_serialization: bool,
-        max_shard_size: int | str,
-        blocking: bool,
-        options: Mapping[str, Any],
+        blocking: bool = True,
+        max_shard_size: int | str = "10GB",
+        **save_model_func_kwargs: Any,
     ) -> str:
         """Write a checkpoint and return its URL.
 
@@ -94,12 +91,12 @@ class FsspecCheckpointer:
         self.wait()
         state, talk = self._state, self._state.collectives
         numbered = self._numbering.automatic
-        if target is None and not numbered:
+        if output_dir is None and not numbered:
             raise CheckpointError(
                 "save_state needs an output_dir, or "
                 "ProjectConfiguration(automatic_checkpoint_naming=True)."
             )
-        place = self._numbering.next() if numbered else self._place(target)
+        place = self._numbering.next() if numbered else self._place(output_dir)
         if place.for_one_process and state.process.num_processes > 1:
             raise CheckpointError(
                 f"{place.url} can be written by one process only, and there are "
@@ -114,7 +111,15 @@ class FsspecCheckpointer:
         save: str = talk.broadcast_object(new_save())
         stage = Stage()
         try:
-            keep = partial(write, state, stage, safe_serialization, max_shard_size, options, later)
+            keep = partial(
+                write,
+                state,
+                stage,
+                safe_serialization,
+                max_shard_size,
+                save_model_func_kwargs,
+                later,
+            )
             past = self._cycle_start
             if past is not None and past.needed():
                 with past.buffers():
@@ -176,14 +181,15 @@ class FsspecCheckpointer:
 
     # --- loading ------------------------------------------------------------------------------
 
-    def load(
+    def load_state(
         self,
-        source: Any,
+        /,
+        input_dir: Any = None,
+        load_kwargs: Mapping[str, Any] | None = None,
         *,
-        load_kwargs: Mapping[str, Any],
-        trust: bool,
-        verify: bool,
-        options: Mapping[str, Any],
+        trust: bool = False,
+        verify: bool = True,
+        **load_model_func_kwargs: Any,
     ) -> str:
         """Read a checkpoint into the same objects and return its URL.
 
@@ -192,12 +198,12 @@ class FsspecCheckpointer:
                 been changed then.
         """
         self.wait()
-        if source is None and not self._numbering.automatic:
+        if input_dir is None and not self._numbering.automatic:
             raise CheckpointError(
                 "load_state needs an input_dir, or "
                 "ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."
             )
-        places = self._numbering.newest_first() if source is None else [self._place(source)]
+        places = self._numbering.newest_first() if input_dir is None else [self._place(input_dir)]
         passed: list[str] = []
         for place in places:
             folder = Path(tempfile.mkdtemp(prefix="accelerate-fsspec-"))
@@ -206,13 +212,15 @@ class FsspecCheckpointer:
                 try:
                     manifest = agreed(self._state, fetch)
                 except CheckpointError as error:
-                    if source is not None:
+                    if input_dir is not None:
                         raise
                     passed.append(str(error))
                     continue
                 for text in passed:
                     self._state.note_once(f"load_state passed over a damaged one: {text}")
-                restore(self._state, place.url, manifest, folder, load_kwargs, trust, options)
+                options = load_model_func_kwargs
+                given = load_kwargs or {}
+                restore(self._state, place.url, manifest, folder, given, trust, options)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             self._numbering.loaded(place)
@@ -237,9 +245,9 @@ class FsspecCheckpointer:
     def save_model(
         self,
         model: torch.nn.Module,
-        directory: Any,
-        max_shard_size: int | str,
-        safe_serialization: bool,
+        save_directory: Any,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
     ) -> None:
         """Write the weights of a model: into a local directory, or below a URL."""
         weights = self._state.whole_model_state(model)
@@ -251,18 +259,18 @@ class FsspecCheckpointer:
             raise CheckpointError(
                 "The model has weights on the meta device: there are none to save."
             )
-        if not is_url(str(directory)):
+        if not is_url(str(save_directory)):
             if self._state.saves_here:
-                save_weights(weights, Path(directory), **how)
+                save_weights(weights, Path(save_directory), **how)
         elif self._state.process.process_index == 0:
-            fs, root = fsspec.core.url_to_fs(str(directory), **self.settings.options)
+            fs, root = fsspec.core.url_to_fs(str(save_directory), **self.settings.options)
             with tempfile.TemporaryDirectory(prefix="accelerate-fsspec-") as folder:
                 save_weights(weights, Path(folder), **how)
                 fs.makedirs(root, exist_ok=True)
                 for path in sorted(Path(folder).iterdir()):
                     fs.put_file(str(path), f"{root.rstrip('/')}/{path.name}")
 
-    def save_object(self, obj: Any, f: Any, safe_serialization: bool) -> None:
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write one object once: to a path, an open file or a URL."""
         if not isinstance(f, str) or not is_url(f):
             if self._state.saves_here:
