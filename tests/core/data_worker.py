@@ -91,7 +91,7 @@ def gathered(loader, field=None):
     for batch in loader:
         part = tolist(batch if field is None else batch[field])
         step = [s for piece in comm().gather_object(part) for s in piece]
-        out += step[: state.metrics_remainder() or None]
+        out += step[: state.metrics_cut()[0] or None]
     return out
 
 
@@ -99,7 +99,7 @@ def epoch(loader):
     """As `gathered`, for ranks that may have different numbers of batches."""
     state = GradientState()
     object.__setattr__(loader, "gradient_state", state)
-    own = [(batch.tolist(), state.metrics_remainder()) for batch in loader]
+    own = [(batch.tolist(), state.metrics_cut()[0]) for batch in loader]
     ranks = everyone(own)
     out = []
     for i in range(max(map(len, ranks))):
@@ -200,7 +200,7 @@ def case_dispatch_is_the_default_for_streams():
     data = Numbers(11) if RANK == 0 else Numbers(11, fail_at=0)
     loader = prepare(DataLoader(data, 2), gradient_state=state)
     assert isinstance(loader, DataLoaderDispatcher)
-    got = [(b.tolist(), state.end_of_dataloader, state.metrics_remainder()) for b in loader]
+    got = [(b.tolist(), state.end_of_dataloader, state.metrics_cut()[0]) for b in loader]
     expected = [
         [([0, 1], False, 0), ([4, 5], False, 0), ([8, 9], True, 3)],
         [([2, 3], False, 0), ([6, 7], False, 0), ([10, 0], True, 3)],

@@ -115,7 +115,7 @@ def steps_of(loaders):
     for loader in loaders:
         own = []
         for batch in loader:
-            remainder = loader.gradient_state.metrics_remainder()
+            remainder = loader.gradient_state.metrics_cut()[0]
             own.append((batch.tolist(), remainder, loader.end_of_dataloader))
         parts.append(own)
     longest = max(len(own) for own in parts)

@@ -26,10 +26,10 @@ def loader_of(state, size, batch_size=2, world=2, rank=0, **options):
 def test_the_end_and_the_remainder_of_one_loop(state):
     seen = []
     for _ in loader_of(state, 9):
-        seen.append((state.end_of_dataloader, state.metrics_remainder()))
+        seen.append((state.end_of_dataloader, state.metrics_cut()[0]))
     assert seen == [(False, 0), (False, 0), (True, 1)]
     assert not state.in_dataloader
-    assert (state.metrics_remainder(), state.remainder) == (0, -1)
+    assert (state.metrics_cut()[0], state.remainder) == (0, -1)
 
 
 def test_a_nested_loop_answers_while_it_runs(state):
@@ -40,10 +40,10 @@ def test_a_nested_loop_answers_while_it_runs(state):
         inner = []
         for _ in val:
             assert state.active_dataloader is val
-            inner.append((state.end_of_dataloader, state.metrics_remainder()))
+            inner.append((state.end_of_dataloader, state.metrics_cut()[0]))
         assert inner == [(False, 0), (True, 1)]
         after = (state.active_dataloader is train, state.end_of_dataloader)
-        seen.append((before, after, state.metrics_remainder()))
+        seen.append((before, after, state.metrics_cut()[0]))
     assert seen == [((True, end), (True, end), 0) for end in (False, False, True)]
 
 
@@ -78,7 +78,7 @@ def test_an_abandoned_loader_leaves_the_loop_but_its_batch_is_still_cut(state):
     train, val = loader_of(state, 8), loader_of(state, 3)
     for _ in train:
         next(iter(val))
-        assert state.metrics_remainder() == 3
+        assert state.metrics_cut()[0] == 3
         assert state.active_dataloader is train
     assert not state.in_dataloader
 
@@ -86,7 +86,7 @@ def test_an_abandoned_loader_leaves_the_loop_but_its_batch_is_still_cut(state):
 def test_an_abandoned_loader_that_is_gone_is_still_cut(state):
     next(iter(loader_of(state, 3)))
     gc.collect()
-    assert state.metrics_remainder() == 3
+    assert state.metrics_cut()[0] == 3
     assert not state.in_dataloader
 
 
@@ -97,7 +97,7 @@ def test_break_does_not_poison_the_next_loop(state):
     assert not state.in_dataloader
     ends = []
     for _ in second:
-        ends.append((state.end_of_dataloader, state.metrics_remainder()))
+        ends.append((state.end_of_dataloader, state.metrics_cut()[0]))
     assert ends == [(False, 0), (True, 0)]
 
 
@@ -105,10 +105,10 @@ def test_break_at_the_end_is_over_with_the_next_batch(state):
     first, second = loader_of(state, 3), loader_of(state, 8)
     for _ in first:
         break
-    assert state.metrics_remainder() == 3
+    assert state.metrics_cut()[0] == 3
     iterator = iter(second)
     next(iterator)
-    assert state.metrics_remainder() == 0
+    assert state.metrics_cut()[0] == 0
     assert state.end_of_dataloader is False
 
 
@@ -167,13 +167,13 @@ def test_uneven_batches_and_one_process_have_nothing_to_drop(state):
         loader_of(state, 5, world=1),
     ):
         for _ in loader:
-            assert state.metrics_remainder() == 0
+            assert state.metrics_cut()[0] == 0
 
 
 def test_a_skipping_loader_counts_from_the_end_too(state):
     seen = []
     for _ in skip_first_batches(loader_of(state, 9), 2):
-        seen.append((state.end_of_dataloader, state.metrics_remainder()))
+        seen.append((state.end_of_dataloader, state.metrics_cut()[0]))
     assert seen == [(True, 1)]
 
 
@@ -185,5 +185,5 @@ def test_settings_and_forgetting(state):
     next(iterator)
     state.sync_gradients = False
     state.forget()
-    assert (state.sync_gradients, state.metrics_remainder()) == (True, 0)
+    assert (state.sync_gradients, state.metrics_cut()[0]) == (True, 0)
     assert "num_steps=4" in repr(state)

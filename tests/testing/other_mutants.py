@@ -729,7 +729,7 @@ class HandsItsBatchesOutAlone(Makes):
             state = self._accelerator.gradient_state
             served = state.open(self)
             for batch in self._start(served):
-                state.touched(self, served)
+                state._touched = served
                 yield batch
             state.close(self, True, served)
 

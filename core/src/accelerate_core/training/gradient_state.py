@@ -104,10 +104,6 @@ class GradientState:
         finally:
             self.close(loader, exhausted, served)
 
-    def touched(self, loader: Any, served: Served) -> None:
-        """Note that `loader` hands out a batch."""
-        self._touched = served
-
     def close(self, loader: Any, exhausted: bool, served: Served | None = None) -> None:
         """Note that an iteration over `loader` ended: by running out of data, or otherwise.
 
@@ -136,10 +132,6 @@ class GradientState:
         """
         touched = self._touched
         return (0, None) if touched is None else (touched.real or 0, touched.whole)
-
-    def metrics_remainder(self) -> int:
-        """Return how many samples of the global batch served last are real, 0 if all are."""
-        return (self._touched.real or 0) if self._touched is not None else 0
 
     def _active(self) -> tuple[Any, Served] | None:
         """Return the open loader that served last, else the one opened last.
