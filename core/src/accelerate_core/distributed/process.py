@@ -92,7 +92,7 @@ def acquire(
         _check_fits(runtime, cpu, device, timeout, comm_backend)
     try:
         if runtime is None:
-            topology = _adopted_topology() if _has_group() else read_topology(os.environ)
+            topology, store = _adopted() if _has_group() else (read_topology(os.environ), None)
             if device is not None:
                 chosen = _named_device(device)
             else:
@@ -101,7 +101,7 @@ def acquire(
                 **vars(topology),
                 device=chosen,
                 debug=debug,
-                store=_adopted_store(),
+                store=store,
                 timeout=timeout,
                 comm_backend=comm_backend,
             )
@@ -126,12 +126,6 @@ def _has_group() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
-
-
-def _adopted_store() -> Any:
-    import torch.distributed as dist
-
-    return dist.distributed_c10d._get_default_store() if _has_group() else None
 
 
 def release(user: Any) -> None:
@@ -218,17 +212,17 @@ def _open_group(
     atexit.register(_end_at_exit, weakref.ref(runtime))
 
 
-def _adopted_topology() -> Topology:
-    """Describe a group that user code has started before us."""
+def _adopted() -> tuple[Topology, Any]:
+    """Describe a group that user code has started before us, and return its store."""
     import torch.distributed as dist
 
     said = read_topology(os.environ)
     size = dist.get_world_size()
     local_size = said.local_num_processes if said.num_processes == size else size
     local = said.local_process_index if said.num_processes == size else dist.get_rank()
-    return Topology(
-        dist.get_rank(), size, local, local_size, "a process group that was there already"
-    )
+    because = "a process group that was there already"
+    store = dist.distributed_c10d._get_default_store()
+    return Topology(dist.get_rank(), size, local, local_size, because), store
 
 
 def default_device(topology: Topology, cpu: bool) -> torch.device:
