@@ -13,23 +13,23 @@ CORE = ROOT / "core" / "src" / "accelerate_core"
 
 #: Part of the core -> (its budget, what it has now at most).
 BUDGET = {
-    "accelerator": (1500, 2209),
-    "prepare": (280, 354),
-    "data": (2200, 2284),
-    "training": (350, 366),
-    "builtin": (350, 738),
-    "distributed": (1150, 1227),
-    "plugins": (1250, 1206),
-    "config": (850, 863),
-    "contract": (570, 856),
+    "accelerator": (1500, 1331),
+    "prepare": (280, 519),
+    "data": (2200, 2042),
+    "training": (350, 656),
+    "builtin": (350, 449),
+    "distributed": (1150, 1094),
+    "plugins": (1250, 895),
+    "config": (850, 832),
+    "contract": (570, 862),
 }
 #: Where the modules of today belong.
 PARTS = {
-    "accelerator": r"accelerator|arguments|compatibility|state|utils|__init__|__main__",
+    "accelerator": r"accelerator|arguments|compatibility|state|utils|delegation|__init__|__main__",
     "prepare": r"prepare",
-    "data": r"data|feeding",
+    "data": r"data",
     "training": r"training",
-    "builtin": r"builtin|compilation|profiling|logging|local_sgd",
+    "builtin": r"builtin|compilation|profiling|logging",
     "distributed": r"distributed",
     "plugins": r"plugins|cli",
     "config": r"config",

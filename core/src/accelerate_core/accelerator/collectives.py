@@ -26,10 +26,7 @@ class Collectives:
     """
 
     def __init__(
-        self,
-        accelerator: AcceleratorView,
-        state: GradientState,
-        loaders: DataLoaderConfiguration,
+        self, accelerator: AcceleratorView, state: GradientState, loaders: DataLoaderConfiguration
     ) -> None:
         hooks = accelerator.hooks
 
@@ -108,11 +105,7 @@ class Collectives:
         return collectives.reduce(self._joined(tensor), reduction, comm=self.loss_comm)
 
     def pad_across_processes(
-        self,
-        tensor: Any,
-        dim: int | Sequence[int] = 0,
-        pad_index: int = 0,
-        pad_first: bool = False,
+        self, tensor: Any, dim: int | Sequence[int] = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
         """Pad each tensor to the largest size any rank has along `dim`, so that it can be gathered.
 

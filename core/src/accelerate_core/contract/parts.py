@@ -276,10 +276,7 @@ class Tracking(Protocol):
         """Of the trackers asked for, those switched off included."""
 
     def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: LogKwargs = None,
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: LogKwargs = None
     ) -> None:
         """Start a run in every tracker asked for, with a configuration.
 
@@ -291,10 +288,7 @@ class Tracking(Protocol):
         """Return a tracker by name, or with `unwrap` the library's own object."""
 
     def log(
-        self,
-        values: Mapping[str, Any],
-        step: int | None = None,
-        log_kwargs: LogKwargs = None,
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Log values to all trackers, on the main process.
 
@@ -338,10 +332,7 @@ class Tracking(Protocol):
         """Log a matplotlib figure, which must stay as it is until the trackers have it."""
 
     def log_artifact(
-        self,
-        path: str | os.PathLike[str],
-        name: str | None = None,
-        log_kwargs: LogKwargs = None,
+        self, path: str | os.PathLike[str], name: str | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Keep a file or directory with the run."""
 

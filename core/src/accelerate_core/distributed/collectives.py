@@ -17,12 +17,7 @@ import torch
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.packing import layout_of, pack, unpack, unpack_rows
 from accelerate_core.distributed.torch_collectives import ReduceOp
-from accelerate_core.distributed.tree import (
-    TensorInformation,
-    flatten,
-    iterate_leaves,
-    unflatten,
-)
+from accelerate_core.distributed.tree import TensorInformation, flatten, iterate_leaves, unflatten
 from accelerate_core.distributed.verify import verify
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 

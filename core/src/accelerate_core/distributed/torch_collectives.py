@@ -16,13 +16,7 @@ from accelerate_core.hookspecs import Scope, owner
 if TYPE_CHECKING:
     from accelerate_core.contract.view import AcceleratorView
 
-__all__ = [
-    "ReduceOp",
-    "Scope",
-    "TorchCollectives",
-    "as_memory",
-    "host_group",
-]
+__all__ = ["ReduceOp", "Scope", "TorchCollectives", "as_memory", "host_group"]
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 

@@ -18,11 +18,7 @@ from accelerate_core.config.truth import flag
 from accelerate_core.contract.parts import LoaderMaker, PreparedLoader
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.data.loader import LoaderOptions
-from accelerate_core.data.prepare import (
-    override_even_batches,
-    prepare_loader,
-    skip_first_batches,
-)
+from accelerate_core.data.prepare import override_even_batches, prepare_loader, skip_first_batches
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import PrepareError
 from accelerate_core.plugins.manager import ActivePlugins
