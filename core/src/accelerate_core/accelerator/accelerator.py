@@ -138,10 +138,12 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.dataloader_config = built.dataloader
         self.project_configuration = built.project
         self.dynamo_plugin = built.dynamo
-        self.autocast_handler: AutocastKwargs | None = built.handler(AutocastKwargs)
-        self.profile_handler: ProfileKwargs | None = built.handler(ProfileKwargs)
-        self.init_handler: InitProcessGroupKwargs | None = built.handler(InitProcessGroupKwargs)
-        self.scaler_handler: GradScalerKwargs | None = built.handler(GradScalerKwargs)
+        self.autocast_handler: AutocastKwargs | None = built.handlers.get(AutocastKwargs)
+        self.profile_handler: ProfileKwargs | None = built.handlers.get(ProfileKwargs)
+        self.init_handler: InitProcessGroupKwargs | None = built.handlers.get(
+            InitProcessGroupKwargs
+        )
+        self.scaler_handler: GradScalerKwargs | None = built.handlers.get(GradScalerKwargs)
         said = self.autocast_handler and self.autocast_handler.upcast_outputs
         self.upcast_outputs = bool(self.because["upcast_outputs"].value if said is None else said)
         with blaming("check", built.backend_record):

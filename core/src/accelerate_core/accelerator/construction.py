@@ -83,10 +83,6 @@ class Construction:
         lines += [f"plugin {record.kind} {record.label}: {why}" for record, why in active]
         return "\n".join(lines)
 
-    def handler(self, cls: type) -> Any | None:
-        """Return the handler of that class, None if none was given."""
-        return self.handlers.get(cls)
-
     def plugin_settings(self) -> dict[str, Because]:
         """Return the settings of all active plugins as `plugin.field`, with their origins."""
         parts = {part.record.name: part.settings for part in self.parts.values() if part}
@@ -283,7 +279,7 @@ def start_process(accelerator: AcceleratorView, built: Construction) -> Runtime:
         RuntimeConflictError: what runs already does not fit.
     """
     values, record = built.because, built.backend_record
-    group = built.handler(InitProcessGroupKwargs)
+    group = built.handlers.get(InitProcessGroupKwargs)
     if (running := process.running()) is not None:
         check_device(built.backend, record, running.device.type, "where this process runs already")
 

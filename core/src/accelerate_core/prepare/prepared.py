@@ -52,7 +52,7 @@ class Prepared:
         loader_maker: LoaderMaker | None,
     ) -> None:
         self.accelerator = accelerator
-        self._hooks = accelerator.hooks
+        self._hooks: Backend = accelerator.hooks
         self._rng_types = rng_types
         self._data_comm = data_comm
         self._loader_maker = loader_maker
@@ -126,10 +126,8 @@ class Prepared:
         return prepare_loader(data_loader, options)
 
     def _feed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        fed = self._hooks.feed_device(
-            self.accelerator, batches, self.dataloader_config.non_blocking
-        )
-        return cast("Iterator[Any]", fed)
+        non_blocking = self.dataloader_config.non_blocking
+        return self._hooks.feed_device(self.accelerator, batches, non_blocking)
 
     def is_prepared(self, obj: Any) -> bool:
         """Tell whether this Accelerator has prepared exactly this object."""
@@ -235,7 +233,7 @@ class Prepared:
         """
         if not unwrap:
             return dict(model.state_dict())
-        state: dict[str, Any] = self._hooks.consolidate(self.accelerator, model)
+        state = self._hooks.consolidate(self.accelerator, model)
         plain = self.accelerator.precision.plain_state(self.inner_model(model), state)
         return cast("dict[str, Any]", plain)
 
@@ -245,8 +243,7 @@ class Prepared:
 
     def init_model_context(self) -> AbstractContextManager[Any]:
         """Return the context in which the active backend wants models constructed."""
-        context = self._hooks.init_model_context(self.accelerator)
-        return cast("AbstractContextManager[Any]", context)
+        return self._hooks.init_model_context(self.accelerator)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None

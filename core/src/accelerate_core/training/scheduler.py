@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
+from accelerate_core.delegation import method
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 
@@ -68,17 +71,9 @@ class AcceleratedScheduler:
                 return
             self.scheduler.step(*args, **kwargs)
 
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
-        return list(self.scheduler.get_last_lr())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the inner scheduler's state dict."""
-        return dict(self.scheduler.state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the inner scheduler."""
-        self.scheduler.load_state_dict(state_dict)
+    get_last_lr = method("scheduler", LRScheduler.get_last_lr)
+    state_dict = method("scheduler", LRScheduler.state_dict)
+    load_state_dict = method("scheduler", LRScheduler.load_state_dict)
 
 
 def _plain(inner: Any) -> Any:
