@@ -86,7 +86,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     elif report.failed:
         said = str(getattr(report.longrepr, "reprcrash", None) or report.longrepr)
         said = said.strip().splitlines()[0][-160:]
-    what = f"{Path(path).stem.removeprefix('test_')}: {name.removeprefix('test_')}"
+    what = f"{Path(path).stem.removeprefix('test_gpu_')}: {name.removeprefix('test_')}"
     rows.append((what.replace("_", " "), report.outcome, report.duration, said))
     if _file is not None:
         _file.parent.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ def train(
     """Take a step for each batch; return the losses."""
     losses = []
     for inputs, targets in data:
-        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss = nn.functional.mse_loss(model(inputs).float(), targets)
         accelerator.backward(loss)
         if clip is not None:
             accelerator.clip_grad_norm_(model.parameters(), clip)
@@ -64,7 +64,7 @@ def plain(model: nn.Module, data: Any, clip: float | None = None) -> list[float]
     optimizer = sgd(model)
     losses = []
     for inputs, targets in data:
-        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss = nn.functional.mse_loss(model(inputs).float(), targets)
         loss.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)

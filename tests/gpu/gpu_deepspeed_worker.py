@@ -1,6 +1,6 @@
 """Train with DeepSpeed on one rank; prints the losses and the precision as JSON.
 
-`deepspeed_worker.py STAGE PRECISION DEVICE`
+`gpu_deepspeed_worker.py STAGE PRECISION DEVICE`
 """
 
 from __future__ import annotations

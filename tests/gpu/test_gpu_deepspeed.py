@@ -13,7 +13,7 @@ import pytest
 import torch
 from small import batches, net, plain
 
-WORKER = Path(__file__).with_name("deepspeed_worker.py")
+WORKER = Path(__file__).with_name("gpu_deepspeed_worker.py")
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(2, "no"), (2, "bf16"), (3, "bf16")])
