@@ -457,3 +457,20 @@ def test_a_precision_keeps_its_factors_in_a_checkpoint(
     accelerator.load_state(tmp_path / "state")
     assert steps(*run, 3) == losses
     accelerator.end_training()
+
+
+def test_a_model_that_is_wrapped_already_keeps_its_optimizer() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        accelerator = Accelerator(cpu=True, backend="ddp")
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+        model, optimizer = accelerator.prepare(wrapped, torch.optim.SGD(wrapped.parameters(), 0.1))
+        before = wrapped.module.weight.detach().clone()
+        accelerator.backward(mse_loss(model(X), Y))
+        optimizer.step()
+        assert model is wrapped
+        assert not torch.equal(before, wrapped.module.weight)
+        accelerator.end_training()
+    finally:
+        torch.distributed.destroy_process_group()

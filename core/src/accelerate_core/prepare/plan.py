@@ -86,7 +86,7 @@ class PreparePlan:
                 this one.
         """
         for entry in self.of_kind("model"):
-            named = named_parameters(entry.value)
+            named = named_parameters(self.unwrap(entry.value))
             entry.trainable = frozenset(n for n, p in named.items() if p.requires_grad)
             by_parameter: dict[int, list[str]] = {}
             for name, parameter in named.items():
