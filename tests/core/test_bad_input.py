@@ -144,6 +144,11 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ConfigurationError,
         ["two AutocastKwargs"],
     ),
+    "settings among handlers": (
+        {"kwargs_handlers": [ProjectConfiguration(project_dir="x")]},
+        ConfigurationError,
+        ["ProjectConfiguration"],
+    ),
     "handler class": ({"kwargs_handlers": [AutocastKwargs]}, ConfigurationError, ["instances"]),
     "handler nobody takes": (
         {"kwargs_handlers": [Foreign()]},

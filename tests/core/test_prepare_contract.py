@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from accelerate_core import Accelerator, Backend, Precision, set_seed
+from accelerate_core import Accelerator, Backend, KwargsHandler, Precision, set_seed
 from accelerate_core.accelerator import construction
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import PrepareError
@@ -315,6 +315,22 @@ def install(monkeypatch: pytest.MonkeyPatch, precision: type[Precision]) -> None
     found = dataclasses.replace(there, plugins=(*there.plugins, record))
     for module in (discovery, selection, construction):
         monkeypatch.setattr(module, "installed", lambda: found)
+
+
+class Recipe(KwargsHandler):
+    """Settings that only one precision takes."""
+
+
+class WithRecipe(Precision):
+    name = "with_recipe"
+    handlers = (Recipe,)
+
+
+def test_a_precision_is_made_with_its_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, WithRecipe)
+    recipe = Recipe()
+    made = Accelerator(cpu=True, mixed_precision="with_recipe", kwargs_handlers=[recipe])
+    assert made.precision.given_handlers == (recipe,)
 
 
 def test_a_precision_may_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

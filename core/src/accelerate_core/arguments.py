@@ -121,7 +121,7 @@ def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> Non
             classes += (plugin.Settings,)
     targets = [record.target for record in installed().plugins]
     targets += [target for target, _ in installed().exports.values()]
-    packages = {target.split(":")[0].split(".")[0] for target in targets}
+    packages = {target.split(":")[0].split(".")[0] for target in targets} - {"accelerate_core"}
     for cls, handler in handlers.items():
         if not isinstance(handler, classes) and cls.__module__.split(".")[0] not in packages:
             names = [c.__name__ for c in classes]

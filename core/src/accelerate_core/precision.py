@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,11 +36,13 @@ class Precision:
     dtype: ClassVar[torch.dtype | None] = None
     #: Settings class, made with `settings`: environment, config file, `kwargs_handlers`.
     Settings: ClassVar[type[Any] | None] = None
-    #: Classes of `kwargs_handlers` this precision takes, besides `Settings`.
+    #: Classes of `kwargs_handlers` this precision takes, besides `Settings`: those that were given
+    #: are its second argument.
     handlers: ClassVar[tuple[type, ...]] = ()
 
-    def __init__(self, settings: Any = None) -> None:
+    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         self.settings = settings
+        self.given_handlers = tuple(handlers)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -457,9 +457,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         clear_device_cache(garbage_collection=True)
         return [None] * count
 
-    def clear(self, *objects: Any) -> list[Any]:
-        """Do what `free_memory` does."""
-        return self.free_memory(*objects)
+    clear = free_memory
 
     def explain(self) -> str:
         """Tell every value in force and where it came from, one per line."""

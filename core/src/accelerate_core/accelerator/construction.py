@@ -236,8 +236,8 @@ class _Maker:
             if getattr(plugin, "Settings", None) is not None:
                 settings, self.settings[record.name] = self._settings(plugin, record.name)
             made_with = [settings] if settings is not None else []
-            if issubclass(plugin, Backend):
-                wanted = tuple(plugin.handlers)
+            wanted = tuple(getattr(plugin, "handlers", ()))
+            if wanted or issubclass(plugin, Backend):
                 mine = [one for one in self.handlers.values() if isinstance(one, wanted)]
                 made_with = [settings, mine]
             with blaming("__init__", record):

@@ -92,18 +92,12 @@ class AcceleratedOptimizer(Optimizer):
 
     def train(self) -> None:
         """Pass on to optimizers that have modes, such as schedule-free ones."""
-        _call_if_there(self.optimizer, "train")
+        getattr(self.optimizer, "train", lambda: None)()
 
     def eval(self) -> None:
         """Pass on to optimizers that have modes, such as schedule-free ones."""
-        _call_if_there(self.optimizer, "eval")
+        getattr(self.optimizer, "eval", lambda: None)()
 
 
 def _plain(inner: Any) -> Any:
     return inner
-
-
-def _call_if_there(optimizer: Any, name: str) -> None:
-    method = getattr(optimizer, name, None)
-    if callable(method):
-        method()
