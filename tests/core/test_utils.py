@@ -255,7 +255,7 @@ def test_yes_and_no_are_read(text: str, truth: bool, monkeypatch: pytest.MonkeyP
 
 def test_variables_are_read_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WRONG", "perhaps")
-    with pytest.raises(ValueError, match=r"WRONG.*'perhaps' is neither"):
+    with pytest.raises(ValueError, match=r"WRONG.*'perhaps' is not a switch"):
         utils.parse_flag_from_env("WRONG")
     with pytest.raises(ValueError, match="WRONG='perhaps' must be a whole number"):
         utils.get_int_from_env(["WRONG"], 1)

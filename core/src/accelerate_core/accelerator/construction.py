@@ -94,11 +94,10 @@ class Construction:
 
     def facts(self) -> dict[str, Any]:
         """Return what must be alike on every rank."""
-        labels: dict[str, list[str]] = {"backend": [], "precision": [], "extension": []}
-        for record, _, _ in self.plugins.plugins:
-            labels[record.kind].append(record.label)
+        labels = [(record.kind, record.label) for record, _, _ in self.plugins.plugins]
         facts: dict[str, Any] = {
-            **labels,
+            **{kind: label for kind, label in labels if kind != "extension"},
+            "extensions": [label for kind, label in labels if kind == "extension"],
             "gradient_accumulation_steps": self.accumulation.num_steps,
             "compiler": self.dynamo.backend if self.dynamo.enabled else "no",
         }
