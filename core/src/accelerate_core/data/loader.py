@@ -19,8 +19,7 @@ from accelerate_core.data.feeding import feed
 from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
-from accelerate_core.data.sources import Item
-from accelerate_core.data.steps import check_rank
+from accelerate_core.data.steps import Item, check_rank
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.training.gradient_state import GradientState, Served
@@ -315,8 +314,10 @@ class PreparedLoader(DataLoader[Any]):
 
     def _batches(self, served: Served) -> Iterator[Any]:
         """Begin to read; each batch is noted in `served` and in the position."""
-        items, fixed = self._start(served), self.options.fixed_batch
-        return self._noted(items if fixed is None else self._filled(items, fixed), served)
+        items = self._start(served)
+        if self.options.fixed_batch is not None:
+            items = self._filled(items, self.options.fixed_batch)
+        return self._noted(items, served)
 
     def _noted(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
         position, per_step = self._position, self._source.per_step
@@ -329,7 +330,9 @@ class PreparedLoader(DataLoader[Any]):
                     position.ended = served.last
                     position.loader_state = data_state
                 yield batch
-            position.finish(served)
+            if position.owner is served:
+                position.kept_workers = False
+                position.start_of(position.epoch + 1)
         finally:
             self._runs[:] = [run for run in self._runs if run is not served]
 

@@ -64,12 +64,6 @@ class Position:
     kept_workers: bool = False
     owner: object = field(default=None, repr=False)
 
-    def finish(self, owner: object) -> None:
-        """Note that the epoch is over, if `owner` is the latest iteration."""
-        if self.owner is owner:
-            self.kept_workers = False
-            self.start_of(self.epoch + 1)
-
     def start_of(self, epoch: int) -> None:
         """Stand before the first batch of an epoch."""
         self.epoch, self.batches, self.ended = epoch, 0, False

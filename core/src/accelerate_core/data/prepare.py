@@ -303,7 +303,8 @@ def _dispatched_source(base: Any, steps: StepReader, options: LoaderOptions) -> 
     shards = list(range(comm.size))
     if comm.size != steps.num_processes or index != comm.rank:
         shards = comm.gather_object(index)
-    return DispatchedSource(base, stream, steps, comm, shards, options.config.read_ahead)
+    ahead = options.config.read_ahead
+    return DispatchedSource(base, steps.per_step, steps, index, stream, comm, shards, ahead)
 
 
 def _own_source(base: Any, steps: StepReader, index: int) -> IndexedSource | ReadSource:

@@ -51,11 +51,15 @@ class _Tagging:
 
     stream: Any
     collate: Callable[[Any], Any]
+    in_batches: bool
     keeps_state: bool
 
     def __call__(self, samples: Any) -> Any:
         batch = self.collate(samples)
         real = self.stream.real if isinstance(self.stream, IterableDatasetShard) else None
+        if real is not None and self.in_batches:
+            size = batch_size_of(batch)
+            real = None if size is None else real * size
         if not self.keeps_state:
             return batch if real is None else TaggedBatch(batch, real, 0, None)
         worker = torch.utils.data.get_worker_info()
@@ -94,9 +98,9 @@ class ResumableReader:
         self._asks_loader = _has_state(base)
         streams = isinstance(base, DataLoader) and isinstance(base.dataset, IterableDataset)
         self._asks_dataset = streams and not self._asks_loader and _has_state(base.dataset)
-        self._in_batches = streams and base.batch_size is None
         if streams and (self._asks_dataset or isinstance(base.dataset, IterableDatasetShard)):
-            tagging = _Tagging(base.dataset, base.collate_fn, self._asks_dataset)
+            in_batches = base.batch_size is None
+            tagging = _Tagging(base.dataset, base.collate_fn, in_batches, self._asks_dataset)
             object.__setattr__(base, "collate_fn", tagging)
 
     def batches(self, state: Any = None) -> Iterator[Read]:
@@ -141,15 +145,9 @@ class ResumableReader:
             elif asks_loader:
                 state = self.base.state_dict()
             if isinstance(item, TaggedBatch):
-                yield item.batch, self._samples(item), state
+                yield item.batch, item.real, state
             else:
                 yield item, None, state
-
-    def _samples(self, tagged: TaggedBatch) -> int | None:
-        if tagged.real is None:
-            return None
-        size = batch_size_of(tagged.batch) if self._in_batches else 1
-        return None if size is None else tagged.real * size
 
 
 class _WorkerStates:

@@ -15,6 +15,9 @@ from accelerate_core.errors import ConfigurationError
 SliceFn = Callable[..., Any]
 #: A batch, how many samples of its step are real if that is known, the data's state after it.
 Read = tuple[Any, int | None, Any]
+#: A batch as a loader gives it: `last` says that none follows, `real` how many samples of the global
+#: step are real if it was filled up, else None, and `state` is that of the data after it if known.
+Item = tuple[Any, bool, int | None, Any]
 NOTHING: Any = object()
 _CANNOT_JOIN = (TypeError, ValueError, RuntimeError, KeyError, IndexError)
 
