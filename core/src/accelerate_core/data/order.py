@@ -176,8 +176,7 @@ def _shuffled(sampler: Any) -> Iterator[Run]:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     if sampler.replacement:
-        pieces = [32] * (wanted // 32) + [wanted % 32]
-        for piece in pieces:
+        for piece in [32] * (wanted // 32) + [wanted % 32]:
             yield torch.randint(size, (piece,), dtype=torch.int64, generator=generator)
         return
     for _ in range(wanted // size):

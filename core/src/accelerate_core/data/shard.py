@@ -60,13 +60,11 @@ class BatchSamplerShard(Wrapper, BatchSampler):
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        total = len(self.batch_sampler)
-        if self.split_batches:
-            return total - 1 if self._misses_last_part() else total
-        return steps_of(total, self, self.process_index)
+        steps = steps_of(len(self.batch_sampler), self, self.process_index)
+        return steps - 1 if self._misses_last_part() else steps
 
     def _misses_last_part(self) -> bool:
-        if self.even_batches or self.drop_last:
+        if not self.split_batches or self.even_batches or self.drop_last:
             return False
         try:
             rest = len(self.batch_sampler.sampler) % self.batch_size

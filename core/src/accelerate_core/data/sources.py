@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
+from operator import length_hint
 from typing import Any
 
 from accelerate_core.data.batch import batch_size_of
@@ -14,7 +15,7 @@ from accelerate_core.data.dispatch.transport import SOURCE
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.resumable import ResumableReader
 from accelerate_core.data.shard import ItemShard, IterableDatasetShard
-from accelerate_core.data.steps import NOTHING, Item, Read, Step, StepReader
+from accelerate_core.data.steps import NOTHING, Item, Read, Step, StepReader, steps_of
 from accelerate_core.distributed.communicator import Communicator
 
 _END: Any = object()
@@ -126,10 +127,8 @@ class IndexedSource:
 
     def _items(self, iterator: Iterator[Any], index: IndexIterator) -> Iterator[Item]:
         for seen, batch in enumerate(iterator, 1):
-            if index.exhausted and seen == index.count:
-                yield batch, True, self._real(batch), None
-            else:
-                yield batch, False, None, None
+            last = index.exhausted and seen == index.count
+            yield batch, last, self._real(batch) if last else None, None
 
     def _real(self, batch: Any) -> int | None:
         plan = self.stream.plan
@@ -165,7 +164,7 @@ class ReadSource:
         return ResumableReader(self.base)
 
     def length(self) -> int:
-        return self.steps.length(len(self.base), self.part)
+        return steps_of(len(self.base), self.steps, self.part)
 
     def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
         reading, skip = self._open(batches, state)
@@ -229,11 +228,7 @@ class DispatchedSource(ReadSource):
         if stream is None:
             return super()._open(batches, state)
         stream.start, stream.keep = batches, self.per_step if self.steps.fills else 0
-        skip = stream.keep if batches else 0
-        try:
-            skip = min(skip, len(stream))
-        except TypeError:
-            pass
+        skip = min(stream.keep, length_hint(stream, stream.keep)) if batches else 0
         items = zip(iter(self.base), repeat(None), repeat(None))
         if stream.latest is not None:
             stream.latest.draw()  # before it is watched whether reading draws from the generators

@@ -34,10 +34,9 @@ class Prefetcher:
     dies does not wait for it.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, then: Callable[[], None]) -> None:
+    def __init__(self, make: Callable[[], Any], then: Callable[[], None]) -> None:
         self._make = make
         self._then = then
-        self._name = name
         self._jobs: queue.Queue[Future[Any] | None] = queue.Queue()
         self._pending: Future[Any] | None = None
         self._thread: threading.Thread | None = None
@@ -45,7 +44,7 @@ class Prefetcher:
     def start(self) -> None:
         """Begin to make the next result."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._run, name="dispatch", daemon=True)
             self._thread.start()
         self._pending = Future()
         self._jobs.put(self._pending)
@@ -142,7 +141,7 @@ class Dispatch:
         self._reads = self.comm.rank == SOURCE
         self._outgoing = self._all_messages()
         self._ready: list[Message] | None = None
-        self._prefetcher = Prefetcher(self._send, "dispatch", then=self._get_ready)
+        self._prefetcher = Prefetcher(self._send, then=self._get_ready)
         self._awaited = False  # whether the other ranks are a message ahead of this one
         self._closed = False
         if ahead:
