@@ -11,21 +11,21 @@ from accelerate_core.data.dispatch.prefetch import Prefetcher
 
 def test_results_come_in_order_and_then_follows_each():
     made, events = iter(range(5)), []
-    worker = Prefetcher(lambda: next(made), "test", lambda: events.append("then"))
+    worker = Prefetcher(lambda: next(made), lambda: events.append("then"))
     for expected in range(5):
         worker.start()
         assert worker.take() == expected
         worker.rest()
         assert events == ["then"] * (expected + 1)
     worker.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "test"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "dispatch"]
 
 
 def test_failures_are_raised_where_the_result_is_taken():
     def fails():
         raise OSError("disk")
 
-    worker = Prefetcher(fails, "test", lambda: None)
+    worker = Prefetcher(fails, lambda: None)
     worker.start()
     with pytest.raises(OSError, match="disk"):
         worker.take()
@@ -37,7 +37,7 @@ def test_a_thread_that_died_is_replaced():
     def dies():
         raise RuntimeError("against the contract")
 
-    worker = Prefetcher(lambda: 1, "test", dies)
+    worker = Prefetcher(lambda: 1, dies)
     for _ in range(3):
         worker.start()
         assert worker.take() == 1
@@ -53,7 +53,7 @@ def test_what_was_started_is_waited_for_and_dropped():
         gate.wait(10)
         done.append(True)
 
-    worker = Prefetcher(slow, "test", lambda: None)
+    worker = Prefetcher(slow, lambda: None)
     worker.start()
     threading.Timer(0.05, gate.set).start()
     worker.close()

@@ -36,8 +36,14 @@ def feed(
         return
     side = streams.Stream(device=device)
     moved = (_copy(batch, device, streams, side) for batch in batches)
-    for ahead, _, _ in look_ahead(moved):
-        yield _handed_over(ahead, device, streams)
+    for (batch, arrived), _, _ in look_ahead(moved):
+        stream = streams.current_stream(device)
+        stream.wait_event(arrived)
+        for leaf in flatten(batch):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type:
+                # Its memory belongs to the side stream: not to be reused while this one works.
+                leaf.record_stream(stream)
+        yield batch
 
 
 def look_ahead(items: Iterator[T]) -> Iterator[tuple[T, T | None, Exception | None]]:
@@ -69,14 +75,3 @@ def _copy(batch: Any, device: torch.device, streams: Any, side: Any) -> tuple[An
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     can = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_pinned()
     return tensor.pin_memory() if can else tensor
-
-
-def _handed_over(ahead: tuple[Any, Any], device: torch.device, streams: Any) -> Any:
-    moved, arrived = ahead
-    stream = streams.current_stream(device)
-    stream.wait_event(arrived)
-    for leaf in flatten(moved):
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type:
-            # Its memory belongs to the side stream, which must not reuse it while this one works.
-            leaf.record_stream(stream)
-    return moved

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -18,14 +18,12 @@ from accelerate_core.data.batch import batch_size_of, concat_batches, needs_move
 from accelerate_core.data.feeding import feed
 from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.data.position import OrderState, Position
+from accelerate_core.data.resumable import swapped
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
-from accelerate_core.data.sources import Item
-from accelerate_core.data.steps import check_rank
+from accelerate_core.data.steps import Item, check_rank
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.training.gradient_state import GradientState, Served
-
-Feed = Callable[[Iterator[Any]], Iterator[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ class LoaderOptions:
     comm: Communicator | None = None
     order_comm: Communicator | None = None
     gradient_state: GradientState | None = None
-    feed: Feed | None = None
+    feed: Callable[[Iterator[Any]], Iterator[Any]] | None = None
     feed_always: bool = False
     fixed_batch: int | None = None
 
@@ -137,8 +135,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch served last is the last one."""
-        runs = self._runs
-        return bool((runs[-1] if runs else self._served).last)
+        return bool([self._served, *self._runs][-1].last)
 
     @property
     def remainder(self) -> int:
@@ -290,7 +287,12 @@ class PreparedLoader(DataLoader[Any]):
         order = position.order or OrderState.capture(generator)
         position.owner, position.ended, position.order = owner, False, order
         position.kept_workers = kept_workers or self._workers_live_on()
-        with self._without_seed(kept_workers), order.replayed(generator) if draw else nullcontext():
+        with ExitStack() as stack:
+            if kept_workers and not self._workers_live_on() and hasattr(self.base, "generator"):
+                # In the run that is resumed these workers lived on, and drew no seed.
+                stack.enter_context(swapped(self.base, "generator", torch.Generator()))
+            if draw:
+                stack.enter_context(order.replayed(generator))
             return self._source.start(position.batches, draw, position.loader_state)  # type: ignore[no-any-return]
 
     def _workers_live_on(self) -> bool:
@@ -298,25 +300,12 @@ class PreparedLoader(DataLoader[Any]):
         persistent = getattr(self.base, "persistent_workers", False)
         return persistent and getattr(self.base, "_iterator", None) is not None
 
-    @contextmanager
-    def _without_seed(self, kept_workers: bool) -> Iterator[None]:
-        """Let workers that are begun anew draw their seed elsewhere: in the run that is resumed
-        they lived on, and drew none.
-        """
-        if not kept_workers or self._workers_live_on() or not hasattr(self.base, "generator"):
-            yield
-            return
-        before = self.base.generator
-        self.base.generator = torch.Generator()
-        try:
-            yield
-        finally:
-            self.base.generator = before
-
     def _batches(self, served: Served) -> Iterator[Any]:
         """Begin to read; each batch is noted in `served` and in the position."""
-        items, fixed = self._start(served), self.options.fixed_batch
-        return self._noted(items if fixed is None else self._filled(items, fixed), served)
+        items = self._start(served)
+        if self.options.fixed_batch is not None:
+            items = self._filled(items, self.options.fixed_batch)
+        return self._noted(items, served)
 
     def _noted(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
         position, per_step = self._position, self._source.per_step
@@ -329,7 +318,9 @@ class PreparedLoader(DataLoader[Any]):
                     position.ended = served.last
                     position.loader_state = data_state
                 yield batch
-            position.finish(served)
+            if position.owner is served:
+                position.kept_workers = False
+                position.start_of(position.epoch + 1)
         finally:
             self._runs[:] = [run for run in self._runs if run is not served]
 
@@ -339,13 +330,12 @@ class PreparedLoader(DataLoader[Any]):
         for batch, last, real, state in items:
             size = batch_size_of(batch) or 0
             missing = -size % multiple
-            if not missing:
-                yield batch, last, real, state
-                continue
-            check_fixed_batch(size, multiple, count)
-            pieces = [batch] * (1 + -(-missing // size))
-            filled = slice_batch(concat_batches(pieces), slice(size + missing), size * len(pieces))
-            yield filled, last, size, state
+            if missing:
+                check_fixed_batch(size, multiple, count)
+                many = [batch] * (1 + -(-missing // size))
+                batch = slice_batch(concat_batches(many), slice(size + missing), size * len(many))
+                real = size
+            yield batch, last, real, state
 
     def _on_device(self, items: Iterator[Item]) -> Iterator[Item]:
         options: LoaderOptions = self.options
@@ -353,11 +343,9 @@ class PreparedLoader(DataLoader[Any]):
             return items
         if options.device.type == "cpu" and not options.feed_always:
             # Nothing is to be done where batches are born: one look decides for the iteration.
-            first = next(items, None)
-            if first is None:
-                return iter(())
-            items = chain([first], items)
-            if not needs_move(first[0], options.device):
+            first = list(islice(items, 1))
+            items = chain(first, items)
+            if not any(needs_move(batch, options.device) for batch, *_ in first):
                 return items
         return self._fed(items)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
-from itertools import chain, islice
+from itertools import chain, cycle, islice, tee
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +24,8 @@ from torch.utils.data import (
 )
 
 Run = Any  # of indices: has a length and can be sliced
+#: One rank's indices of a global step, and the step's real length if it was filled up.
+Part = tuple[list[Any], int | None]
 
 
 class Wrapper:
@@ -174,8 +176,7 @@ def _shuffled(sampler: Any) -> Iterator[Run]:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     if sampler.replacement:
-        pieces = [32] * (wanted // 32) + [wanted % 32]
-        for piece in pieces:
+        for piece in [32] * (wanted // 32) + [wanted % 32]:
             yield torch.randint(size, (piece,), dtype=torch.int64, generator=generator)
         return
     for _ in range(wanted // size):
@@ -197,28 +198,26 @@ class Cursor:
     """A place in the order of a sampler of which the runs are known.
 
     Args:
-        runs: the indices.
-        keep: how many of the first indices `head` may be asked for.
+        order: the indices, in runs.
     """
 
-    def __init__(self, runs: Iterator[Run], keep: int = 0) -> None:
-        self._runs = runs
-        self._keep = keep
-        self._first: list[Run] = []
-        self._kept = 0
+    def __init__(self, order: Iterator[Run]) -> None:
+        self._order = order
         self._run: Run = ()
         self._length = 0
         self._at = 0
 
     def _next_run(self) -> bool:
-        run = next(self._runs, None)
+        run = next(self._order, None)
         if run is None:
             return False
-        if self._kept < self._keep:
-            self._first.append(run)
-            self._kept += len(run)
         self._run, self._length, self._at = run, len(run), 0
         return True
+
+    def first(self, count: int) -> list[Any]:
+        """Return the first `count` indices of the order; only before the cursor moves."""
+        self._order, again = tee(self._order)
+        return type(self)(again).take(count)
 
     def skip(self, count: int) -> int:
         """Pass over `count` indices; return how many there were."""
@@ -251,13 +250,6 @@ class Cursor:
         taken = self.take(width)
         return taken, before + len(taken) + self.skip(step - low - width)
 
-    def head(self) -> list[Any]:
-        """Return the first indices of the order, as many as were to be kept, once they are passed."""
-        first: list[Any] = []
-        for run in self._first:
-            first += _listed(run[: self._keep - len(first)])
-        return first
-
 
 def _listed(run: Run) -> list[Any]:
     return run.tolist() if isinstance(run, torch.Tensor) else list(run)
@@ -266,45 +258,28 @@ def _listed(run: Run) -> list[Any]:
 class _Stream(Cursor):
     """A place in the order of any iterable: passing over an index means drawing it."""
 
-    _at = _length = 0  # there is no run to take from
-
-    def __init__(self, indices: Iterator[Any], keep: int = 0) -> None:
-        self._indices = indices
-        self._keep = keep
-        self._head: list[Any] | None = None
-
-    def _opened(self) -> Iterator[Any]:
-        if self._head is None:
-            self._head = list(islice(self._indices, self._keep))
-            self._indices = chain(self._head, self._indices)
-        return self._indices
-
     def skip(self, count: int) -> int:
         # Counting in C: some 40 ns per index.
-        last = deque(enumerate(islice(self._opened(), count), 1), maxlen=1)
+        last = deque(enumerate(islice(self._order, count), 1), maxlen=1)
         return last[0][0] if last else 0
 
     def take(self, count: int) -> list[Any]:
-        return list(islice(self._opened(), count))
-
-    def head(self) -> list[Any]:
-        self._opened()
-        return list(self._head or ())
+        return list(islice(self._order, count))
 
 
-def cursor_over(sampler: Any, keep: int = 0) -> Cursor:
+def cursor_over(sampler: Any) -> Cursor:
     """Return a cursor at the start of a new iteration over the sampler.
 
     Nothing is drawn before it moves. A subclass with an `__iter__` of its own is a sampler of the
     user's, of which only the iterator knows the order.
     """
     if isinstance(sampler, (range, list, tuple)):
-        return Cursor(iter([sampler]), keep)
+        return Cursor(iter([sampler]))
     shared = isinstance(sampler, SharedOrderSampler)
     draw = _DRAWS.get(getattr(type(sampler.base if shared else sampler), "__iter__", None))
     if draw is None:
-        return _Stream(iter(sampler), keep)
-    return Cursor(_drawn(draw, sampler, shared), keep)
+        return _Stream(iter(sampler))
+    return Cursor(_drawn(draw, sampler, shared))
 
 
 def is_plain(batch_sampler: Any) -> bool:
@@ -316,9 +291,7 @@ def is_plain(batch_sampler: Any) -> bool:
     )
 
 
-def parts_of(
-    shard: Any, sampler: Any, width: int, start: int
-) -> Iterator[tuple[list[Any], int | None]]:
+def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[Part]:
     """Yield one rank's indices of each global step, and its real length if it was filled up.
 
     A step is `width` indices per rank. The first begins at the index `start`. A last step that is
@@ -330,18 +303,17 @@ def parts_of(
     """
     step, low, drop_last = width * shard.num_processes, width * shard.process_index, shard.drop_last
     fills = shard.even_batches and not drop_last
-    cursor = cursor_over(sampler, keep=step if fills else 0)
-    if start:
-        cursor.skip(start)
+    cursor = cursor_over(sampler)
+    first = cursor.first(step) if fills else []
+    cursor.skip(start)
     while True:
         own, length = cursor.part(low, width, step)
         if length == step:
             yield own, None
             continue
         if length and fills:
-            head = cursor.head()
             begin = max(low - length, 0)
-            own += [head[(begin + i) % len(head)] for i in range(width - len(own))]
+            own += islice(cycle(first), begin, begin + width - len(own))
             yield own, length
         elif own and not drop_last:
             yield own, None

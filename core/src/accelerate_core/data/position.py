@@ -64,12 +64,6 @@ class Position:
     kept_workers: bool = False
     owner: object = field(default=None, repr=False)
 
-    def finish(self, owner: object) -> None:
-        """Note that the epoch is over, if `owner` is the latest iteration."""
-        if self.owner is owner:
-            self.kept_workers = False
-            self.start_of(self.epoch + 1)
-
     def start_of(self, epoch: int) -> None:
         """Stand before the first batch of an epoch."""
         self.epoch, self.batches, self.ended = epoch, 0, False
@@ -93,13 +87,10 @@ class Position:
             "ended": self.ended,
             "has_workers": self.kept_workers or (self.order is None and has_workers),
         }
+        known = {"loader": self.loader_state}
         if self.order is not None:
-            state["torch_rng"] = self.order.torch_rng
-            if self.order.generator is not None:
-                state["generator"] = self.order.generator
-        if self.loader_state is not None:
-            state["loader"] = self.loader_state
-        return state
+            known.update(vars(self.order))
+        return state | {name: value for name, value in known.items() if value is not None}
 
     def load_state_dict(self, state: dict[str, Any], batch_size: int | None) -> None:
         """Take over a position; the next iteration begins there.

@@ -6,7 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from accelerate_core.data.order import (
     draws_from_torch,
     order_sampler,
 )
+from accelerate_core.data.resumable import swapped
 from accelerate_core.data.rng import RankedWorkerInit, check_rng_types, share_from_main
 from accelerate_core.data.shard import BatchSamplerShard, ItemShard, IterableDatasetShard
 from accelerate_core.data.sources import DispatchedSource, IndexedSource, IndexStream, ReadSource
@@ -78,8 +79,9 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> PreparedLoader:
     if config.use_seedable_sampler:
         _make_seedable(base, config.data_seed, order_comm)
     dispatches = _dispatches(config.dispatch_batches, base, count, options.comm)
-    if not dispatches and order_comm is not None:
-        _share_order(base, order_comm)
+    sampler = order_sampler(base)
+    if not dispatches and order_comm is not None and draws_from_torch(sampler):
+        _set_order_sampler(base, SharedOrderSampler(sampler, share_from_main(order_comm)))
     batch_size = _batch_size(base)
     if config.split_batches and count > 1 and (batch_size is not None or _has_batch_sampler(base)):
         check_split(batch_size, count)
@@ -120,26 +122,21 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 @contextmanager
-def override_even_batches(loaders: Iterable[Any], value: bool | None) -> Iterator[None]:
+def override_even_batches(loaders: Iterable[Any], value: bool) -> Iterator[None]:
     """Let prepared loaders fill up their last step or not, for the iterations begun inside.
 
-    None changes nothing. A stream that is read by workers which are running keeps its setting.
+    A stream that is read by workers which are running keeps its setting.
     """
-    known = [one for one in loaders if value is not None]
-    before = [loader.even_batches for loader in known]
-    try:
-        for loader in known:
+    with ExitStack() as stack:
+        for loader in loaders:
             if _is_iterable(loader) and getattr(loader, "persistent_workers", False):
                 warnings.warn(
                     "even_batches cannot be overridden for an iterable dataset with persistent "
                     "workers once they run.",
                     stacklevel=3,
                 )
-            loader.even_batches = bool(value)
+            stack.enter_context(swapped(loader, "even_batches", bool(value)))
         yield
-    finally:
-        for loader, was in zip(known, before, strict=True):
-            loader.even_batches = was
 
 
 def _order_name(loader: DataLoader[Any]) -> str:
@@ -259,12 +256,6 @@ def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None
     _set_order_sampler(loader, seedable)
 
 
-def _share_order(loader: Any, comm: Communicator) -> None:
-    sampler = order_sampler(loader)
-    if draws_from_torch(sampler):
-        _set_order_sampler(loader, SharedOrderSampler(sampler, share_from_main(comm)))
-
-
 def _set_order_sampler(loader: Any, sampler: Any) -> None:
     for name in ("batch_sampler", "sampler"):
         holder = getattr(loader, name, None)
@@ -283,7 +274,7 @@ def _drops_last(loader: Any) -> bool:
 
 def _plan_of(loader: Any) -> Any:
     """Return what names the indices of a map-style loader that follows them, else None."""
-    if not isinstance(loader, DataLoader) or _is_iterable(loader) or not _iterates_plainly(loader):
+    if _is_iterable(loader) or not _iterates_plainly(loader):
         return None
     return getattr(loader, _order_name(loader))
 
@@ -303,7 +294,8 @@ def _dispatched_source(base: Any, steps: StepReader, options: LoaderOptions) -> 
     shards = list(range(comm.size))
     if comm.size != steps.num_processes or index != comm.rank:
         shards = comm.gather_object(index)
-    return DispatchedSource(base, stream, steps, comm, shards, options.config.read_ahead)
+    ahead = options.config.read_ahead
+    return DispatchedSource(base, steps.per_step, steps, index, stream, comm, shards, ahead)
 
 
 def _own_source(base: Any, steps: StepReader, index: int) -> IndexedSource | ReadSource:
@@ -327,7 +319,7 @@ def _own_source(base: Any, steps: StepReader, index: int) -> IndexedSource | Rea
 
 def _shard_stream(base: Any, steps: StepReader, index: int) -> bool:
     """Put the rank's share of a stream in the place of the dataset, if the loader has one."""
-    if not (isinstance(base, DataLoader) and _is_iterable(base) and _iterates_plainly(base)):
+    if not (_is_iterable(base) and _iterates_plainly(base)):
         return False
     size, count, split = base.batch_size, steps.num_processes, steps.split_batches
     if size is None and split:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,6 +21,17 @@ from accelerate_core.data.batch import batch_size_of
 from accelerate_core.data.shard import IterableDatasetShard
 from accelerate_core.data.steps import Read
 from accelerate_core.errors import ConfigurationError
+
+
+@contextmanager
+def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an attribute have another value for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _has_state(obj: Any) -> bool:
@@ -51,11 +63,15 @@ class _Tagging:
 
     stream: Any
     collate: Callable[[Any], Any]
+    in_batches: bool
     keeps_state: bool
 
     def __call__(self, samples: Any) -> Any:
         batch = self.collate(samples)
         real = self.stream.real if isinstance(self.stream, IterableDatasetShard) else None
+        if real is not None and self.in_batches:
+            size = batch_size_of(batch)
+            real = None if size is None else real * size
         if not self.keeps_state:
             return batch if real is None else TaggedBatch(batch, real, 0, None)
         worker = torch.utils.data.get_worker_info()
@@ -94,9 +110,9 @@ class ResumableReader:
         self._asks_loader = _has_state(base)
         streams = isinstance(base, DataLoader) and isinstance(base.dataset, IterableDataset)
         self._asks_dataset = streams and not self._asks_loader and _has_state(base.dataset)
-        self._in_batches = streams and base.batch_size is None
         if streams and (self._asks_dataset or isinstance(base.dataset, IterableDatasetShard)):
-            tagging = _Tagging(base.dataset, base.collate_fn, self._asks_dataset)
+            in_batches = base.batch_size is None
+            tagging = _Tagging(base.dataset, base.collate_fn, in_batches, self._asks_dataset)
             object.__setattr__(base, "collate_fn", tagging)
 
     def batches(self, state: Any = None) -> Iterator[Read]:
@@ -105,18 +121,15 @@ class ResumableReader:
         `real`: samples of the global step if it was filled up, else None. The loader is opened
         before this returns.
         """
-        if not self._asks_dataset:
-            if self._asks_loader and state is not None:
-                self.base.load_state_dict(state)
-            return self._read(iter(self.base), None)
-        workers = _WorkerStates(max(self.base.num_workers, 1))
-        if state is None:
+        if self._asks_loader and state is not None:
+            self.base.load_state_dict(state)
+        workers = _WorkerStates(max(self.base.num_workers, 1)) if self._asks_dataset else None
+        if workers is None or state is None:
             return self._read(iter(self.base), workers)
         passed_over = workers.restore(state)
-        iterator = self._restored(workers.before)
-        for tagged in islice(iterator, passed_over):
-            workers.note(tagged.worker, tagged.state)
-        return self._read(iterator, workers)
+        reading = self._read(self._restored(workers.before), workers)
+        next(islice(reading, passed_over, passed_over), None)  # moves on by so many
+        return reading
 
     def _restored(self, states: list[Any]) -> Iterator[Any]:
         base = self.base
@@ -124,13 +137,9 @@ class ResumableReader:
             if states[0] is not None:
                 base.dataset.load_state_dict(copy.deepcopy(states[0]))
             return iter(base)
-        init = base.worker_init_fn
         base.__dict__["_iterator"] = None  # workers that persist would not be initialised anew
-        object.__setattr__(base, "worker_init_fn", _Restoring(states, init))
-        try:
+        with swapped(base, "worker_init_fn", _Restoring(states, base.worker_init_fn)):
             return iter(base)
-        finally:
-            object.__setattr__(base, "worker_init_fn", init)
 
     def _read(self, iterator: Iterator[Any], workers: _WorkerStates | None) -> Iterator[Read]:
         state, asks_loader = None, self._asks_loader
@@ -141,15 +150,9 @@ class ResumableReader:
             elif asks_loader:
                 state = self.base.state_dict()
             if isinstance(item, TaggedBatch):
-                yield item.batch, self._samples(item), state
+                yield item.batch, item.real, state
             else:
                 yield item, None, state
-
-    def _samples(self, tagged: TaggedBatch) -> int | None:
-        if tagged.real is None:
-            return None
-        size = batch_size_of(tagged.batch) if self._in_batches else 1
-        return None if size is None else tagged.real * size
 
 
 class _WorkerStates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -93,14 +94,8 @@ class RankedWorkerInit:
             object.__setattr__(info, "seed", seed)  # torch forbids it the ordinary way
             torch.manual_seed(seed)
             random.seed(seed)
-            _seed_numpy(seed)
+            numpy: Any = sys.modules.get("numpy")  # torch has seeded it where there is one
+            if numpy is not None:
+                numpy.random.seed(numpy.random.SeedSequence(seed).generate_state(4))
         if self.init is not None:
             self.init(worker_id)
-
-
-def _seed_numpy(seed: int) -> None:
-    try:
-        import numpy
-    except ImportError:
-        return
-    numpy.random.seed(numpy.random.SeedSequence(seed).generate_state(4))

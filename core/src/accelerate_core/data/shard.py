@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
-from accelerate_core.data.order import Wrapper, is_plain, parts_of
+from accelerate_core.data.order import Part, Wrapper, is_plain, parts_of
 from accelerate_core.data.steps import NOTHING, StepReader, check_rank, check_split, steps_of
 
 
@@ -60,13 +60,11 @@ class BatchSamplerShard(Wrapper, BatchSampler):
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        total = len(self.batch_sampler)
-        if self.split_batches:
-            return total - 1 if self._misses_last_part() else total
-        return steps_of(total, self, self.process_index)
+        steps = steps_of(len(self.batch_sampler), self, self.process_index)
+        return steps - 1 if self._misses_last_part() else steps
 
     def _misses_last_part(self) -> bool:
-        if self.even_batches or self.drop_last:
+        if not self.split_batches or self.even_batches or self.drop_last:
             return False
         try:
             rest = len(self.batch_sampler.sampler) % self.batch_size
@@ -80,23 +78,22 @@ class BatchSamplerShard(Wrapper, BatchSampler):
     def iterate(self, start: int = 0) -> Iterator[list[int]]:
         """Yield this rank's batches of the epoch from the single-process batch `start` on."""
         self.tail = None
-        if is_plain(self.batch_sampler):
-            return self._parts(start)
-        return self._whole_batches(start)
+        parts = self._parts if is_plain(self.batch_sampler) else self._whole_batches
+        for part, self.tail in parts(start):
+            if part is not NOTHING:
+                yield part
 
-    def _parts(self, start: int) -> Iterator[list[int]]:
+    def _parts(self, start: int) -> Iterator[Part]:
         """Take the part out of the sampler's order: no other rank's batch is made."""
         size = self.batch_sampler.batch_size
         width = size // self.num_processes if self.split_batches else size
-        parts = parts_of(self, self.batch_sampler.sampler, width, start * size)
-        for part, self.tail in parts:
-            yield part
+        return parts_of(self, self.batch_sampler.sampler, width, start * size)
 
-    def _whole_batches(self, start: int) -> Iterator[list[int]]:
+    def _whole_batches(self, start: int) -> Iterator[Part]:
         """Arrange the batches of a batch sampler of the user's in global steps."""
-        count, rank = self.num_processes, self.process_index
+        rank = self.process_index
         steps = StepReader(
-            count,
+            self.num_processes,
             self.split_batches,
             self.even_batches,
             self.drop_last,
@@ -108,10 +105,7 @@ class BatchSamplerShard(Wrapper, BatchSampler):
             _joined,
         )
         batches = zip(map(list, self.batch_sampler), repeat(None), repeat(None))
-        for step in steps.steps(batches, start):
-            part, self.tail = step.parts[rank], step.real
-            if part is not NOTHING:
-                yield part
+        return ((step.parts[rank], step.real) for step in steps.steps(batches, start))
 
 
 def _joined(batches: Sequence[list[int]]) -> list[int]:

@@ -1,14 +1,12 @@
-"""The three ways a prepared loader gets its batches. Each gives `(batch, last, real, state)`.
-
-`last`: no batch follows. `real`: real samples of the global step if it was filled up, else None.
-`state`: that of the data after the batch, where it has one of its own.
-"""
+"""The three ways a prepared loader gets its batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
+from operator import length_hint
 from typing import Any
 
 from accelerate_core.data.batch import batch_size_of
@@ -17,10 +15,9 @@ from accelerate_core.data.dispatch.transport import SOURCE
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.resumable import ResumableReader
 from accelerate_core.data.shard import ItemShard, IterableDatasetShard
-from accelerate_core.data.steps import NOTHING, Read, Step, StepReader
+from accelerate_core.data.steps import NOTHING, Item, Read, Step, StepReader, steps_of
 from accelerate_core.distributed.communicator import Communicator
 
-Item = tuple[Any, bool, int | None, Any]
 _END: Any = object()
 
 
@@ -90,6 +87,7 @@ class IndexIterator(Iterator[Any]):
         return batch
 
 
+@dataclass(eq=False)
 class IndexedSource:
     """A map-style loader that reads the indices of an `IndexStream`: nothing is read early.
 
@@ -101,11 +99,13 @@ class IndexedSource:
     `filler` fills up the end of the epoch according to its `even_batches`, if it has one.
     """
 
-    def __init__(self, base: Any, stream: IndexStream, per_step: int) -> None:
-        self.base = base
-        self.stream = stream
-        self.per_step = per_step
-        self.filler = stream.plan
+    base: Any
+    stream: IndexStream
+    per_step: int
+
+    @property
+    def filler(self) -> Any:
+        return self.stream.plan
 
     def length(self) -> int:
         """Return the number of batches of a whole epoch; `TypeError` if it is not known."""
@@ -127,10 +127,8 @@ class IndexedSource:
 
     def _items(self, iterator: Iterator[Any], index: IndexIterator) -> Iterator[Item]:
         for seen, batch in enumerate(iterator, 1):
-            if index.exhausted and seen == index.count:
-                yield batch, True, self._real(batch), None
-            else:
-                yield batch, False, None, None
+            last = index.exhausted and seen == index.count
+            yield batch, last, self._real(batch) if last else None, None
 
     def _real(self, batch: Any) -> int | None:
         plan = self.stream.plan
@@ -141,6 +139,7 @@ class IndexedSource:
         return None if size is None else tail * size
 
 
+@dataclass(eq=False)
 class ReadSource:
     """A loader whose end shows only by reading on: it is read one global step ahead.
 
@@ -150,20 +149,22 @@ class ReadSource:
         part: which part of a step is this rank's.
     """
 
-    def __init__(
-        self, base: Any, per_step: int, steps: StepReader, part: int, reads: bool = True
-    ) -> None:
-        dataset = getattr(base, "dataset", None)
+    base: Any
+    per_step: int
+    steps: StepReader
+    part: int
+
+    def __post_init__(self) -> None:
+        dataset = getattr(self.base, "dataset", None)
         self.shard = dataset if isinstance(dataset, IterableDatasetShard) else None
-        self.filler = steps if steps.num_processes > 1 else self.shard
-        self.base = base
-        self.per_step = per_step
-        self.steps = steps
-        self.part = part
-        self.reader = ResumableReader(base) if reads else None
+        self.filler = self.steps if self.steps.num_processes > 1 else self.shard
+
+    @cached_property
+    def reader(self) -> ResumableReader:
+        return ResumableReader(self.base)
 
     def length(self) -> int:
-        return self.steps.length(len(self.base), self.part)
+        return steps_of(len(self.base), self.steps, self.part)
 
     def start(self, batches: int, draw: bool, state: Any = None) -> Iterator[Item]:
         reading, skip = self._open(batches, state)
@@ -171,7 +172,6 @@ class ReadSource:
 
     def _open(self, batches: int, state: Any) -> tuple[Iterator[Read], int]:
         """Open the loader; return it, and how many of its batches are passed over."""
-        assert self.reader is not None
         skip = 0 if state is not None else batches * self.steps.per_step // self.per_step
         if self.shard is not None and state is None and not getattr(self.base, "num_workers", 0):
             # Samples can be counted where one process reads them all, whatever the ranks were.
@@ -185,6 +185,7 @@ class ReadSource:
                 yield part, step.last[self.part], step.real, step.state
 
 
+@dataclass(eq=False)
 class DispatchedSource(ReadSource):
     """A loader that rank 0 reads for all. Only there is its state known.
 
@@ -195,21 +196,10 @@ class DispatchedSource(ReadSource):
         read_ahead: read the next step on a thread.
     """
 
-    def __init__(
-        self,
-        base: Any,
-        stream: IndexStream | None,
-        steps: StepReader,
-        comm: Communicator,
-        shard_of_rank: Sequence[int],
-        read_ahead: bool,
-    ) -> None:
-        reads = stream is None and comm.rank == SOURCE
-        super().__init__(base, steps.per_step, steps, shard_of_rank[comm.rank], reads)
-        self.stream = stream
-        self.comm = comm
-        self.shard_of_rank = shard_of_rank
-        self.read_ahead = read_ahead
+    stream: IndexStream | None
+    comm: Communicator
+    shard_of_rank: Sequence[int]
+    read_ahead: bool
 
     @cached_property
     def _group(self) -> Any:
@@ -226,8 +216,7 @@ class DispatchedSource(ReadSource):
             except Exception as error:  # the others wait for the first message: tell them there
                 reading = error
         shards, ahead = self.shard_of_rank, self.read_ahead
-        dispatch = Dispatch(self.steps, reading, skip, self.comm, shards, group, ahead)
-        return ((one.part, one.last, one.real, one.state) for one in dispatch.messages())
+        return Dispatch(self.steps, reading, skip, self.comm, shards, group, ahead).items()
 
     def _open(self, batches: int, state: Any) -> tuple[Iterator[Read], int]:
         """Open the loader; return it, and how many of its batches are passed over.
@@ -239,15 +228,8 @@ class DispatchedSource(ReadSource):
         if stream is None:
             return super()._open(batches, state)
         stream.start, stream.keep = batches, self.per_step if self.steps.fills else 0
-        skip = stream.keep if batches else 0
-        try:
-            skip = min(skip, len(stream))
-        except TypeError:
-            pass
+        skip = min(stream.keep, length_hint(stream, stream.keep)) if batches else 0
         items = zip(iter(self.base), repeat(None), repeat(None))
         if stream.latest is not None:
             stream.latest.draw()  # before it is watched whether reading draws from the generators
         return items, skip
-
-
-Source = IndexedSource | ReadSource

@@ -15,6 +15,9 @@ from accelerate_core.errors import ConfigurationError
 SliceFn = Callable[..., Any]
 #: A batch, how many samples of its step are real if that is known, the data's state after it.
 Read = tuple[Any, int | None, Any]
+#: A batch as a loader gives it: `last` says that none follows, `real` how many samples of the global
+#: step are real if it was filled up, else None, and `state` is that of the data after it if known.
+Item = tuple[Any, bool, int | None, Any]
 NOTHING: Any = object()
 _CANNOT_JOIN = (TypeError, ValueError, RuntimeError, KeyError, IndexError)
 
@@ -43,9 +46,10 @@ def check_rank(num_processes: int, process_index: int) -> None:
 
 
 def steps_of(total: int, shard: Any, process_index: int) -> int:
-    """Return how many of the global steps made of `total` batches have one for this rank."""
-    count: int = shard.num_processes
-    whole, rest = divmod(total, count)
+    """Return how many of the global steps made of `total` batches have a part for this rank."""
+    if shard.split_batches:
+        return total
+    whole, rest = divmod(total, shard.num_processes)
     if not rest or shard.drop_last:
         return whole
     return whole + (1 if shard.even_batches else int(process_index < rest))
@@ -123,14 +127,12 @@ class StepReader:
                 for rank in range(self.num_processes)
             ]
             _, told, state = group[-1]
-            parts, real = self._arranged([batch for batch, _, _ in group], not more)
+            batches_of_step = [batch for batch, _, _ in group]
+            if self.split_batches:
+                parts, real = self._split(batches_of_step[0])
+            else:
+                parts, real = self._dealt(batches_of_step, not more)
             yield Step(parts, last, more, told if real is None else real, state)
-
-    def length(self, batches: int, rank: int) -> int:
-        """Return how many of the steps made of so many batches have a part for a rank."""
-        if self.split_batches:
-            return batches
-        return steps_of(batches, self, rank)
 
     def _read(self, batches: Iterator[Read]) -> list[Read]:
         """Read the batches of a step; note their size, and the start of the epoch for its end."""
@@ -142,12 +144,6 @@ class StepReader:
         if not self._first and self.fills:
             self._first = [batch for batch, _, _ in group]
         return [] if self.drop_last and len(group) < self.per_step else group
-
-    def _arranged(self, group: list[Any], is_last: bool) -> tuple[list[Any], int | None]:
-        """Return every rank's part of a step, and its real length if it was filled up."""
-        if self.num_processes == 1 and not self.fills:
-            return group, None
-        return self._split(group[0]) if self.split_batches else self._dealt(group, is_last)
 
     def _has_part(self, group: list[Read], rank: int) -> bool:
         if self.even_batches or not self.split_batches:
@@ -164,14 +160,11 @@ class StepReader:
         size = self.size_of(batch) or 0
         width = self._width(size)
         target = width * self.num_processes
-        real = None
-        if size < target and self.even_batches:
-            if self.drop_last:
-                width = size // self.num_processes
-            else:
-                batch, real = self._filled([batch], target), size
-        total = self.size_of(batch) or 0
-        return self._parts(batch, width, total), real
+        if size < target and self.fills:
+            return self._parts(self._filled([batch], target), width, target), size
+        if self.even_batches:
+            width = min(width, size // self.num_processes)
+        return self._parts(batch, width, size), None
 
     def _dealt(self, group: list[Any], is_last: bool) -> tuple[list[Any], int | None]:
         count = self.num_processes

@@ -16,7 +16,7 @@ import torch
 
 from accelerate_core.data.dispatch.protocol import Channel, Message, sendable
 from accelerate_core.data.dispatch.transport import SOURCE, CollectiveTransport, GroupTransport
-from accelerate_core.data.steps import NOTHING, Read, StepReader
+from accelerate_core.data.steps import NOTHING, Item, Read, StepReader
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import close_before_end
 
@@ -34,10 +34,9 @@ class Prefetcher:
     dies does not wait for it.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, then: Callable[[], None]) -> None:
+    def __init__(self, make: Callable[[], Any], then: Callable[[], None]) -> None:
         self._make = make
         self._then = then
-        self._name = name
         self._jobs: queue.Queue[Future[Any] | None] = queue.Queue()
         self._pending: Future[Any] | None = None
         self._thread: threading.Thread | None = None
@@ -45,7 +44,7 @@ class Prefetcher:
     def start(self) -> None:
         """Begin to make the next result."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._run, name="dispatch", daemon=True)
             self._thread.start()
         self._pending = Future()
         self._jobs.put(self._pending)
@@ -117,7 +116,7 @@ class Dispatch:
         skip: batches of the loader to pass over.
         comm: the ranks.
         shard_of_rank: which part each rank gets; ranks that work on the same samples share one.
-        group: a process group of these ranks that nobody else uses. With it the message of the
+        group: a process group of these ranks that nobody else uses, or None. With it the message of the
             next step is under way while this one is worked on.
         read_ahead: read and send on a thread then. Reading that draws from the global random
             number generators is left to the caller's thread all the same: two threads that draw
@@ -132,24 +131,39 @@ class Dispatch:
     skip: int
     comm: Communicator
     shard_of_rank: Sequence[int]
-    group: Any = None
-    read_ahead: bool = True
+    group: Any
+    read_ahead: bool
 
     def __post_init__(self) -> None:
         ahead = self.group is not None
         transport = GroupTransport(self.group) if ahead else CollectiveTransport(self.comm)
         self._channel = Channel(transport, self.comm.size)
+        self._reads = self.comm.rank == SOURCE
         self._outgoing = self._all_messages()
         self._ready: list[Message] | None = None
-        self._prefetcher = Prefetcher(self._send, "dispatch", then=self._get_ready)
+        self._prefetcher = Prefetcher(self._send, then=self._get_ready)
         self._awaited = False  # whether the other ranks are a message ahead of this one
         self._closed = False
-
-    def messages(self) -> Iterator[Message]:
-        """Yield this rank's message of every step of which it has a part."""
-        if self.group is not None:
+        if ahead:
             close_before_end(self)
-        return self._sent() if self.comm.rank == SOURCE else self._received()
+
+    def items(self) -> Iterator[Item]:
+        """Yield this rank's part of every step of which it has one."""
+        more = busy = True
+        try:
+            while more and not self._closed:
+                message = self._next()
+                if message.failure is not None:
+                    raise message.failure
+                more = message.more
+                if more and self.group is not None:
+                    self._begin_next(busy)
+                if message.part is not NOTHING:
+                    began = time.perf_counter()
+                    yield message.part, message.last, message.real, message.state
+                    busy = time.perf_counter() - began > _WORTH_A_THREAD
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End the iteration: wait for what is under way, and leave no rank waiting."""
@@ -166,43 +180,22 @@ class Dispatch:
         self._ready = self.reading = None
         del self._prefetcher
 
-    def _received(self) -> Iterator[Message]:
-        more = True
-        try:
-            while more and not self._closed:
-                message = self._channel.receive()
-                if message.failure is not None:
-                    raise message.failure
-                more = message.more
-                if more and self.group is not None:
-                    self._channel.expect()
-                if message.part is not NOTHING:
-                    yield message
-        finally:
-            self.close()
+    def _next(self) -> Message:
+        if not self._reads:
+            return self._channel.receive()
+        self._awaited = False
+        message: Message = self._prefetcher.take()
+        return message
 
-    def _sent(self) -> Iterator[Message]:
-        more = busy = True
-        try:
-            while more and not self._closed:
-                self._awaited = False
-                message: Message = self._prefetcher.take()
-                if message.failure is not None:
-                    raise message.failure
-                more = message.more
-                if more and self.group is not None:
-                    self._awaited = not (busy and self._may_go_ahead())
-                    if not self._awaited:
-                        self._prefetcher.start()
-                if message.part is not NOTHING:
-                    began = time.perf_counter()
-                    yield message
-                    busy = time.perf_counter() - began > _WORTH_A_THREAD
-        finally:
-            self.close()
-
-    def _may_go_ahead(self) -> bool:
-        return self.read_ahead and isinstance(self.reading, Reading) and not self.reading.draws
+    def _begin_next(self, busy: bool) -> None:
+        """Let the next message be under way while the caller works on this one."""
+        if not self._reads:
+            self._channel.expect()
+            return
+        draws = not isinstance(self.reading, Reading) or self.reading.draws
+        self._awaited = not (busy and self.read_ahead) or draws
+        if not self._awaited:
+            self._prefetcher.start()
 
     def _send(self) -> Message:
         messages, self._ready = self._ready, None

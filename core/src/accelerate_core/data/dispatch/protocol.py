@@ -114,10 +114,10 @@ class Channel:
         """Send every rank its message; return that of the reading rank, as it is."""
         own = messages[SOURCE]
         try:
-            encoded = self._encoded(messages)
+            encoded = [self._encode(rank, each) for rank, each in enumerate(messages[1:], 1)]
         except Exception as error:  # what cannot be pickled raises all kinds
             own = Message(failure=error)
-            encoded = self._encoded([Message(failure=sendable(error))] * self.size)
+            encoded = [self._encode(1, Message(failure=sendable(error)))] * (self.size - 1)
         need = max((each.size for each in encoded), default=0)
         follows = need if _HEADER_SIZE + need > self.capacity else 0
         buffer = self._buffer(self.capacity)
@@ -159,10 +159,6 @@ class Channel:
         if self._sending is None or self._sending.width != width:
             self._sending = SendBuffer(self.size, width)
         return self._sending
-
-    def _encoded(self, messages: Sequence[Message]) -> list[_Encoded]:
-        """Encode the messages of all ranks but the one that reads, which is the first."""
-        return [self._encode(rank, messages[rank]) for rank in range(1, self.size)]
 
     def _encode(self, rank: int, message: Message) -> _Encoded:
         has_part = message.part is not NOTHING
