@@ -12,39 +12,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@settings(env_prefix="PARALLELISM_CONFIG_TP_")
-class TorchTensorParallelConfig(KwargsHandler):
-    """How tensor parallelism is done.
-
-    `plan` maps names of modules, with `*` for one part of a name, to a style: `colwise`, `rowwise`,
-    `sequence` or one of torch's `ParallelStyle` objects. Without one, the model's own `tp_plan` is
-    taken. `enable_async_tp` is accepted as the peer has it, and refused by backends without it.
-    """
-
-    enable_async_tp: bool = option(default=False, help="overlap communication with matmuls")
-    plan: dict[str, Any] | None = option(default=None, help="module name pattern -> style")
-    loss_parallel: bool = option(default=False, help="keep the logits sharded in the loss")
-
-
 @settings
 class TorchTensorParallelPlugin(KwargsHandler):
     """Older way to ask for tensor parallelism: `ParallelismConfig(tp_size=...)` now."""
 
     tp_size: int = option(default=1, help="ranks that compute one layer together", ge=1)
     torch_device_mesh: Any = option(default=None, help="not used: the mesh is made from the sizes")
-
-
-@settings(
-    env_prefix="PARALLELISM_CONFIG_",
-    section="parallelism_config",
-    yaml_prefix="parallelism_config_",
-)
-class TorchContextParallelConfig(KwargsHandler):
-    """How context parallelism (ring attention) passes keys and values on."""
-
-    cp_comm_strategy: Literal["allgather", "alltoall"] = option(
-        default="allgather", help="allgather or alltoall"
-    )
 
 
 def _active(*names: str) -> Any:
@@ -85,8 +58,9 @@ class ParallelismConfig(KwargsHandler):
     sp_backend: str | None = option(
         default=None, help="who does Ulysses: torch, or the name of a backend"
     )
-    tp_handler: TorchTensorParallelConfig | None = option(default=None, help="details of tp")
-    cp_handler: TorchContextParallelConfig | None = option(default=None, help="details of cp")
+    # The classes of these are the backends', which read them.
+    tp_handler: Any = option(default=None, help="details of tp")
+    cp_handler: Any = option(default=None, help="details of cp")
     sp_handler: Any = option(default=None, help="details of sp")
     pp_size: int | None = _size("that hold consecutive parts of the model (pipeline)")
 
