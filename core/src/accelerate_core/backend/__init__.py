@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_core.backend.step import StepHooks
+from accelerate_core.config.parallelism import JOINT
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.contract.topology import Process, Topology
 from accelerate_core.data.feeding import feed
@@ -206,7 +207,7 @@ class Backend(StepHooks, TorchCollectives):
         config = accelerator.parallelism_config
         if config is None:
             return accelerator.process_index, accelerator.num_processes
-        part: tuple[int, int] = config.shard(accelerator.process_index, config.JOINT["dp"])
+        part: tuple[int, int] = config.shard(accelerator.process_index, JOINT["dp"])
         return part
 
     @owner
@@ -221,7 +222,7 @@ class Backend(StepHooks, TorchCollectives):
         if config is None:
             index, count = accelerator.hooks.data_shard(accelerator)
             return index, count
-        part: tuple[int, int] = config.shard(accelerator.process_index, config.JOINT["dp_cp"])
+        part: tuple[int, int] = config.shard(accelerator.process_index, JOINT["dp_cp"])
         return part
 
     @owner

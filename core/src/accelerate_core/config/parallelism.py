@@ -20,8 +20,16 @@ class TorchTensorParallelPlugin(KwargsHandler):
     torch_device_mesh: Any = option(default=None, help="not used: the mesh is made from the sizes")
 
 
-def _active(*names: str) -> Any:
-    return property(lambda self: [name for name in names if self.size(name) > 1])
+#: Dimensions that have a name together.
+JOINT: dict[str, tuple[str, ...]] = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp", "sp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
+}
+
+
+def _active(joint: str) -> Any:
+    return property(lambda self: [name for name in JOINT[joint] if self.size(name) > 1])
 
 
 def _enabled(name: str) -> Any:
@@ -102,11 +110,11 @@ class ParallelismConfig(KwargsHandler):
         return self.total_size // self.data_parallel_size
 
     #: Dimensions whose ranks get different samples.
-    dp_dim_names = _active("dp_replicate", "dp_shard")
+    dp_dim_names = _active("dp")
     #: Dimensions over which parameters are sharded.
-    dp_shard_cp_dim_names = _active("dp_shard", "cp", "sp")
+    dp_shard_cp_dim_names = _active("dp_shard_cp")
     #: Dimensions over which a loss is averaged.
-    dp_cp_dim_names = _active("dp_replicate", "dp_shard", "cp", "sp")
+    dp_cp_dim_names = _active("dp_cp")
 
     #: Whether shards are replicated.
     dp_replicate_enabled = _enabled("dp_replicate")
@@ -159,20 +167,13 @@ class ParallelismConfig(KwargsHandler):
         sizes = tuple(self.size(name) for name in names)
         return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
 
-    #: Dimensions that have a name together.
-    JOINT: ClassVar[dict[str, tuple[str, ...]]] = {
-        "dp": ("dp_replicate", "dp_shard"),
-        "dp_shard_cp": ("dp_shard", "cp", "sp"),
-        "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
-    }
-
     def flatten(self, mesh: DeviceMesh) -> dict[str, DeviceMesh]:
         """Return the one-dimensional meshes of dimensions together: `dp`, `dp_shard_cp`, `dp_cp`.
 
         All ranks call this, once per mesh.
         """
         made = {}
-        for name, dimensions in self.JOINT.items():
+        for name, dimensions in JOINT.items():
             names = tuple(one for one in dimensions if one in (mesh.mesh_dim_names or ()))
             part = mesh[names] if len(names) > 1 else mesh[names[0]]
             made[name] = part._flatten(name)

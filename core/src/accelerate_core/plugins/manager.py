@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pluggy
@@ -19,21 +20,17 @@ from accelerate_core.errors import PluginError, did_you_mean
 from accelerate_core.hookspecs import (
     API_VERSION,
     DEPRECATED,
+    HOOKS,
     PROJECT,
     HookSpecs,
-    all_hooks,
-    hook_kind,
     hooks_of_kind,
 )
 from accelerate_core.plugins.discovery import PluginRecord, check_api_version
 from accelerate_core.plugins.selection import Selection
 
 
-class Hooks:
+class Hooks(SimpleNamespace):
     """The owner hooks of one backend, bound: `hooks.backward(accelerator, loss, {})`."""
-
-    def __init__(self, **bound: Callable[..., Any]) -> None:
-        self.__dict__.update(bound)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -76,12 +73,12 @@ class ActivePlugins:
 
     @staticmethod
     def _check(implementation: Any, hook: str, record: PluginRecord) -> None:
-        if hook_kind(hook) is None:
+        if hook not in HOOKS:
             if _is_newer(implementation.plugin) or implementation.optionalhook:
                 return  # a hook of its own version: what both know is what is used
             raise PluginError(
                 f"{record.label} does not keep the contract: unknown hook {hook!r}."
-                f"{did_you_mean(hook, all_hooks())}"
+                f"{did_you_mean(hook, HOOKS)}"
             )
         for name in (hook, *(f"{hook}({argument})" for argument in implementation.argnames)):
             if name in DEPRECATED:
@@ -97,7 +94,7 @@ class ActivePlugins:
             raise PluginError(
                 f"{record.label} wraps hook {hook!r}; hooks of this contract are not wrapped."
             )
-        if hook_kind(hook) == "owner" and record.kind != "backend":
+        if HOOKS.get(hook) == "owner" and record.kind != "backend":
             raise PluginError(
                 f"{record.label} implements {hook!r}, which only the active backend may answer."
             )
