@@ -29,7 +29,11 @@ from accelerate_core.plugins import discovery
 from accelerate_core.precision import Precision
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 from accelerate_deepspeed.settings import DeepSpeedPlugin
-from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
+from accelerate_fsdp2.settings import (
+    FullyShardedDataParallelPlugin,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from accelerate_testing.contract import KINDS, contract
 
 HERE = Path(__file__).parent
@@ -149,12 +153,13 @@ def configuration() -> str:
     lines += table(["setting", "environment", "YAML key", "default", "meaning"], rows)
     made = (one for one in vars(handlers).values() if hasattr(one, "__settings_names__"))
     classes = [one for one in made if one.__module__ == handlers.__name__]
-    classes += [parallelism.ParallelismConfig, parallelism.TorchTensorParallelConfig]
-    classes += [parallelism.TorchContextParallelConfig]
     for cls in [
         *classes,
+        parallelism.ParallelismConfig,
         DistributedDataParallelKwargs,
         FullyShardedDataParallelPlugin,
+        TorchTensorParallelConfig,
+        TorchContextParallelConfig,
         DeepSpeedPlugin,
     ]:
         prefix = getattr(cls, "__settings_names__", ("",))[0]

@@ -14,7 +14,7 @@ import pytest
 from support import clean_environment
 
 import accelerate_core.backend  # noqa: F401  # it declares the owner hooks
-from accelerate_core.hookspecs import all_hooks, hook_kind
+from accelerate_core.hookspecs import HOOKS
 
 HEAD = """
 import torch, torch.distributed as dist
@@ -226,18 +226,18 @@ RAISING = """
 import inspect
 import torch
 from accelerate_core import Accelerator, Backend, hookimpl
-from accelerate_core.hookspecs import HookSpecs, all_hooks, hook_kind
+from accelerate_core.hookspecs import HOOKS, HookSpecs
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins import discovery
 import dummy_raiser
 
 result = {}
-for name in all_hooks():
+for name in HOOKS:
     dummy_raiser.BROKEN = name
     try:
-        plugins = {"backend": "raiser"} if hook_kind(name) == "owner" else {}
+        plugins = {"backend": "raiser"} if HOOKS.get(name) == "owner" else {}
         accelerator = Accelerator(cpu=True, **plugins)
-        if hook_kind(name) == "owner":
+        if HOOKS.get(name) == "owner":
             count = len(inspect.signature(getattr(Backend, name)).parameters) - 1
             getattr(accelerator.hooks, name)(*[None] * count)
         else:
@@ -279,11 +279,11 @@ def make(hook, arguments, owner):
     return hookimpl(scope[hook])
 import inspect
 from accelerate_core import Backend
-from accelerate_core.hookspecs import HookSpecs, all_hooks, hook_kind
-for name in all_hooks():
+from accelerate_core.hookspecs import HOOKS, HookSpecs
+for name in HOOKS:
     spec = getattr(Backend, name, None) or getattr(HookSpecs, name)
     arguments = list(inspect.signature(spec).parameters)[1:]
-    owner = hook_kind(name) == "owner"
+    owner = HOOKS.get(name) == "owner"
     setattr(Raiser if owner else Extension, name, make(name, arguments, owner))
 Extension.state_attributes = hookimpl(lambda self: {} if BROKEN != "state_attributes" else 1 / 0)
 """
@@ -298,12 +298,12 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dummies.run(root, code, {"ACCELERATE_PLUGINS": "meddler"})
 
 
-@pytest.mark.parametrize("hook", all_hooks())
+@pytest.mark.parametrize("hook", HOOKS)
 def test_one_that_raises_in_a_hook_is_named_with_hook_and_version(
     raised: dict[str, Any], hook: str
 ) -> None:
     kind, text, notes = raised[hook]
-    plugin = "raiser" if hook_kind(hook) == "owner" else "meddler"
+    plugin = "raiser" if HOOKS.get(hook) == "owner" else "meddler"
     label = f"{plugin} (dummy-raiser 7.1)"
     if kind == "CheckpointError":  # all ranks are told by one error, which names who failed
         assert hook in text or plugin in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,6 @@ from accelerate_core import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.files import read_config
-from accelerate_core.config.provenance import encode
 from accelerate_core.config.resolve import Sources, resolve_settings
 
 
@@ -38,7 +38,7 @@ def test_the_strongest_source_wins_and_says_so(
     assert steps() == f"2 ({config} line 2)"
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     assert steps() == "3 (environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS)"
-    said = encode(
+    said = json.dumps(
         {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "command line --gradient_accumulation_steps"}
     )
     monkeypatch.setenv("ACCELERATE_BECAUSE", said)

@@ -18,7 +18,7 @@ from support import clean_environment
 
 from accelerate_core import Backend
 from accelerate_core.cli import cli
-from accelerate_core.hookspecs import HookSpecs, all_hooks
+from accelerate_core.hookspecs import HOOKS, HookSpecs
 from accelerate_testing.contract import contract, differences
 from accelerate_testing.surface import surface
 
@@ -86,7 +86,7 @@ def test_types_defaults_and_the_order_of_fields_are_held(
     assert said in "\n".join(differences(was, now))
 
 
-@pytest.mark.parametrize("name", all_hooks())
+@pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_takes_the_accelerator_first_and_has_no_defaults(name: str) -> None:
     spec = getattr(Backend, name, None) or getattr(HookSpecs, name)
     _, first, *more = inspect.signature(spec).parameters.values()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import run_workers
 
-from accelerate_core.distributed.rank_agreement import _compare
+from accelerate_core.distributed.process import _differences
 
 WORKER = Path(__file__).with_name("digest_worker.py")
 
@@ -39,7 +39,7 @@ def test_ranks_compare_what_they_run(first: str, second: str, said: str) -> None
 
 def test_many_differences_are_counted_not_listed() -> None:
     reference = {f"k{i}": i for i in range(9)}
-    text = _compare(reference, {1: {}})
+    text = _differences(reference, {1: {}})
     assert text.count("on rank 1") == 5
     assert text.endswith("and 4 more.")
-    assert _compare(reference, {1: dict(reference)}) == ""
+    assert _differences(reference, {1: dict(reference)}) == ""

@@ -36,20 +36,20 @@ def __getattr__(name: str) -> Any:
     if importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")  # before anybody's lent name
     from accelerate_core.errors import did_you_mean
-    from accelerate_core.plugins import exports
+    from accelerate_core.plugins import discovery
 
     try:
-        return exports.resolve(name)
+        return discovery.lent(name)
     except AttributeError as error:
         if str(error) != name:  # it says more
             raise
-        known = [*_HOMES, *exports.exported_names()]
+        known = [*_HOMES, *discovery.lent_names()]
         raise AttributeError(
             f"module 'accelerate_core' has no attribute {name!r}.{did_you_mean(name, known)}"
         ) from None
 
 
 def __dir__() -> list[str]:
-    from accelerate_core.plugins import exports
+    from accelerate_core.plugins import discovery
 
-    return sorted({*globals(), *_HOMES, *exports.exported_names()})
+    return sorted({*globals(), *_HOMES, *discovery.lent_names()})

@@ -21,12 +21,6 @@ from accelerate_core.config.handlers import ProjectConfiguration as ProjectConfi
 from accelerate_core.config.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate_core.config.parallelism import ParallelismConfig as ParallelismConfig
 from accelerate_core.config.parallelism import (
-    TorchContextParallelConfig as TorchContextParallelConfig,
-)
-from accelerate_core.config.parallelism import (
-    TorchTensorParallelConfig as TorchTensorParallelConfig,
-)
-from accelerate_core.config.parallelism import (
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
 from accelerate_core.config.schema import BackendSettings as BackendSettings

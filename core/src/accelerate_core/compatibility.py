@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate_core.config.handlers import TorchDynamoPlugin
-from accelerate_core.config.parallelism import (
-    ParallelismConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-)
+from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, NEEDS, check_words, lacking
@@ -41,10 +37,6 @@ def parallelism(
             f"{listing(can) if can else 'none'}."
         )
     sizes.check(processes, ", ".join(dict.fromkeys(asked)))
-    if sizes.tp_handler is None:
-        sizes.tp_handler = resolve_settings(TorchTensorParallelConfig, None, sources)[0]
-    if sizes.cp_handler is None:
-        sizes.cp_handler = resolve_settings(TorchContextParallelConfig, None, sources)[0]
     return sizes
 
 

@@ -36,8 +36,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-_KINDS: dict[str, Kind] = {}
-_SINCE: dict[str, tuple[int, int]] = {}
+#: Name of a hook -> its kind, in the order they are declared; those of `Backend` once it is imported.
+HOOKS: dict[str, Kind] = {}
+#: Name of a hook -> the version of the contract that brought it.
+SINCE: dict[str, tuple[int, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -60,39 +62,22 @@ DEPRECATED: dict[str, Deprecation] = {}
 
 def _kind(kind: Kind, since: tuple[int, int] = (1, 0)) -> Callable[[F], F]:
     def mark(function: F) -> F:
-        _KINDS[function.__name__] = kind
-        _SINCE[function.__name__] = since
+        HOOKS[function.__name__] = kind
+        SINCE[function.__name__] = since
         return hookspec(function)
 
     return mark
 
 
-owner, _stage, _broadcast, _registration = (
-    _kind("owner"),
-    _kind("stage"),
-    _kind("broadcast"),
-    _kind("registration"),
-)
-
-
-def hook_kind(name: str) -> Kind | None:
-    """Return the kind of a hook, None for a name that is no hook."""
-    return _KINDS.get(name)
-
-
-def hook_since(name: str) -> tuple[int, int]:
-    """Return the version of the contract that brought a hook."""
-    return _SINCE[name]
+owner = _kind("owner")
+_stage = _kind("stage")
+_broadcast = _kind("broadcast")
+_registration = _kind("registration")
 
 
 def hooks_of_kind(kind: Kind) -> tuple[str, ...]:
     """Return the names of the hooks of one kind, in the order they are declared."""
-    return tuple(name for name, its in _KINDS.items() if its == kind)
-
-
-def all_hooks() -> tuple[str, ...]:
-    """Return the names of all hooks, in the order they are declared."""
-    return tuple(_KINDS)
+    return tuple(name for name, its in HOOKS.items() if its == kind)
 
 
 class HookSpecs(Protocol):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.hookspecs import API_VERSION, hook_kind, hookimpl
+from accelerate_core.hookspecs import API_VERSION, HOOKS, hookimpl
 
 if TYPE_CHECKING:
     from accelerate_core.contract.view import AcceleratorView
@@ -112,7 +112,7 @@ def mark_hooks(cls: type, own: Container[str] = ()) -> None:
     for name, value in list(vars(cls).items()):
         if (
             name not in own
-            and hook_kind(name) is not None
+            and name in HOOKS
             and callable(value)
             and not hasattr(value, "accelerate_core_impl")
         ):

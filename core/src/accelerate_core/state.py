@@ -9,13 +9,14 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast, overload
 
 import torch
+import torch.distributed as dist
 
 from accelerate_core.config.enums import DistributedType
 from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives
-from accelerate_core.errors import RuntimeConflictError
+from accelerate_core.errors import RuntimeConflictError, did_you_mean
 from accelerate_core.plugins import catalog
 from accelerate_core.training.gradient_state import GradientState as _GradientState
 
@@ -234,8 +235,6 @@ class PartialState(ProcessVerbs):
     @property
     def backend(self) -> str | None:
         """Name of torch.distributed's backend, None for one process."""
-        import torch.distributed as dist
-
         return dist.get_backend() if dist.is_available() and dist.is_initialized() else None
 
     @property
@@ -261,8 +260,6 @@ class PartialState(ProcessVerbs):
 
     def destroy_process_group(self, group: Any = None) -> None:
         """End a group, or the default one if nothing else uses it."""
-        import torch.distributed as dist
-
         if group is not None:
             dist.destroy_process_group(group)
         else:
@@ -321,8 +318,6 @@ def absent_attribute(name: str, owner: str, known: list[str]) -> Any:
     Raises:
         AttributeError: nobody knows it, with the nearest name.
     """
-    from accelerate_core.errors import did_you_mean
-
     if name in catalog.ABSENT_ATTRIBUTES:
         return catalog.ABSENT_ATTRIBUTES[name]
     if name in catalog.METHODS:

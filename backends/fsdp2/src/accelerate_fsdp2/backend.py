@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,12 +22,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_checkpoint import rng_state
 from accelerate_core import AcceleratorView, Backend, Claim, Request
+from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.errors import ConfigurationError, PrepareError
 from accelerate_fsdp2 import keeping, sequence, tensor_parallel, testing, units, weights
 from accelerate_fsdp2.clipping import clip_norm, local, scale
 from accelerate_fsdp2.gradients import Parts, average, groups_of, has_unreduced, part_of
-from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
+from accelerate_fsdp2.settings import (
+    FullyShardedDataParallelPlugin,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 
 __all__ = ["FSDP2Backend"]
 
@@ -53,6 +59,7 @@ class FSDP2Backend(Backend):
     }
     needs_group = True
     Settings = FullyShardedDataParallelPlugin
+    more_settings = (TorchContextParallelConfig,)
     handlers = (FullyShardedDataParallelPlugin,)
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
@@ -126,14 +133,26 @@ class FSDP2Backend(Backend):
         return super().mesh(accelerator)
 
     def check(self, accelerator: AcceleratorView) -> None:
-        """Refuse details of the mesh that are another backend's."""
+        """Complete the details of the mesh, and refuse those that are another backend's."""
         config = accelerator.parallelism_config
         if config.sp_backend not in (None, "torch"):
             raise ConfigurationError(
                 f"sp_backend={config.sp_backend!r} is not of this backend; fsdp2 has Ulysses of its "
                 "own: leave sp_backend out."
             )
-        if config.tp_handler is not None and config.tp_handler.enable_async_tp:
+        sources = Sources.of(os.environ)
+        for name, cls in (
+            ("tp_handler", TorchTensorParallelConfig),
+            ("cp_handler", TorchContextParallelConfig),
+        ):
+            given = getattr(config, name)
+            if given is None:
+                setattr(config, name, resolve_settings(cls, None, sources)[0])
+            elif not isinstance(given, cls):
+                raise ConfigurationError(
+                    f"{name} takes a {cls.__name__} with this backend, not {type(given).__name__}."
+                )
+        if config.tp_handler.enable_async_tp:
             raise ConfigurationError(
                 "enable_async_tp is not offered: it needs symmetric memory of CUDA devices, and "
                 "has not been tried. Leave it out."
@@ -183,10 +202,10 @@ class FSDP2Backend(Backend):
         self._agree_on_weights(accelerator, model)
         if config.tp_enabled:
             handler = config.tp_handler
-            plan = tensor_parallel.plan_of(model, handler.plan if handler else None)
+            plan = tensor_parallel.plan_of(model, handler.plan)
             self._added_names[model] = tensor_parallel.added_up(model, plan)
             tensor_parallel.parallelise(model, accelerator.torch_device_mesh["tp"], plan)
-            if handler is not None and handler.loss_parallel and self._loss_parallel is None:
+            if handler.loss_parallel and self._loss_parallel is None:
                 from torch.distributed.tensor.parallel import loss_parallel
 
                 self._loss_parallel = loss_parallel()
@@ -558,8 +577,7 @@ class FSDP2Backend(Backend):
         config = accelerator.parallelism_config
         given = (buffers or (), buffer_seq_dims or (), no_restore_buffers or set())
         if config.cp_enabled:
-            handler = config.cp_handler
-            strategy = handler.cp_comm_strategy if handler else "allgather"
+            strategy = config.cp_handler.cp_comm_strategy
             return sequence.ring(accelerator.torch_device_mesh["cp"], strategy, *given)
         if config.sp_enabled:
             return sequence.ulysses(accelerator.torch_device_mesh["sp"], *given)

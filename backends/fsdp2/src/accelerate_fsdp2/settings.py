@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from accelerate_core import BackendSettings, option, settings
+from accelerate_core import BackendSettings, KwargsHandler, option, settings
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
-__all__ = ["FullyShardedDataParallelPlugin"]
+__all__ = [
+    "FullyShardedDataParallelPlugin",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
+]
 
 _WRAP = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
@@ -302,3 +306,30 @@ def _dtype(value: Any) -> torch.dtype | None:
             f"{did_you_mean(text, _DTYPES)}"
         )
     return _DTYPES[text]
+
+
+@settings(env_prefix="PARALLELISM_CONFIG_TP_")
+class TorchTensorParallelConfig(KwargsHandler):
+    """How tensor parallelism is done.
+
+    `plan` maps names of modules, with `*` for one part of a name, to a style: `colwise`, `rowwise`,
+    `sequence` or one of torch's `ParallelStyle` objects. Without one, the model's own `tp_plan` is
+    taken. `enable_async_tp` is accepted as the peer has it, and refused.
+    """
+
+    enable_async_tp: bool = option(default=False, help="overlap communication with matmuls")
+    plan: dict[str, Any] | None = option(default=None, help="module name pattern -> style")
+    loss_parallel: bool = option(default=False, help="keep the logits sharded in the loss")
+
+
+@settings(
+    env_prefix="PARALLELISM_CONFIG_",
+    section="parallelism_config",
+    yaml_prefix="parallelism_config_",
+)
+class TorchContextParallelConfig(KwargsHandler):
+    """How context parallelism (ring attention) passes keys and values on."""
+
+    cp_comm_strategy: Literal["allgather", "alltoall"] = option(
+        default="allgather", help="allgather or alltoall"
+    )

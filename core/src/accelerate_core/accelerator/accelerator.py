@@ -39,7 +39,7 @@ from accelerate_core.delegation import attribute, method
 from accelerate_core.distributed import failures
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.distributed.rank_agreement import agree
+from accelerate_core.distributed.process import agree
 from accelerate_core.plugins.manager import blaming
 from accelerate_core.prepare import run
 from accelerate_core.prepare.prepared import Prepared

@@ -40,8 +40,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_core.plugins.manager import ActivePlugins, blame_methods, blaming
-from accelerate_core.plugins.parts import PARTS, Part
+from accelerate_core.plugins.manager import PARTS, ActivePlugins, Part, blame_methods, blaming
 from accelerate_core.plugins.selection import (
     Request,
     Selection,

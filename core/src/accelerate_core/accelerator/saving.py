@@ -14,7 +14,7 @@ from accelerate_core.config.handlers import ProjectConfiguration
 from accelerate_core.config.provenance import Because
 from accelerate_core.contract.parts import Checkpointer, Run
 from accelerate_core.errors import ConfigurationError, listing
-from accelerate_core.plugins.parts import Part
+from accelerate_core.plugins.manager import Part
 
 #: Seconds a save waits for trackers.
 SAVE_WAIT = 2.0

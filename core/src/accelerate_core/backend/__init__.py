@@ -2,23 +2,24 @@
 
 A backend is a subclass that overrides what differs. Every default is right for
 one process and for the default group, which is why a small backend is small. Here are its
-declarations and the hooks of start and `prepare`; `step` and `state` have the others, and
-`distributed.torch_collectives` those that communicate.
+declarations and the hooks of start, of `prepare` and of what a checkpoint keeps; `step` has those of
+a step, and `distributed.torch_collectives` those that communicate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
-from accelerate_core.backend.state import StateHooks
 from accelerate_core.backend.step import StepHooks
+from accelerate_core.config.parallelism import JOINT
 from accelerate_core.contract.capabilities import NEEDS
-from accelerate_core.contract.topology import GroupStart, Topology
+from accelerate_core.contract.topology import Process, Topology
 from accelerate_core.data.feeding import feed
 from accelerate_core.distributed import process as runtime
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
     from accelerate_core.contract.view import AcceleratorView
 
 
-#: Mesh dimensions whose ranks have different samples, and different terms of a loss.
-_DATA = ("dp_replicate", "dp_shard")
-_LOSS = (*_DATA, "cp", "sp")
+#: Scope of a collective -> the mesh dimensions, by their joint name, whose ranks take part: those
+#: with different samples, and those with different terms of a loss.
+_SCOPES: dict[Scope, str] = {"data": "dp", "loss": "dp_cp"}
 
 
-class Backend(StepHooks, StateHooks, TorchCollectives):
+class Backend(StepHooks, TorchCollectives):
     """Base of every backend.
 
     Class attributes are declarations the core, its error texts and the docs read:
@@ -117,8 +118,8 @@ class Backend(StepHooks, StateHooks, TorchCollectives):
     # --- start --------------------------------------------------------------------------------
 
     @owner
-    def init_process_group(self, accelerator: AcceleratorView, start: GroupStart) -> None:
-        """Start the default process group; `start` is the `GroupStart` with ranks and store.
+    def init_process_group(self, accelerator: AcceleratorView, start: Process) -> None:
+        """Start the default process group; `start` has ranks, device, store and timeout.
 
         Default: start torch.distributed's default group.
         """
@@ -153,8 +154,7 @@ class Backend(StepHooks, StateHooks, TorchCollectives):
             self._mesh = config.build_device_mesh(accelerator.device.type)
             self._joint_meshes = config.flatten(self._mesh)
             world = self._mesh.size()
-            scopes: tuple[tuple[Scope, str], ...] = (("data", "dp"), ("loss", "dp_cp"))
-            parts = {scope: self._joint_meshes[name] for scope, name in scopes}
+            parts = {scope: self._joint_meshes[name] for scope, name in _SCOPES.items()}
             self._scopes = {
                 scope: part.get_group() for scope, part in parts.items() if part.size() < world
             }
@@ -207,7 +207,7 @@ class Backend(StepHooks, StateHooks, TorchCollectives):
         config = accelerator.parallelism_config
         if config is None:
             return accelerator.process_index, accelerator.num_processes
-        part: tuple[int, int] = config.shard(accelerator.process_index, _DATA)
+        part: tuple[int, int] = config.shard(accelerator.process_index, JOINT["dp"])
         return part
 
     @owner
@@ -222,7 +222,7 @@ class Backend(StepHooks, StateHooks, TorchCollectives):
         if config is None:
             index, count = accelerator.hooks.data_shard(accelerator)
             return index, count
-        part: tuple[int, int] = config.shard(accelerator.process_index, _LOSS)
+        part: tuple[int, int] = config.shard(accelerator.process_index, JOINT["dp_cp"])
         return part
 
     @owner
@@ -335,6 +335,107 @@ class Backend(StepHooks, StateHooks, TorchCollectives):
         Default: do nothing.
         """
         return nullcontext()
+
+    # --- state --------------------------------------------------------------------------------
+
+    @owner
+    def model_state(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the state dict `save_state` keeps; keys as the user's own model has them.
+
+        Default: return the unwrapped model's state dict.
+        """
+        return dict(accelerator.unwrap_model(model).state_dict())
+
+    @owner
+    def load_model_state(
+        self,
+        accelerator: AcceleratorView,
+        model: torch.nn.Module,
+        state: Mapping[str, Any],
+        strict: bool,
+    ) -> None:
+        """Load what `model_state` gave.
+
+        Default: load into the unwrapped model.
+        """
+        accelerator.unwrap_model(model).load_state_dict(state, strict=strict)
+
+    @owner
+    def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
+        """Return the state dict of one inner optimizer.
+
+        Default: return the optimizer's state dict.
+        """
+        return dict(optimizer.state_dict())
+
+    @owner
+    def load_optimizer_state(
+        self, accelerator: AcceleratorView, optimizer: Any, state: Mapping[str, Any]
+    ) -> None:
+        """Load what `optimizer_state` gave.
+
+        Default: load into the optimizer.
+        """
+        optimizer.load_state_dict(state)
+
+    @owner
+    def rng_state(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
+        """Return the state of this rank's generators that torch does not know, for a checkpoint.
+
+        Default: there are none.
+        """
+        return {}
+
+    @owner
+    def load_rng_state(self, accelerator: AcceleratorView, state: Mapping[str, Any]) -> None:
+        """Set the generators of `rng_state`, after all else of a checkpoint is loaded.
+
+        Default: there are none.
+        """
+
+    @owner
+    def on_seed(self, accelerator: AcceleratorView, seed: int) -> None:
+        """Seed the generators of `rng_state`; `set_seed` was called, with this rank's seed.
+
+        Default: there are none.
+        """
+
+    @owner
+    def save_state(
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
+    ) -> Callable[[], None] | None:
+        """Write what the backend keeps beside the core's files; called on every rank, in order.
+
+        `directory` is the backend's own inside the checkpoint and does not exist yet; `options`
+        are the further arguments of `save_state`. Write now and return None; or, where `later`
+        says that training goes on meanwhile, copy now and return a function that writes, which
+        must not use the default group. Declare `owns={"checkpoint"}` to keep models and
+        optimizers here alone.
+
+        Default: write nothing: the core keeps models and optimizers.
+        """
+        if options:
+            accelerator.note_once(
+                f"The backend {self.name!r} has no use for {listing(options)} of save_state."
+            )
+        return None
+
+    @owner
+    def load_state(
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
+    ) -> None:
+        """Read what `save_state` wrote; the directory exists if something was written.
+
+        Default: read nothing.
+        """
+
+    @owner
+    def consolidate(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the whole, unsharded state dict; ranks other than the main one may get {}.
+
+        Default: return the unwrapped model's state dict: it is whole on every rank.
+        """
+        return dict(accelerator.unwrap_model(model).state_dict())
 
 
 def _returned(accelerator: AcceleratorView, hook: str, value: Any) -> Any:

@@ -12,20 +12,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@settings(env_prefix="PARALLELISM_CONFIG_TP_")
-class TorchTensorParallelConfig(KwargsHandler):
-    """How tensor parallelism is done.
-
-    `plan` maps names of modules, with `*` for one part of a name, to a style: `colwise`, `rowwise`,
-    `sequence` or one of torch's `ParallelStyle` objects. Without one, the model's own `tp_plan` is
-    taken. `enable_async_tp` is accepted as the peer has it, and refused by backends without it.
-    """
-
-    enable_async_tp: bool = option(default=False, help="overlap communication with matmuls")
-    plan: dict[str, Any] | None = option(default=None, help="module name pattern -> style")
-    loss_parallel: bool = option(default=False, help="keep the logits sharded in the loss")
-
-
 @settings
 class TorchTensorParallelPlugin(KwargsHandler):
     """Older way to ask for tensor parallelism: `ParallelismConfig(tp_size=...)` now."""
@@ -34,21 +20,16 @@ class TorchTensorParallelPlugin(KwargsHandler):
     torch_device_mesh: Any = option(default=None, help="not used: the mesh is made from the sizes")
 
 
-@settings(
-    env_prefix="PARALLELISM_CONFIG_",
-    section="parallelism_config",
-    yaml_prefix="parallelism_config_",
-)
-class TorchContextParallelConfig(KwargsHandler):
-    """How context parallelism (ring attention) passes keys and values on."""
-
-    cp_comm_strategy: Literal["allgather", "alltoall"] = option(
-        default="allgather", help="allgather or alltoall"
-    )
+#: Dimensions that have a name together.
+JOINT: dict[str, tuple[str, ...]] = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp", "sp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
+}
 
 
-def _active(*names: str) -> Any:
-    return property(lambda self: [name for name in names if self.size(name) > 1])
+def _active(joint: str) -> Any:
+    return property(lambda self: [name for name in JOINT[joint] if self.size(name) > 1])
 
 
 def _enabled(name: str) -> Any:
@@ -85,8 +66,9 @@ class ParallelismConfig(KwargsHandler):
     sp_backend: str | None = option(
         default=None, help="who does Ulysses: torch, or the name of a backend"
     )
-    tp_handler: TorchTensorParallelConfig | None = option(default=None, help="details of tp")
-    cp_handler: TorchContextParallelConfig | None = option(default=None, help="details of cp")
+    # The classes of these are the backends', which read them.
+    tp_handler: Any = option(default=None, help="details of tp")
+    cp_handler: Any = option(default=None, help="details of cp")
     sp_handler: Any = option(default=None, help="details of sp")
     pp_size: int | None = _size("that hold consecutive parts of the model (pipeline)")
 
@@ -128,11 +110,11 @@ class ParallelismConfig(KwargsHandler):
         return self.total_size // self.data_parallel_size
 
     #: Dimensions whose ranks get different samples.
-    dp_dim_names = _active("dp_replicate", "dp_shard")
+    dp_dim_names = _active("dp")
     #: Dimensions over which parameters are sharded.
-    dp_shard_cp_dim_names = _active("dp_shard", "cp", "sp")
+    dp_shard_cp_dim_names = _active("dp_shard_cp")
     #: Dimensions over which a loss is averaged.
-    dp_cp_dim_names = _active("dp_replicate", "dp_shard", "cp", "sp")
+    dp_cp_dim_names = _active("dp_cp")
 
     #: Whether shards are replicated.
     dp_replicate_enabled = _enabled("dp_replicate")
@@ -185,20 +167,13 @@ class ParallelismConfig(KwargsHandler):
         sizes = tuple(self.size(name) for name in names)
         return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
 
-    #: Dimensions that have a name together.
-    JOINT: ClassVar[dict[str, tuple[str, ...]]] = {
-        "dp": ("dp_replicate", "dp_shard"),
-        "dp_shard_cp": ("dp_shard", "cp", "sp"),
-        "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
-    }
-
     def flatten(self, mesh: DeviceMesh) -> dict[str, DeviceMesh]:
         """Return the one-dimensional meshes of dimensions together: `dp`, `dp_shard_cp`, `dp_cp`.
 
         All ranks call this, once per mesh.
         """
         made = {}
-        for name, dimensions in self.JOINT.items():
+        for name, dimensions in JOINT.items():
             names = tuple(one for one in dimensions if one in (mesh.mesh_dim_names or ()))
             part = mesh[names] if len(names) > 1 else mesh[names[0]]
             made[name] = part._flatten(name)

@@ -22,11 +22,6 @@ class Because:
         return f"{self.value!r} ({self.origin})"
 
 
-def encode(origins: Mapping[str, str]) -> str:
-    """Pack {environment variable: origin} for `BECAUSE_VARIABLE`."""
-    return json.dumps(dict(origins), sort_keys=True)
-
-
 def decode(environ: Mapping[str, str]) -> dict[str, str]:
     """Unpack what the launcher said; a damaged text is taken as nothing said."""
     try:

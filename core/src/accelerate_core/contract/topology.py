@@ -40,25 +40,17 @@ class Topology:
 
 @dataclass(kw_only=True)
 class Process(Topology):
-    """Where this process stands among the ranks, and what it runs on."""
+    """Where this process stands among the ranks, what it runs on, and how its group starts."""
 
     device: torch.device
     #: The ranks' key-value store (`torch.distributed.Store`), None on one process.
     store: Any = None
     #: How long a collective may take; None is torch's default.
     timeout: timedelta | None = None
-
-
-@dataclass(frozen=True)
-class GroupStart:
-    """All that is needed to start the default process group."""
-
-    topology: Topology
-    device: torch.device
-    store: Any
-    backend: str | None = None
+    #: Communication backend that was asked for, such as gloo; None is torch's for the device.
+    comm_backend: str | None = None
+    #: Rendezvous URL, in the place of the store.
     init_method: str | None = None
-    timeout: timedelta | None = None
 
 
 def read_topology(environ: Mapping[str, str]) -> Topology:

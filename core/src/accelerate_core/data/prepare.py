@@ -330,6 +330,6 @@ def _shard_stream(base: Any, steps: StepReader, index: int) -> bool:
     replaced = _replace(base, dataset=shard)
     if replaced and split:
         sampler: Any = copy.copy(base.batch_sampler)
-        sampler.batch_size = size // count  # type: ignore[operator]
+        sampler.batch_size = size // count
         replaced = _replace(base, batch_size=sampler.batch_size, batch_sampler=sampler)
     return replaced

@@ -49,7 +49,7 @@ def steps_of(total: int, shard: Any, process_index: int) -> int:
     """Return how many of the global steps made of `total` batches have a part for this rank."""
     if shard.split_batches:
         return total
-    whole, rest = divmod(total, shard.num_processes)
+    whole, rest = divmod(total, int(shard.num_processes))
     if not rest or shard.drop_last:
         return whole
     return whole + (1 if shard.even_batches else int(process_index < rest))

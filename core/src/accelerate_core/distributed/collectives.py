@@ -18,8 +18,12 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.packing import layout_of, pack, unpack, unpack_rows
 from accelerate_core.distributed.torch_collectives import ReduceOp
 from accelerate_core.distributed.tree import TensorInformation, flatten, iterate_leaves, unflatten
-from accelerate_core.distributed.verify import verify
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.errors import (
+    ConfigurationError,
+    DistributedOperationException,
+    did_you_mean,
+    listing,
+)
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -335,3 +339,51 @@ def _tensors(verb: str, tree: Any, *, dense: bool = True) -> list[torch.Tensor]:
 def _at(tree: Any, index: int) -> str:
     path, _ = list(iterate_leaves(tree))[index]
     return f" at {path}" if path else ""
+
+
+# --- the check in debug mode ------------------------------------------------------------------
+
+_ADVICE = {
+    "gather": (
+        "Bring the tensors to one shape first (pad_across_processes), or use gather_uneven if "
+        "only dimension 0 differs, or gather_object."
+    ),
+    "gather_uneven": "Only dimension 0 may differ between the processes.",
+    "pad_across_processes": "Only the padded dimension may differ between the processes.",
+}
+_DEFAULT_ADVICE = "Structures, shapes and dtypes have to be equal on all processes."
+
+
+def _row(path: str, leaf: Any, free_dim: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
+    """Return what is shown of a leaf, and what of it has to be equal on all ranks."""
+    if not isinstance(leaf, torch.Tensor):
+        kind = type(leaf).__name__
+        return f"{path} <{kind}>", (path, kind)
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    free = {dim % leaf.ndim for dim in free_dim if -leaf.ndim <= dim < leaf.ndim}
+    fixed = [-1 if dim in free else length for dim, length in enumerate(leaf.shape)]
+    return f"{path} {list(leaf.shape)} {dtype}", (path, fixed, dtype)
+
+
+def verify(verb: str, tree: Any, comm: Communicator, free_dim: Sequence[int] = ()) -> None:
+    """Raise `DistributedOperationException` on every rank if the trees do not fit together.
+
+    Does nothing unless `comm.debug`. `free_dim` are the dimensions whose lengths may differ. A group
+    that is given unequal sizes may hang or end the process without a Python error, so this comes
+    first, over a collective that takes any size.
+    """
+    if not comm.debug or comm.size == 1:
+        return
+    rows = [_row(path, leaf, free_dim) for path, leaf in iterate_leaves(tree)]
+    reports = comm.gather_object(rows)
+    compared = [[has_to_be_equal for _, has_to_be_equal in report] for report in reports]
+    if all(one == compared[0] for one in compared):
+        return
+    lines = "\n".join(
+        f"  - process {rank}: {', '.join(text.strip() for text, _ in report) or 'no tensor'}"
+        for rank, report in enumerate(reports)
+    )
+    raise DistributedOperationException(
+        f"{verb}: the processes passed tensors that do not fit together.\n{lines}\n"
+        f"{_ADVICE.get(verb, _DEFAULT_ADVICE)}"
+    )

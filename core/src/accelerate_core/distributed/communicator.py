@@ -26,7 +26,7 @@ class Communicator:
         rank: index of this process among those of the scope.
         size: number of processes of the scope. With 1 every method is the identity.
         device: where the tensors of a collective have to be.
-        hooks: a `TorchCollectives`, or the bound owner hooks of a backend.
+        hooks: a `TorchCollectives`, or what has its methods: the bound owner hooks of a backend.
         accelerator: handed to the hooks.
         scope: which processes take part, "world" by default.
         debug: compare the shapes of all ranks before a collective on nested structures, at the
@@ -41,11 +41,13 @@ class Communicator:
     rank: int
     size: int
     device: torch.device
-    hooks: Any = field(repr=False)
+    hooks: TorchCollectives = field(repr=False)
     accelerator: Any = field(default=None, repr=False)
     scope: Scope = "world"
     debug: bool = False
-    new_group: Callable[[Sequence[int] | None], Any] | None = field(default=None, repr=False)
+    new_group: Callable[[Sequence[int] | None], dist.ProcessGroup | None] | None = field(
+        default=None, repr=False
+    )
 
     def gather(self, t: torch.Tensor) -> torch.Tensor:
         """Return the tensors [k] of all ranks as one [size * k]; k is the same on all ranks."""
@@ -64,8 +66,7 @@ class Communicator:
         if self.size == 1:
             return t
         own = t if overwrite else t.clone()
-        reduced: torch.Tensor = self.hooks.reduce(self.accelerator, own, op, self.scope)
-        return reduced
+        return self.hooks.reduce(self.accelerator, own, op, self.scope)
 
     def broadcast(self, t: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Return the tensor of rank `src`. On other ranks `t` may be overwritten with it."""
@@ -77,8 +78,7 @@ class Communicator:
         """Return this rank's part. `parts` matters on rank `src`: one per rank, sized as `like`."""
         if self.size == 1:
             return parts[0] if parts is not None else like
-        part: torch.Tensor = self.hooks.scatter(self.accelerator, parts, like, src, self.scope)
-        return part
+        return self.hooks.scatter(self.accelerator, parts, like, src, self.scope)
 
     def all_to_all(self, t: torch.Tensor) -> torch.Tensor:
         """Send the i-th of `size` equal pieces of `t` to rank i; return those received."""
@@ -94,8 +94,7 @@ class Communicator:
         if self.size == 1 or self.new_group is None:
             return None
         ranks = None if self.scope == "world" else self.gather_object(dist.get_rank())
-        group: dist.ProcessGroup | None = self.new_group(ranks)
-        return group
+        return self.new_group(ranks)
 
     def duplicate(self) -> Communicator | None:
         """Return a communicator of the same ranks for a thread, over a group of its own.
@@ -122,7 +121,7 @@ class Communicator:
         """Return the picklable objects of all ranks, in rank order."""
         if self.size == 1:
             return [obj]
-        return self.hooks.gather_object(self.accelerator, obj, self.scope)  # type: ignore[no-any-return]
+        return self.hooks.gather_object(self.accelerator, obj, self.scope)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return the picklable object of rank `src`."""

@@ -1,25 +1,27 @@
 """What a process has once: its ranks, its device, its process group, and libraries' globals.
 
 The first Accelerator (or `PartialState`) starts the runtime, later ones reuse
-it if they fit, and the end of the last one ends the group.
+it if they fit, and the end of the last one ends the group. Before anything else, the ranks
+compare what they are about to run (`agree`).
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from accelerate_core.contract.topology import GroupStart, Process, Topology, read_topology
+from accelerate_core.contract.topology import Process, Topology, read_topology
 from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError
 
@@ -38,7 +40,6 @@ class Runtime(Process):
 
     debug: bool = False
     owns_group: bool = False
-    comm_backend: str | None = None
     users: list[weakref.ref[Any]] = field(default_factory=list)
     #: Accelerators that have begun and not ended, dead ones too: unlike `users` it does not
     #: depend on when the garbage collector runs, which differs between ranks.
@@ -79,7 +80,7 @@ def acquire(
     init_method: str | None = None,
     needs_group: bool = False,
     choose_device: Callable[[Topology, bool], torch.device] | None = None,
-    init_group: Callable[[GroupStart], None] | None = None,
+    init_group: Callable[[Process], None] | None = None,
 ) -> Runtime:
     """Start the runtime, or join the one that runs if it fits.
 
@@ -110,7 +111,8 @@ def acquire(
             # Maybe later than the first Accelerator, which could do without, as one process can.
             runtime.timeout = timeout or runtime.timeout
             runtime.comm_backend = comm_backend or runtime.comm_backend
-            _open_group(runtime, init_method, init_group)
+            runtime.init_method = init_method
+            _open_group(runtime, init_group or start_group)
     except BaseException:
         if _current is None:
             _end_globals()  # nobody is there who would
@@ -198,16 +200,10 @@ def _end_globals() -> None:
     _endings.close()
 
 
-def _open_group(
-    runtime: Runtime, init_method: str | None, init_group: Callable[[GroupStart], None] | None
-) -> None:
+def _open_group(runtime: Runtime, start: Callable[[Process], None]) -> None:
     failures.install()
-    store = None if init_method else _store(runtime, runtime.timeout)
-    start = GroupStart(
-        runtime, runtime.device, store, runtime.comm_backend, init_method, runtime.timeout
-    )
-    (init_group or start_group)(start)
-    runtime.store = store
+    runtime.store = None if runtime.init_method else _store(runtime)
+    start(runtime)
     runtime.owns_group = True
     atexit.register(_end_at_exit, weakref.ref(runtime))
 
@@ -265,7 +261,7 @@ def select(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-def _store(topology: Topology, timeout: timedelta | None) -> Any:
+def _store(process: Process) -> Any:
     """Return the rendezvous store under a prefix of this attempt and this group.
 
     A restarted attempt must not read the addresses its dead predecessor left in
@@ -277,7 +273,7 @@ def _store(topology: Topology, timeout: timedelta | None) -> Any:
     _generation += 1
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     # A process alone meets nobody: any free port, as several such may run beside each other.
-    usual = "0" if topology.num_processes == 1 else "29500"
+    usual = "0" if process.num_processes == 1 else "29500"
     port = int(os.environ.get("MASTER_PORT", usual))
     if (address, port) not in _stores:
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -285,34 +281,32 @@ def _store(topology: Topology, timeout: timedelta | None) -> Any:
             address,
             port,
             world_size=None,
-            is_master=topology.process_index == 0 and not agent_hosts,
-            timeout=timeout or timedelta(minutes=5),
+            is_master=process.process_index == 0 and not agent_hosts,
+            timeout=process.timeout or timedelta(minutes=5),
             wait_for_workers=False,
         )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"accelerate/{attempt}/{_generation}", _stores[address, port])
 
 
-def start_group(start: GroupStart) -> None:
+def start_group(start: Process) -> None:
     """Start torch.distributed's default group; gloo serves CPU tensors beside a device's own."""
     import torch.distributed as dist
 
-    options: dict[str, Any] = {"backend": start.backend}
+    options: dict[str, Any] = {"backend": start.comm_backend}
     if start.timeout is not None:
         options["timeout"] = start.timeout
     if start.init_method is not None:
         options["init_method"] = start.init_method
     else:
         options["store"] = start.store
-    if start.backend is None and start.device.type == "cpu":
+    if start.comm_backend is None and start.device.type == "cpu":
         options["backend"] = "gloo"
-    elif start.backend is None:
+    elif start.comm_backend is None:
         options["device_id"] = start.device
         own = dist.Backend.default_device_backend_map[start.device.type]
         options["backend"] = f"cpu:gloo,{start.device.type}:{own}"
-    dist.init_process_group(
-        rank=start.topology.process_index, world_size=start.topology.num_processes, **options
-    )
+    dist.init_process_group(rank=start.process_index, world_size=start.num_processes, **options)
 
 
 def _named_device(name: str) -> torch.device:
@@ -361,6 +355,62 @@ def _check_fits(
     if comm_backend and runtime.comm_backend and comm_backend != runtime.comm_backend:
         there = f"the process group already runs on {runtime.comm_backend!r}"
         refuse(f"Communication backend {comm_backend!r}", there)
+
+
+def agree(runtime: Runtime, facts: Mapping[str, Any]) -> None:
+    """Compare `facts` with rank 0's through the store; every rank learns the verdict.
+
+    Raises:
+        ConfigurationError: on every rank, naming the ranks and the facts that differ.
+        RuntimeConflictError: a rank did not come within the time limit of the group.
+    """
+    if runtime.num_processes == 1 or runtime.store is None:
+        return
+    runtime.handshakes += 1
+    prefix = f"agree/{runtime.handshakes}"
+    mine = json.dumps(dict(facts), sort_keys=True, default=str)
+    store = runtime.store
+    wait = runtime.timeout or timedelta(minutes=5)
+    if runtime.process_index != 0:
+        store.set(f"{prefix}/{runtime.process_index}", mine)
+        _wait_for(store, [f"{prefix}/verdict"], wait, runtime)
+        verdict = store.get(f"{prefix}/verdict").decode()
+    else:
+        others = range(1, runtime.num_processes)
+        keys = [f"{prefix}/{rank}" for rank in others]
+        _wait_for(store, keys, wait, runtime)
+        theirs = {rank: json.loads(store.get(key)) for rank, key in zip(others, keys, strict=True)}
+        verdict = _differences(json.loads(mine), theirs)
+        store.set(f"{prefix}/verdict", verdict)
+    if verdict:
+        raise ConfigurationError(f"The processes are not configured alike: {verdict}")
+
+
+def _wait_for(store: Any, keys: list[str], wait: timedelta, runtime: Runtime) -> None:
+    try:
+        store.wait(keys, wait)
+    except Exception as error:  # stores have classes of their own for this
+        missing = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
+        names = ["0"] if missing == ["verdict"] else missing
+        if not names:
+            raise
+        raise RuntimeConflictError(
+            f"Rank {runtime.process_index} constructs an Accelerator and waited "
+            f"{wait.total_seconds():g} s for rank {', '.join(names)} to do so too. Every rank has "
+            "to construct it: take it out of blocks that only some of them run."
+        ) from error
+
+
+def _differences(reference: dict[str, Any], others: Mapping[int, dict[str, Any]]) -> str:
+    differences = [
+        f"{key} is {reference.get(key)!r} on rank 0, {facts.get(key)!r} on rank {rank}"
+        for rank, facts in others.items()
+        for key in sorted({*reference, *facts})
+        if reference.get(key) != facts.get(key)
+    ]
+    more = len(differences) - 5
+    shown = "; ".join([*differences[:5], *([f"and {more} more"] if more > 0 else [])])
+    return f"{shown}." if shown else ""
 
 
 def close_before_end(what: Any) -> None:

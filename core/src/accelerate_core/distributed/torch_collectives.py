@@ -213,5 +213,4 @@ class TorchCollectives:
 
 def _all_gather() -> Callable[..., Any]:
     # The same call was renamed; the older name warns where the newer one exists.
-    gather: Callable[..., Any] | None = getattr(dist, "all_gather_single", None)
-    return gather if gather is not None else dist.all_gather_into_tensor
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

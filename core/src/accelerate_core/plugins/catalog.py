@@ -142,11 +142,6 @@ def known_names(kind: str) -> Mapping[str, str]:
     return names
 
 
-def extras() -> set[str]:
-    """Return every extra of the core that brings a plugin."""
-    return {extra for names in _tables()["NAMES"].values() for extra in names.values()}
-
-
 def pip_command(extra: str) -> str:
     """Return the command that installs an extra."""
     return f'pip install "accelerate-core[{extra}]"'

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import os
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,17 +51,13 @@ class PluginRecord:
     triggers: set[str] = field(default_factory=set)
     #: What importing it raised, if it was tried and broke.
     failure: BaseException | None = None
-    _loaded: Any = None
+    #: What was imported, once it was.
+    loaded: Any = None
 
     @property
     def label(self) -> str:
         """`name (distribution version)`, as error texts and notes show it."""
         return f"{self.name} ({self.distribution} {self.version})".strip()
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the plugin's module has been imported through this record."""
-        return self._loaded is not None
 
     def load(self) -> Any:
         """Import the plugin, once.
@@ -68,16 +65,16 @@ class PluginRecord:
         Raises:
             PluginError: importing it failed; the cause is chained.
         """
-        if self._loaded is None and self.failure is None:
+        if self.loaded is None and self.failure is None:
             try:
-                self._loaded = pkgutil.resolve_name(self.target)
+                self.loaded = pkgutil.resolve_name(self.target)
             except (Exception, SystemExit) as error:  # vendors' stacks exit without hardware
                 self.failure = error
         if (failure := self.failure) is not None:
             raise self.broken(
                 f"importing {self.target} raised {type(failure).__name__}: {failure}"
             ) from failure
-        return self._loaded
+        return self.loaded
 
     def broken(self, how: str) -> PluginError:
         """Return the error for a plugin that does not do what one of its kind has to."""
@@ -93,7 +90,7 @@ class Installed:
 
     plugins: tuple[PluginRecord, ...]
     exports: Mapping[str, tuple[str, str]]  # public name -> (target, distribution)
-    triggers: Mapping[str, tuple[PluginRecord, ...]]
+    triggers: frozenset[str]
 
     def of_kind(self, kind: str) -> tuple[PluginRecord, ...]:
         """Return the plugins of one kind, by name."""
@@ -122,13 +119,10 @@ def installed() -> Installed:
                 records.append(PluginRecord(KINDS[group], point.name, point.value, *owner))
     PrecisionType.register(*(record.name for record in records if record.kind == "precision"))
     LoggerType.register(*(record.name for record in records if record.kind == "tracker"))
-    by_trigger: dict[str, tuple[PluginRecord, ...]] = {}
-    for trigger, targets in triggers.items():
-        matched = tuple(record for record in records if record.target in targets)
-        for record in matched:
-            record.triggers.add(trigger)
-        by_trigger[trigger] = matched
-    return Installed(tuple(sorted(records, key=lambda r: (r.kind, r.name))), exports, by_trigger)
+    for record in records:
+        record.triggers = {name for name, its in triggers.items() if record.target in its}
+    records.sort(key=lambda record: (record.kind, record.name))
+    return Installed(tuple(records), exports, frozenset(triggers))
 
 
 def disabled_names(environ: Mapping[str, str] | None = None) -> frozenset[str]:
@@ -232,3 +226,59 @@ def check_api_version(record: PluginRecord, plugin: Any) -> None:
             f"{major}.{minor}; this accelerate-core speaks {API_VERSION[0]}.{API_VERSION[1]}: "
             f"upgrade {record.distribution if older else OWN_DISTRIBUTION}."
         )
+
+
+# --- public names that plugins lend to `accelerate_core`, resolved on first use ---------------
+
+
+def lent(name: str) -> Any:
+    """Return what an installed plugin exports under `name`.
+
+    Raises:
+        MissingPluginError: a known plugin would bring it; the text has the pip command.
+        PluginError: the plugin that lends it is broken.
+        AttributeError: nobody knows the name, or an installed plugin does not offer it.
+    """
+    found = installed().exports.get(name)
+    if found is not None and found[1] not in disabled_names():
+        target, distribution = found
+        try:
+            return pkgutil.resolve_name(target)
+        except (Exception, SystemExit) as error:
+            raise PluginError(
+                f"{name} is lent by {distribution}, which is broken: loading {target} raised "
+                f"{type(error).__name__}: {error}. Reinstall or upgrade {distribution}."
+            ) from error
+    if name in catalog.EXPORTS:
+        extra = catalog.EXPORTS[name]
+        mine = [record for record in installed().plugins if record.name == extra]
+        if mine:
+            raise AttributeError(
+                f"{name} is a name of Hugging Face Accelerate's that {mine[0].label} does not offer."
+            )
+        raise MissingPluginError(
+            f"{name} comes with a plugin that is not installed. "
+            f"Install it with: {catalog.pip_command(extra)}",
+            name=name,
+        )
+    if name in catalog.PROBES:
+        return _probe(name, catalog.PROBES[name])
+    raise AttributeError(name)
+
+
+def lent_names() -> list[str]:
+    """List the names installed plugins lend, and the probes."""
+    return sorted({*installed().exports, *catalog.PROBES})
+
+
+def _probe(name: str, library: str) -> Callable[..., bool]:
+    def probe(*_: bool, **__: bool) -> bool:
+        # Some of the peer's take switches that narrow them; without the library all are False.
+        try:
+            return importlib.util.find_spec(library) is not None
+        except (ImportError, ValueError):
+            return False
+
+    probe.__name__ = name
+    probe.__doc__ = f"Tell whether the library {library} is installed; never raises."
+    return probe

@@ -6,30 +6,31 @@ import functools
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pluggy
 
+from accelerate_core.config.provenance import Because
+from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.errors import PluginError, did_you_mean
 from accelerate_core.hookspecs import (
     API_VERSION,
     DEPRECATED,
+    HOOKS,
     PROJECT,
     HookSpecs,
-    all_hooks,
-    hook_kind,
     hooks_of_kind,
 )
-from accelerate_core.plugins.discovery import PluginRecord
+from accelerate_core.plugins.discovery import PluginRecord, check_api_version
+from accelerate_core.plugins.selection import Selection
 
 
-class Hooks:
+class Hooks(SimpleNamespace):
     """The owner hooks of one backend, bound: `hooks.backward(accelerator, loss, {})`."""
-
-    def __init__(self, **bound: Callable[..., Any]) -> None:
-        self.__dict__.update(bound)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -72,12 +73,12 @@ class ActivePlugins:
 
     @staticmethod
     def _check(implementation: Any, hook: str, record: PluginRecord) -> None:
-        if hook_kind(hook) is None:
+        if hook not in HOOKS:
             if _is_newer(implementation.plugin) or implementation.optionalhook:
                 return  # a hook of its own version: what both know is what is used
             raise PluginError(
                 f"{record.label} does not keep the contract: unknown hook {hook!r}."
-                f"{did_you_mean(hook, all_hooks())}"
+                f"{did_you_mean(hook, HOOKS)}"
             )
         for name in (hook, *(f"{hook}({argument})" for argument in implementation.argnames)):
             if name in DEPRECATED:
@@ -93,7 +94,7 @@ class ActivePlugins:
             raise PluginError(
                 f"{record.label} wraps hook {hook!r}; hooks of this contract are not wrapped."
             )
-        if hook_kind(hook) == "owner" and record.kind != "backend":
+        if HOOKS.get(hook) == "owner" and record.kind != "backend":
             raise PluginError(
                 f"{record.label} implements {hook!r}, which only the active backend may answer."
             )
@@ -238,3 +239,85 @@ def _blamed(
             raise
 
     return call if pick is None else call_subset
+
+
+# --- the replaceable parts beside the backend: one plugin of each kind, by name ---------------
+
+#: The kinds of parts, each a setting of the core by that name.
+PARTS = ("checkpointer", "tracking", "loaders")
+
+
+@dataclass
+class Part:
+    """A chosen part: its class is imported when it is made, and whatever it raises names it.
+
+    Attributes:
+        sources: where its settings come from, should it have any.
+        handlers: those of `kwargs_handlers`, by class.
+    """
+
+    record: PluginRecord
+    because: str
+    sources: Sources
+    handlers: Mapping[type, Any]
+    #: Fields of its `Settings`, once it is made: value and where that came from.
+    settings: dict[str, Because] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, selection: Selection, sources: Sources, handlers: Mapping[type, Any]
+    ) -> Part | None:
+        """Return the part that was chosen; None where there is none.
+
+        Raises:
+            MissingPluginError, PluginError: the one that is named is not there, or there twice.
+        """
+        chosen = selection.settled().active
+        return cls(chosen[0].record, chosen[0].because, sources, handlers) if chosen else None
+
+    def make(self, *arguments: Any) -> Any:
+        """Return the part, made with `arguments`, and its `Settings` after them if it has some.
+
+        Raises:
+            ConfigurationError: one of its settings has a value it cannot have.
+            PluginError: the plugin is broken, no class, or of another version of the contract.
+        """
+        plugin = self.record.load()
+        check_api_version(self.record, plugin)
+        if not callable(plugin):
+            raise PluginError(f"The {self.record.kind} plugin {self.record.label} is no class.")
+        own = getattr(plugin, "Settings", None)
+        if own is not None:
+            settings, self.settings = resolve_settings(
+                own, self.handlers.get(own), self.sources, owner=self.record.name
+            )
+            arguments += (settings,)
+        with blaming("__init__", self.record):
+            return _Blamed(plugin(*arguments), self.record)
+
+
+class _Blamed:
+    """Hands everything on; what a method raises gets a note with the plugin's name."""
+
+    def __init__(self, part: Any, record: PluginRecord) -> None:
+        self.__dict__.update(_part=part, _record=record)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._part, name)
+        if not callable(value):
+            return value
+        record = self._record
+
+        @functools.wraps(value)
+        def call(*arguments: Any, **named: Any) -> Any:
+            try:
+                return value(*arguments, **named)
+            except BaseException as error:
+                blame(error, name, record)
+                raise
+
+        self.__dict__[name] = call  # looked up once
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._part, name, value)

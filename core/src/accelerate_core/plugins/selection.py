@@ -387,8 +387,8 @@ def check_owners(arguments: Mapping[str, Any], selection: Selection, active: set
         active: names of the active plugins.
     """
     for name in plugin_arguments() & {key for key, value in arguments.items() if value is not None}:
-        owners = installed().triggers[name]
-        if not any(record.name in active for record in owners):
+        owners = [record for record in installed().plugins if name in record.triggers]
+        if owners and not any(record.name in active for record in owners):
             states = {c.record.name: f"{c.state}: {c.because}" for c in selection.considered}
             owner = owners[0]
             why = states.get(owner.name, f"the backend is {selection.record.name!r}")

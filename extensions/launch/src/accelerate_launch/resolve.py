@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
-from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because, encode
+from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because
 from accelerate_core.config.resolve import Sources, look_up
 from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import ConfigurationError
@@ -324,7 +325,8 @@ def _environment(
     if config is not None:
         texts[CONFIG_VARIABLE] = str(Path(config.path).resolve())
     if made:
-        texts[BECAUSE_VARIABLE] = encode({env: because.origin for env, because in made.items()})
+        origins = {env: because.origin for env, because in made.items()}
+        texts[BECAUSE_VARIABLE] = json.dumps(origins, sort_keys=True)
     if local_addr is not None and "GLOO_SOCKET_IFNAME" not in environ:
         interface = devices.interface_of(local_addr)
         if interface is not None:

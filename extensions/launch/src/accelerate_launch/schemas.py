@@ -40,7 +40,6 @@ _FORMAT = 4
 _CORE_CLASSES = {
     "compiler": "accelerate_core.config.handlers:TorchDynamoPlugin",
     "mesh": "accelerate_core.config.parallelism:ParallelismConfig",
-    "context parallelism": "accelerate_core.config.parallelism:TorchContextParallelConfig",
 }
 
 _SECONDS = 120

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate_core.hookspecs import all_hooks
+from accelerate_core.hookspecs import HOOKS
 
 if TYPE_CHECKING:
     from accelerate_testing.lab import Lab
@@ -213,7 +213,7 @@ def about(name: str, plugin: Any, kind: str = "backend") -> str:
     own = [
         cls for cls in getattr(plugin, "__mro__", ()) if "accelerate_core." not in cls.__module__
     ]
-    mine = [hook for hook in all_hooks() if any(hook in vars(cls) for cls in own)]
+    mine = [hook for hook in HOOKS if any(hook in vars(cls) for cls in own)]
     could = [hook for hook in _ABOUT.get(name, "").split() if kind == "backend" or hook in mine]
     meant = [hook for hook in could if hook in mine]
     if meant:

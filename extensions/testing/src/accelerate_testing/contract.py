@@ -11,8 +11,8 @@ from accelerate_core import Backend
 from accelerate_core.hookspecs import (
     API_VERSION,
     DEPRECATED,
+    SINCE,
     HookSpecs,
-    hook_since,
     hooks_of_kind,
 )
 from accelerate_core.hookspecs import Kind as Kind
@@ -50,7 +50,7 @@ def contract(public: Mapping[str, Any] | None = None) -> dict[str, Any]:
                 "kind": kind,
                 "arguments": list(signature.parameters)[1:],
                 "types": types_of(signature),
-                "since": list(hook_since(name)),
+                "since": list(SINCE[name]),
                 "deprecated": deprecated(name),
                 "doc": inspect.getdoc(function) or "",
             }

@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from accelerate_core.backend import Backend
-from accelerate_core.hookspecs import all_hooks
+from accelerate_core.hookspecs import HOOKS
 from accelerate_core.plugins.selection import Claim, Request
 from accelerate_core.precision import Precision
 from accelerate_launch.plan import LaunchPlan, Target
@@ -48,7 +48,7 @@ def _members(cls: type) -> dict[str, Any]:
                 **({"default": repr(field.default)} if plain else {}),
             }
         found["__init__"] = _described(vars(cls)["__init__"])
-    hooks = all_hooks() if cls is Backend else ()
+    hooks = HOOKS if cls is Backend else ()
     return {
         name: {**its, "deprecated": deprecated(f"{cls.__name__}.{name}")}
         for name, its in sorted(found.items())

@@ -52,8 +52,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Return a tracker class that an installed package lends, such as the peer has here."""
-    from accelerate_core.plugins import exports
+    from accelerate_core.plugins.discovery import lent
 
     if name.startswith("__"):
         raise AttributeError(name)
-    return exports.resolve(name)
+    return lent(name)

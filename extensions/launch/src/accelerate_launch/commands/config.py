@@ -219,7 +219,7 @@ def _check_deeply(config: Any) -> None:
     from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings
     from accelerate_core.contract.topology import Topology
     from accelerate_core.plugins.discovery import disabled_names, installed
-    from accelerate_core.plugins.parts import Part
+    from accelerate_core.plugins.manager import Part
     from accelerate_core.plugins.selection import Request, select
     from accelerate_launch.schemas import WITH_SETTINGS
 

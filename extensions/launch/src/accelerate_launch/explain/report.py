@@ -90,10 +90,10 @@ def state_of(
             state, because = found[0].state, found[0].because
     if record.failure is not None:
         return "broken", f"{type(record.failure).__name__}: {record.failure}"
-    if state not in ("available", "undecided") and record.is_loaded:
+    if state not in ("available", "undecided") and record.loaded is not None:
         return state, because
     # What would not work if it were asked for is told without an import.
-    if not record.is_loaded and (missing := stated(record.target).missing):
+    if record.loaded is None and (missing := stated(record.target).missing):
         return "broken", f"its entry point names {record.target}, but {missing}"
     api = api_of(record)
     if api and int(api.split(".")[0]) != API_VERSION[0]:
@@ -104,7 +104,7 @@ def state_of(
 
 def api_of(record: PluginRecord) -> str:
     """Return the version of the contract a plugin states, "" if that cannot be told."""
-    version = getattr(record.load(), "api_version", None) if record.is_loaded else None
+    version = getattr(record.loaded, "api_version", None)
     if version is None:
         own = record.distribution == OWN_DISTRIBUTION
         version = API_VERSION if own else stated(record.target).api_version

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate_core.errors import MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import PluginRecord, installed, without_entry_point
-from accelerate_core.plugins.parts import PARTS
+from accelerate_core.plugins.manager import PARTS
 from accelerate_core.plugins.selection import RULES, Rule, Selection
 from accelerate_launch.explain.planned_run import PlannedRun
 from accelerate_launch.explain.report import api_of, state_of

@@ -117,7 +117,8 @@ def _check(name: str, kind: str) -> None:
             "brings; choose another."
         )
     distribution = _Names(name, kind).values["distribution"]
-    ours = {f"accelerate-{extra.replace('_', '-')}" for extra in catalog.extras()}
+    extras = {extra for names in catalog.NAMES.values() for extra in names.values()}
+    ours = {f"accelerate-{extra.replace('_', '-')}" for extra in extras}
     if distribution in ours or _is_installed(distribution):
         raise ConfigurationError(
             f"The repository would be that of {distribution}, which is a package already: installing "

@@ -16,7 +16,7 @@ from typing import Any
 
 from accelerate_core.contract.parts import Checkpointer, LoaderMaker
 from accelerate_core.errors import AccelerateError, did_you_mean, listing
-from accelerate_core.hookspecs import all_hooks
+from accelerate_core.hookspecs import HOOKS
 from accelerate_core.plugins.discovery import (
     OWN_DISTRIBUTION,
     PluginRecord,
@@ -141,8 +141,8 @@ def metadata(lab: Lab) -> str | None:
             f"{record.distribution} {record.version} does not require {OWN_DISTRIBUTION}: put "
             f'"{OWN_DISTRIBUTION}>=0.1,<1" into its dependencies'
         )
-    orphans = [name for name, its in installed().triggers.items() if not its]
-    mine = [name for name in _triggers_of(record.distribution) if name in orphans]
+    owned = {name for plugin in installed().plugins for name in plugin.triggers}
+    mine = [name for name in _triggers_of(record.distribution) if name not in owned]
     if mine:
         raise AssertionError(
             f"the triggers {listing(mine)} of {record.distribution} name what no plugin is: their "
@@ -222,7 +222,7 @@ def hooks(lab: Lab) -> str | None:
         from accelerate_core.backend import Backend
 
         active.bind_owner(made, record, Backend)
-    own = [name for name in all_hooks() if any(name in vars(cls) for cls in _own(plugin))]
+    own = [name for name in HOOKS if any(name in vars(cls) for cls in _own(plugin))]
     untried = [name for name in own if name in _UNTRIED]
     more = f"; no check calls {' and '.join(untried)}" if untried else ""
     return f"implements {', '.join(own)}{more}" if own else "implements none"
@@ -239,9 +239,9 @@ def _near_misses(plugin: type, record: PluginRecord) -> None:
     }
     for cls in _own(plugin):
         for name, value in vars(cls).items():
-            if name.startswith("_") or name in all_hooks() or name in known or not callable(value):
+            if name.startswith("_") or name in HOOKS or name in known or not callable(value):
                 continue
-            hint = did_you_mean(name, all_hooks()) if _close(name) else ""
+            hint = did_you_mean(name, HOOKS) if _close(name) else ""
             if hint:
                 raise AssertionError(
                     f"{record.label}: {name!r} is no hook of the contract and is never called.{hint}"
@@ -251,7 +251,7 @@ def _near_misses(plugin: type, record: PluginRecord) -> None:
 def _close(name: str) -> bool:
     import difflib
 
-    return bool(difflib.get_close_matches(name, all_hooks(), n=1, cutoff=0.9))
+    return bool(difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.9))
 
 
 @check("backend", "extension", place="alone")
