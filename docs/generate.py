@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate_core.backend.precision import Precision
 from accelerate_core.config import handlers, parallelism
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.schema import settings_fields
@@ -24,9 +25,8 @@ from accelerate_core.contract.capabilities import (
     REDUCES_GRADIENTS,
     lacking,
 )
-from accelerate_core.hookspecs import HookSpecs
+from accelerate_core.contract.hooks import HookSpecs
 from accelerate_core.plugins import discovery
-from accelerate_core.precision import Precision
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 from accelerate_deepspeed.settings import DeepSpeedPlugin
 from accelerate_fsdp2.settings import (
@@ -34,7 +34,7 @@ from accelerate_fsdp2.settings import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accelerate_testing.contract import KINDS, contract
+from accelerate_testing.contract import HOOK_KINDS, contract
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -51,14 +51,14 @@ def table(header: list[str], rows: list[list[object]]) -> list[str]:
 
 def hooks() -> str:
     made = contract()
-    lines = ["# Hooks", "", "Generated from `accelerate_core.hookspecs`; do not edit.", ""]
+    lines = ["# Hooks", "", "Generated from `accelerate_core.contract.hooks`; do not edit.", ""]
     lines += [
         f"Version {'.'.join(map(str, made['version']))}. [What a version promises](contract.md).",
         "",
         inspect.getdoc(sys.modules[HookSpecs.__module__]) or "",
         "",
     ]
-    for kind, meaning in KINDS.items():
+    for kind, meaning in HOOK_KINDS.items():
         lines += [f"## {kind.capitalize()} hooks", "", meaning, ""]
         rows: list[list[object]] = []
         for name, hook in made["hooks"].items():
@@ -249,7 +249,7 @@ def known_packages() -> str:
 
     `plugins/catalog.py` says what the tables mean, and adds what nothing declares.
     """
-    kinds = {group.rpartition(".")[2]: kind for group, kind in discovery.KINDS.items()}
+    kinds = {group.rpartition(".")[2]: kind for group, kind in discovery.GROUPS.items()}
     names: dict[str, dict[str, str]] = {kind: {} for kind in kinds.values()}
     summaries: dict[str, str] = {}
     tables = ("ARGUMENTS", "VARIABLES", "SECTIONS", "SWITCHES", "OPTIONS", "PREFIXES")

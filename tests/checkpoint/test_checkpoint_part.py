@@ -224,7 +224,7 @@ def test_a_part_is_made_with_its_settings(
     monkeypatch.setenv(variable, "upper")
     assert shelf_of() == ("upper", f"(environment variable {variable})")
     monkeypatch.setattr(
-        "accelerate_core.arguments.refuse_unclaimed", lambda handlers, active: None
+        "accelerate_core.accelerator.arguments.refuse_unclaimed", lambda handlers, active: None
     )  # the class would be the plugin's own package's
     told = shelf_of(kwargs_handlers=[Shelf("top")])
     assert told == ("top", "(constructor argument Shelf)")

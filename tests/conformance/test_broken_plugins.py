@@ -14,7 +14,7 @@ import pytest
 from support import clean_environment
 
 import accelerate_core.backend  # noqa: F401  # it declares the owner hooks
-from accelerate_core.hookspecs import HOOKS
+from accelerate_core.contract.hooks import HOOKS
 
 HEAD = """
 import torch, torch.distributed as dist
@@ -226,7 +226,7 @@ RAISING = """
 import inspect
 import torch
 from accelerate_core import Accelerator, Backend, hookimpl
-from accelerate_core.hookspecs import HOOKS, HookSpecs
+from accelerate_core.contract.hooks import HOOKS, HookSpecs
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins import discovery
 import dummy_raiser
@@ -279,7 +279,7 @@ def make(hook, arguments, owner):
     return hookimpl(scope[hook])
 import inspect
 from accelerate_core import Backend
-from accelerate_core.hookspecs import HOOKS, HookSpecs
+from accelerate_core.contract.hooks import HOOKS, HookSpecs
 for name in HOOKS:
     spec = getattr(Backend, name, None) or getattr(HookSpecs, name)
     arguments = list(inspect.signature(spec).parameters)[1:]

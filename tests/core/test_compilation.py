@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accelerate_core import TorchDynamoPlugin
-from accelerate_core.compilation import (
+from accelerate_core.builtin.compile import (
     canonical_key,
     compile_model,
     compile_regions,
@@ -316,7 +316,7 @@ def test_nothing_compiled_is_the_model_itself() -> None:
 def test_asking_does_not_import_the_compiler() -> None:
     code = (
         "import sys, torch\n"
-        "from accelerate_core.compilation import *\n"
+        "from accelerate_core.builtin.compile import *\n"
         "m = torch.nn.Linear(2, 2)\n"
         "assert strip_compiled(m) is m and not is_compiled_module(m)\n"
         "assert 'torch._dynamo' not in sys.modules\n"

@@ -23,7 +23,7 @@ from accelerate_core import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.files import read_config
-from accelerate_core.config.resolve import Sources, resolve_settings
+from accelerate_core.config.lookup import Sources, resolve_settings
 
 
 def test_the_strongest_source_wins_and_says_so(

@@ -18,7 +18,7 @@ from support import clean_environment
 
 from accelerate_core import Backend
 from accelerate_core.cli import cli
-from accelerate_core.hookspecs import HOOKS, HookSpecs
+from accelerate_core.contract.hooks import HOOKS, HookSpecs
 from accelerate_testing.contract import contract, differences
 from accelerate_testing.surface import surface
 
@@ -407,7 +407,7 @@ def test_an_older_minor_version_works_and_is_told_what_is_deprecated(tmp_path: P
     dummies.backend(tmp_path, "aged", api="(1, 1)", extra=extra)
     code = """
     import warnings
-    from accelerate_core import hookspecs
+    from accelerate_core.contract import hooks as hookspecs
     from accelerate_core.plugins import discovery, manager
     for module in (hookspecs, discovery, manager):
         module.API_VERSION = (1, 3)

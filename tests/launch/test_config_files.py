@@ -16,7 +16,7 @@ from accelerate_core.cli import cli
 from accelerate_core.config.files import parse_config, read_config
 from accelerate_core.errors import AccelerateError
 from accelerate_launch.options import LAUNCH_OPTIONS
-from accelerate_launch.resolve import decide
+from accelerate_launch.planning import decide
 
 TEMPLATES = sorted((Path(__file__).parents[2] / "examples/config_templates").glob("*.yaml"))
 

@@ -17,7 +17,7 @@ from support import clean_environment
 import accelerate_core
 from accelerate_core.errors import ConfigurationError
 from accelerate_testing import run_workers
-from accelerate_testing.scaffold import KINDS, write_repository
+from accelerate_testing.scaffold import TEMPLATE_KINDS, write_repository
 
 DILOCO = Path(__file__).parents[2] / "examples" / "third_party" / "accelerate-diloco"
 
@@ -87,7 +87,7 @@ def test_a_new_backend_is_green_within_two_minutes(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TEMPLATE_KINDS)
 def test_a_new_repository_passes_its_own_tests(tmp_path: Path, kind: str) -> None:
     python = empty_environment(tmp_path / "venv")
     write_repository("fresh", kind, tmp_path / "fresh")
@@ -109,7 +109,7 @@ def test_a_new_backend_averages_what_only_some_ranks_use(tmp_path: Path) -> None
         assert second == [[1.0] * 4, [2.0] * 4, [2.0] * 4, None]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TEMPLATE_KINDS)
 def test_what_is_written_is_complete_and_tidy(tmp_path: Path, kind: str) -> None:
     made = write_repository("fresh", kind, tmp_path / "fresh")
     names = {path.relative_to(tmp_path / "fresh").as_posix() for path in made}
@@ -140,7 +140,7 @@ def test_what_is_written_is_complete_and_tidy(tmp_path: Path, kind: str) -> None
 
 
 def test_what_is_written_is_clean_for_its_own_linters(tmp_path: Path) -> None:
-    for kind in KINDS:
+    for kind in TEMPLATE_KINDS:
         write_repository(f"fresh_{kind}", kind, tmp_path / kind)
         project = tomllib.loads((tmp_path / kind / "pyproject.toml").read_text())
         assert project["project"]["license"] == "Apache-2.0"
@@ -151,11 +151,11 @@ def test_what_is_written_is_clean_for_its_own_linters(tmp_path: Path) -> None:
     # One process for all: most of its time goes into torch. The core's own errors are not theirs.
     options = [
         "--config-file",
-        tmp_path / KINDS[0] / "pyproject.toml",
+        tmp_path / TEMPLATE_KINDS[0] / "pyproject.toml",
         "--follow-imports",
         "silent",
     ]
-    sources = [tmp_path / kind / "src" for kind in KINDS]
+    sources = [tmp_path / kind / "src" for kind in TEMPLATE_KINDS]
     core = Path(accelerate_core.__file__).parents[1]
     more = {} if core.name == "site-packages" else {"MYPYPATH": str(core)}
     mypy = [sys.executable, "-m", "mypy", *options, "--cache-dir", tmp_path / "cache"]

@@ -22,7 +22,7 @@ from accelerate_testing import (
     TrackerSuite,
     run_suite,
 )
-from accelerate_testing.checks import KINDS, OPTIONS
+from accelerate_testing.checks import OPTIONS, SUITE_KINDS
 
 SUITES = {
     "backend": (BackendSuite, "single"),
@@ -46,7 +46,7 @@ def test_the_options_that_are_known_are_those_that_checks_read() -> None:
     found = {key for path in folder.rglob("*.py") for key in read.findall(path.read_text())}
     found -= {"options"}
     assert found == {key for keys in OPTIONS.values() for key in keys}
-    assert set(OPTIONS) == set(KINDS) == set(SUITES)
+    assert set(OPTIONS) == set(SUITE_KINDS) == set(SUITES)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_plugins_check_refuses_a_misspelt_option() -> None:
     assert "Did you mean 'read'?" in made.output
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SUITE_KINDS)
 def test_options_that_exist_are_taken(kind: str) -> None:
     assert suite(kind, options=dict.fromkeys(OPTIONS[kind], True))
 

@@ -125,7 +125,7 @@ def one_rank_raises() -> None:
 
 
 def stuck() -> None:
-    from accelerate_tracking import writer
+    from accelerate_tracking import feeding as writer
 
     writer.PATIENCE = 1.0
     Slow.seconds = 3600.0

@@ -4,8 +4,9 @@ from typing import Any
 
 from accelerate_core.accelerator import Accelerator as Accelerator
 from accelerate_core.backend import Backend as Backend
+from accelerate_core.backend.precision import Precision as Precision
+from accelerate_core.builtin.compile import compile_regions as compile_regions
 from accelerate_core.builtin.seed import set_seed as set_seed
-from accelerate_core.compilation import compile_regions as compile_regions
 from accelerate_core.config.enums import ComputeEnvironment as ComputeEnvironment
 from accelerate_core.config.enums import DistributedType as DistributedType
 from accelerate_core.config.enums import LoggerType as LoggerType
@@ -28,15 +29,14 @@ from accelerate_core.config.schema import KwargsHandler as KwargsHandler
 from accelerate_core.config.schema import option as option
 from accelerate_core.config.schema import origin_of as origin_of
 from accelerate_core.config.schema import settings as settings
+from accelerate_core.contract.hooks import API_VERSION as API_VERSION
+from accelerate_core.contract.hooks import hookimpl as hookimpl
 from accelerate_core.contract.view import AcceleratorView as AcceleratorView
 from accelerate_core.data.prepare import skip_first_batches as skip_first_batches
 from accelerate_core.distributed.process import once as once
-from accelerate_core.hookspecs import API_VERSION as API_VERSION
-from accelerate_core.hookspecs import hookimpl as hookimpl
 from accelerate_core.logging import get_logger as get_logger
 from accelerate_core.plugins.selection import Claim as Claim
 from accelerate_core.plugins.selection import Request as Request
-from accelerate_core.precision import Precision as Precision
 from accelerate_core.state import AcceleratorState as AcceleratorState
 from accelerate_core.state import GradientState as GradientState
 from accelerate_core.state import PartialState as PartialState

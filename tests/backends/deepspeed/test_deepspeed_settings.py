@@ -15,10 +15,10 @@ from support import clean_environment
 
 from accelerate_core import GradScalerKwargs
 from accelerate_core.config.files import read_config
-from accelerate_core.config.resolve import Sources, resolve_settings
+from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.errors import CheckpointError, ConfigurationError
 from accelerate_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
-from accelerate_deepspeed import resolve as steps
+from accelerate_deepspeed import automatic as steps
 from accelerate_deepspeed.cli import command
 from accelerate_deepspeed.optimizers import check_compiler, needs_build
 from accelerate_deepspeed.reading import merge

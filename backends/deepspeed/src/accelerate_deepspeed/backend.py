@@ -20,10 +20,10 @@ from accelerate_core import (
     ParallelismConfig,
     Request,
 )
-from accelerate_core.config.resolve import Sources, resolve_settings
+from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_core.training.forward import wrap_forward
-from accelerate_deepspeed import engines, half, keeping, library, resolve, zero
+from accelerate_deepspeed import automatic, engines, half, library, states, zero
 from accelerate_deepspeed.boundary import joint_norm
 from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
 from accelerate_deepspeed.sequence import Ulysses
@@ -72,7 +72,7 @@ class DeepSpeedBackend(Backend):
         self._several = isinstance(self.settings, dict)
         self.plugins: dict[str, DeepSpeedPlugin] = named
         for plugin in named.values():
-            resolve.settle_fields(plugin)
+            automatic.settle_fields(plugin)
         self._selected = next(iter(named))
         #: Engines that train.
         self.engines = engines.Engines()
@@ -101,10 +101,10 @@ class DeepSpeedBackend(Backend):
         """Take accumulation, precision and parallel dimensions from DeepSpeed's config."""
         config = self.plugin.hf_ds_config
         found: dict[str, Any] = {}
-        steps = resolve.accumulation_of(config)
+        steps = automatic.accumulation_of(config)
         if steps is not None:
             found["gradient_accumulation_steps"] = steps
-        own = resolve.own_precision(config)
+        own = automatic.own_precision(config)
         if own is not None:
             found["mixed_precision"] = own[0]
         tensor = config.get_value("tensor_parallel.autotp_size")
@@ -120,8 +120,8 @@ class DeepSpeedBackend(Backend):
         for plugin in self.plugins.values():
             config = plugin.hf_ds_config
             precision = accelerator.mixed_precision
-            does.add(resolve.settle_precision(config, precision, wanted.origin, self._scaling))
-            there = resolve.accumulation_of(config)
+            does.add(automatic.settle_precision(config, precision, wanted.origin, self._scaling))
+            there = automatic.accumulation_of(config)
             given = steps.origin not in ("default", f"backend {self.name}")
             if there is not None and given and steps.value != there:
                 raise ConfigurationError(
@@ -319,7 +319,7 @@ class DeepSpeedBackend(Backend):
             )
         return False
 
-    def _run(self, accelerator: AcceleratorView, plan: Any) -> resolve.Run:
+    def _run(self, accelerator: AcceleratorView, plan: Any) -> automatic.Run:
         _, count = accelerator.hooks.data_shard(accelerator)
         loaders = [*plan.values("loader"), *accelerator.loaders]
         parts = count if accelerator.split_batches else 1
@@ -327,7 +327,7 @@ class DeepSpeedBackend(Backend):
         config = self.plugin.hf_ds_config
         if steps == f"backend {self.name}":
             steps = config.where("gradient_accumulation_steps")
-        return resolve.Run(
+        return automatic.Run(
             data_ranks=count,
             # Ulysses tells DeepSpeed of its groups; of a tensor parallel one it counts each rank.
             all_ranks=count if self._ulysses is not None else accelerator.num_processes,
@@ -336,7 +336,7 @@ class DeepSpeedBackend(Backend):
             micro_batch=engines.micro_batch(loaders, self.plugin.is_train_batch_min, parts),
         )
 
-    def _micro_batch(self, run: resolve.Run) -> int:
+    def _micro_batch(self, run: automatic.Run) -> int:
         """Return the batch size that Ulysses has to know before."""
         name = "train_micro_batch_size_per_gpu"
         there = self.plugin.hf_ds_config.get_value(name)
@@ -516,7 +516,7 @@ class DeepSpeedBackend(Backend):
                 "DeepSpeed writes its checkpoints while training waits: blocking=False has no "
                 "effect on them."
             )
-        keeping.save(accelerator, directory, options)
+        states.save(accelerator, directory, options)
         return None
 
     def load_state(
@@ -525,15 +525,15 @@ class DeepSpeedBackend(Backend):
         """Read what `save_state` wrote, on any number of ranks."""
         for one in self.engines.trained:
             one.boundary.drop()
-        keeping.load(accelerator, directory, options)
+        states.load(accelerator, directory, options)
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, with stage 3 an empty one elsewhere."""
-        return keeping.whole_state(accelerator, model)
+        return states.whole_state(accelerator, model)
 
     def model_state(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict."""
-        return keeping.whole_state(accelerator, model)
+        return states.whole_state(accelerator, model)
 
 
 def _as_it_is(loader: Any, model: Any = None) -> Any:

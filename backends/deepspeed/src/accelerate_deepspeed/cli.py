@@ -69,8 +69,8 @@ def _resolve(config: str | None, options: dict[str, Any]) -> Any:
 
     import torch
 
-    from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings
-    from accelerate_deepspeed import resolve
+    from accelerate_core.config.lookup import Sources, resolve_core, resolve_settings
+    from accelerate_deepspeed import automatic as resolve
     from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
     from accelerate_deepspeed.engines import check_sections, settle_engine
     from accelerate_deepspeed.library import load
@@ -193,7 +193,7 @@ def universal(checkpoint: Path, output: Path, workers: int) -> None:
 
     `load_state` does this by itself where the number of ranks is another one.
     """
-    from accelerate_deepspeed.keeping import to_universal
+    from accelerate_deepspeed.states import to_universal
 
     try:
         for folder in _engines(checkpoint):

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_core.training.scheduler import AcceleratedScheduler
-from accelerate_deepspeed import half, resolve
+from accelerate_deepspeed import automatic, half
 from accelerate_deepspeed.boundary import Boundary
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
@@ -281,7 +281,7 @@ def make_engine(
     deepspeed: Any,
     plugin: DeepSpeedPlugin,
     job: Job,
-    run: resolve.Run,
+    run: automatic.Run,
     mpu: Any = None,
 ) -> Any:
     """Build the engine of one model and put it, its optimizer and its schedulers into the plan."""
@@ -292,13 +292,13 @@ def make_engine(
     if optimizer is None and config.has("optimizer") and not _trainable(model):
         config.del_config_sub_tree("optimizer")
     scheduler = job.schedulers[0].value if job.schedulers else None
-    resolve.settle_batches(config, run)
-    resolve.settle_sizes(config, model)
-    resolve.settle_optimizer(
+    automatic.settle_batches(config, run)
+    automatic.settle_sizes(config, model)
+    automatic.settle_optimizer(
         config, optimizer, scheduler, run.data_ranks, accelerator.split_batches
     )
     settle_engine(config, optimizer is not None)
-    resolve.settle_rest(config)
+    automatic.settle_rest(config)
     plugin.hf_ds_config = config
     if plugin.transformer_moe_cls_names:
         mark_leaves(deepspeed, model, list(plugin.transformer_moe_cls_names))

@@ -22,10 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_checkpoint import rng_state
 from accelerate_core import AcceleratorView, Backend, Claim, Request
-from accelerate_core.config.resolve import Sources, resolve_settings
+from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.errors import ConfigurationError, PrepareError
-from accelerate_fsdp2 import keeping, sequence, tensor_parallel, testing, units, weights
+from accelerate_fsdp2 import sequence, states, tensor_parallel, testing, units, weights
 from accelerate_fsdp2.clipping import clip_norm, local, scale
 from accelerate_fsdp2.gradients import Parts, average, groups_of, has_unreduced, part_of
 from accelerate_fsdp2.settings import (
@@ -83,7 +83,7 @@ class FSDP2Backend(Backend):
         self._added: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = (
             weakref.WeakKeyDictionary()
         )
-        self._sharded = keeping.Sharded()
+        self._sharded = states.Sharded()
         self._loss_parallel: Any = None
         self._shards: Any = None
         self._aligned = False
@@ -587,24 +587,24 @@ class FSDP2Backend(Backend):
 
     def model_state(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0."""
-        return keeping.full_model(accelerator.unwrap_model(model))
+        return states.full_model(accelerator.unwrap_model(model))
 
     def load_model_state(
         self, accelerator: AcceleratorView, model: nn.Module, state: Mapping[str, Any], strict: bool
     ) -> None:
         """Take this rank's parts of a whole state dict."""
         config = accelerator.parallelism_config
-        keeping.load_full_model(accelerator.unwrap_model(model), state, config, strict)
+        states.load_full_model(accelerator.unwrap_model(model), state, config, strict)
 
     def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
         """Return the whole state on rank 0."""
-        return keeping.full_optimizer(optimizer)
+        return states.full_optimizer(optimizer)
 
     def load_optimizer_state(
         self, accelerator: AcceleratorView, optimizer: Any, state: Mapping[str, Any]
     ) -> None:
         """Take this rank's parts of a whole state."""
-        keeping.load_full_optimizer(optimizer, state, accelerator.parallelism_config)
+        states.load_full_optimizer(optimizer, state, accelerator.parallelism_config)
 
     def save_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
@@ -630,7 +630,7 @@ class FSDP2Backend(Backend):
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, an empty one elsewhere."""
-        return keeping.full_model(accelerator.unwrap_model(model))
+        return states.full_model(accelerator.unwrap_model(model))
 
 
 def _check_buffers(model: nn.Module) -> None:

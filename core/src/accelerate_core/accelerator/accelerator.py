@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from accelerate_core import profiling
+from accelerate_core import profiler
 from accelerate_core.accelerator.collectives import Collectives
 from accelerate_core.accelerator.construction import construct, start_process
 from accelerate_core.accelerator.saving import Saving
@@ -32,7 +32,7 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.parallelism import ParallelismConfig
-from accelerate_core.contract.parts import Checkpointer, Run, Tracking
+from accelerate_core.contract.parts import Checkpointer, RunParts, Tracking
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.delegation import attribute, method
@@ -159,7 +159,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             self._make_parts(log_with)
             self._plugins.call_each("on_start", accelerator=self)
             parts = self._process, self._training, self._prepared, self._saving, self._tracking
-            self._saving.attach(Run(self, *parts, self.end_training))
+            self._saving.attach(RunParts(self, *parts, self.end_training))
         except BaseException:
             runtimes.release(self)
             raise
@@ -350,7 +350,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context that profiles with `torch.profiler` and yields its profiler."""
         settings = profile_handler or self.profile_handler or ProfileKwargs()
-        return profiling.profile(settings, self.process_index)
+        return profiler.profile(settings, self.process_index)
 
     # --- collectives --------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from accelerate_core.config.handlers import DataLoaderConfiguration
+from accelerate_core.contract.hooks import Scope
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.data.batch import gather_samples
 from accelerate_core.distributed import collectives, tree
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.hookspecs import Scope
 from accelerate_core.training.gradient_state import GradientState
 
 

@@ -11,9 +11,14 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from accelerate_core import arguments
+from accelerate_core.accelerator import arguments
+from accelerate_core.accelerator.compatibility import (
+    check_device,
+    check_needs,
+    check_supported,
+    parallelism,
+)
 from accelerate_core.backend import Backend
-from accelerate_core.compatibility import check_device, check_needs, check_supported, parallelism
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.handlers import (
     DataLoaderConfiguration,
@@ -22,9 +27,9 @@ from accelerate_core.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accelerate_core.config.lookup import Sources, resolve_core, resolve_settings, warn_near_misses
 from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import Because
-from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings, warn_near_misses
 from accelerate_core.config.schema import settings_fields
 from accelerate_core.contract.capabilities import check_reduces_gradients
 from accelerate_core.contract.topology import Topology

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate_core.builtin.no_checkpointer import NoCheckpointer
 from accelerate_core.config.handlers import ProjectConfiguration
 from accelerate_core.config.provenance import Because
-from accelerate_core.contract.parts import Checkpointer, Run
+from accelerate_core.contract.parts import Checkpointer, RunParts
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.plugins.manager import Part
 
@@ -53,7 +53,7 @@ class Saving:
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
 
-    def attach(self, run: Run) -> None:
+    def attach(self, run: RunParts) -> None:
         """Take the run that is to be saved."""
         self._run = run
         if self.made is not None:

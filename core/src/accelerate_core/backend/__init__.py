@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
+from accelerate_core.backend.precision import mark_hooks
 from accelerate_core.backend.step import StepHooks
 from accelerate_core.config.parallelism import JOINT
 from accelerate_core.contract.capabilities import NEEDS
+from accelerate_core.contract.hooks import API_VERSION, Scope, owner
 from accelerate_core.contract.topology import Process, Topology
 from accelerate_core.data.feeding import feed
 from accelerate_core.distributed import process as runtime
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 from accelerate_core.errors import ConfigurationError, PluginError, listing
-from accelerate_core.hookspecs import API_VERSION, Scope, owner
 from accelerate_core.plugins.selection import Claim, Request
-from accelerate_core.precision import mark_hooks
 
 if TYPE_CHECKING:
     from accelerate_core.contract.view import AcceleratorView

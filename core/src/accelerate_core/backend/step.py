@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from accelerate_core.contract.hooks import owner
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.hookspecs import owner
 
 if TYPE_CHECKING:
     from accelerate_core.contract.view import AcceleratorView

@@ -78,7 +78,7 @@ class ProfileKwargs(KwargsHandler):
 
     def build(self) -> Any:
         """Build the torch profiler these settings describe."""
-        from accelerate_core.profiling import build_profiler
+        from accelerate_core.profiler import build_profiler
 
         return build_profiler(self)
 

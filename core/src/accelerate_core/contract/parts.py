@@ -13,11 +13,11 @@ from accelerate_core.contract.view import AcceleratorView
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpointer", "LoaderMaker", "LogKwargs", "PreparedLoader", "Run", "Tracking"]
+__all__ = ["Checkpointer", "LoaderMaker", "LogKwargs", "PreparedLoader", "RunParts", "Tracking"]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunParts:
     """The parts of one Accelerator, as a checkpointer is handed them.
 
     `accelerate_checkpoint.TrainingState(run)` says what there is to save, and gives it back.
@@ -60,7 +60,7 @@ class Checkpointer(Protocol):
             signals: text of `preemption_signals`, None without.
         """
 
-    def attach(self, run: Run) -> None:
+    def attach(self, run: RunParts) -> None:
         """Take the run whose checkpoints are to be written; called once, before all else."""
 
     def save_state(

@@ -68,7 +68,7 @@ class LoaderOptions:
 
 
 @dataclass(eq=False, repr=False)
-class PreparedLoader(DataLoader[Any]):
+class CoreLoader(DataLoader[Any]):
     """A loader as `prepare` returns it; what it does not know itself it asks its `base`.
 
     Args:
@@ -113,7 +113,7 @@ class PreparedLoader(DataLoader[Any]):
         return getattr(known["options" if is_option else "base"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        owners = (kind for kind in type(self).__mro__ if issubclass(kind, PreparedLoader))
+        owners = (kind for kind in type(self).__mro__ if issubclass(kind, CoreLoader))
         if name in self.__dict__ or any(name in vars(kind) for kind in owners):
             object.__setattr__(self, name, value)
         else:
@@ -249,7 +249,7 @@ class PreparedLoader(DataLoader[Any]):
         if position.epoch_was_set:
             self._tell_epoch(position.epoch)
 
-    def skipping(self, num_batches: int) -> PreparedLoader:
+    def skipping(self, num_batches: int) -> CoreLoader:
         """Return this loader without the first `num_batches` batches of every iteration."""
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__, _skip=num_batches, _runs=[], _served=Served())
@@ -384,9 +384,9 @@ def _plain(original: Any) -> Any:
     return original
 
 
-class DataLoaderShard(PreparedLoader):
+class DataLoaderShard(CoreLoader):
     """A prepared loader that reads its own rank's part."""
 
 
-class DataLoaderDispatcher(PreparedLoader):
+class DataLoaderDispatcher(CoreLoader):
     """A prepared loader that rank 0 reads for all; each rank receives its part."""

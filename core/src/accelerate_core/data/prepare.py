@@ -20,10 +20,10 @@ from torch.utils.data import (
 )
 
 from accelerate_core.data.loader import (
+    CoreLoader,
     DataLoaderDispatcher,
     DataLoaderShard,
     LoaderOptions,
-    PreparedLoader,
     check_fixed_batch,
 )
 from accelerate_core.data.order import (
@@ -43,7 +43,7 @@ from accelerate_core.errors import ConfigurationError, MissingPluginError
 logger = logging.getLogger(__name__)
 
 
-def prepare_loader(loader: Any, options: LoaderOptions) -> PreparedLoader:
+def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
     """Return a loader that gives this rank its part of the data, on its device.
 
     Args:
@@ -59,7 +59,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> PreparedLoader:
 
         loader = prepare_loader(DataLoader(dataset, 8), LoaderOptions(num_processes=2))
     """
-    if isinstance(loader, PreparedLoader):
+    if isinstance(loader, CoreLoader):
         return loader
     if not hasattr(loader, "__iter__"):
         raise ConfigurationError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from accelerate_core.hookspecs import Scope, owner
+from accelerate_core.contract.hooks import Scope, owner
 
 if TYPE_CHECKING:
     from accelerate_core.contract.view import AcceleratorView

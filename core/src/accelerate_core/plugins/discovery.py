@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate_core.config.enums import LoggerType, PrecisionType
+from accelerate_core.contract.hooks import API_VERSION
 from accelerate_core.errors import (
     MissingPluginError,
     PluginError,
@@ -19,10 +20,9 @@ from accelerate_core.errors import (
     did_you_mean,
     listing,
 )
-from accelerate_core.hookspecs import API_VERSION
 from accelerate_core.plugins import catalog
 
-KINDS = {
+GROUPS = {
     "accelerate_core.backends": "backend",
     "accelerate_core.precisions": "precision",
     "accelerate_core.trackers": "tracker",
@@ -107,7 +107,7 @@ def installed() -> Installed:
     exports: dict[str, tuple[str, str]] = {}
     triggers: dict[str, list[str]] = {}
     found = importlib.metadata.entry_points()  # one scan; `select` only filters
-    for group in (*KINDS, _EXPORTS, _TRIGGERS):
+    for group in (*GROUPS, _EXPORTS, _TRIGGERS):
         for point in found.select(group=group):
             owner = (point.dist.name, point.dist.version) if point.dist else ("unknown", "")
             if group == _EXPORTS:
@@ -116,7 +116,7 @@ def installed() -> Installed:
                 # A table of entry points has each name once: `always.this` and `always.that` are two.
                 triggers.setdefault(point.name.partition(".")[0], []).append(point.value)
             else:
-                records.append(PluginRecord(KINDS[group], point.name, point.value, *owner))
+                records.append(PluginRecord(GROUPS[group], point.name, point.value, *owner))
     PrecisionType.register(*(record.name for record in records if record.kind == "precision"))
     LoggerType.register(*(record.name for record in records if record.kind == "tracker"))
     for record in records:
@@ -181,14 +181,14 @@ def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
     """
     wanted = name.lower().replace("_", "-")
     library = ""
-    group = next(group for group, its in KINDS.items() if its == (kind or "backend"))
-    others = [one for one in KINDS if one != group]
+    group = next(group for group, its in GROUPS.items() if its == (kind or "backend"))
+    others = [one for one in GROUPS if one != group]
     more = "" if kind else f" (or, by its kind, in {listing(others)})"
     for dist in importlib.metadata.distributions():
         own = (dist.metadata["Name"] or "").lower().replace("_", "-")
         if wanted not in own.split("-") and wanted not in (own, own.removeprefix("accelerate-")):
             continue
-        if any(point.group in (*KINDS, _EXPORTS) for point in dist.entry_points):
+        if any(point.group in (*GROUPS, _EXPORTS) for point in dist.entry_points):
             continue
         said = (
             f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin: it needs "

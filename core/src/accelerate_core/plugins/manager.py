@@ -14,10 +14,9 @@ from typing import Any
 
 import pluggy
 
+from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.provenance import Because
-from accelerate_core.config.resolve import Sources, resolve_settings
-from accelerate_core.errors import PluginError, did_you_mean
-from accelerate_core.hookspecs import (
+from accelerate_core.contract.hooks import (
     API_VERSION,
     DEPRECATED,
     HOOKS,
@@ -25,6 +24,7 @@ from accelerate_core.hookspecs import (
     HookSpecs,
     hooks_of_kind,
 )
+from accelerate_core.errors import PluginError, did_you_mean
 from accelerate_core.plugins.discovery import PluginRecord, check_api_version
 from accelerate_core.plugins.selection import Selection
 

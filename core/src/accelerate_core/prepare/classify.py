@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from accelerate_core.errors import PrepareError
 
 Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
-KINDS: tuple[Kind, ...] = ("model", "optimizer", "scheduler", "loader", "other")
+OBJECT_KINDS: tuple[Kind, ...] = ("model", "optimizer", "scheduler", "loader", "other")
 _CLASSES: tuple[tuple[type, Kind], ...] = (
     (torch.nn.Module, "model"),
     (torch.optim.Optimizer, "optimizer"),
@@ -28,9 +28,9 @@ def classify(obj: Any, ask_plugins: Callable[[Any], list[str]] | None = None) ->
         PrepareError: a plugin gave an unknown kind, or two plugins disagree.
     """
     said = set(ask_plugins(obj)) if ask_plugins is not None else set()
-    if len(said) > 1 or not said <= set(KINDS):
+    if len(said) > 1 or not said <= set(OBJECT_KINDS):
         raise PrepareError(
-            f"Plugins classify {type(obj).__name__} as {sorted(said)}; one of {KINDS} is needed."
+            f"Plugins classify {type(obj).__name__} as {sorted(said)}; one of {OBJECT_KINDS} is needed."
         )
     if said:
         return cast(Kind, said.pop())

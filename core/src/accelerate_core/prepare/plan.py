@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_core.compilation import canonical_key
+from accelerate_core.builtin.compile import canonical_key
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import Kind
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core.backend import Backend
-from accelerate_core.compilation import strip_compiled, uncompiled
+from accelerate_core.builtin.compile import strip_compiled, uncompiled
 from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.config.truth import flag
 from accelerate_core.contract.parts import LoaderMaker, PreparedLoader

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerate_core.compilation import uncompiled
+from accelerate_core.builtin.compile import uncompiled
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import classify
 from accelerate_core.prepare.plan import Entry, PreparePlan, repoint

@@ -71,7 +71,7 @@ def test_what_killed_saves_left_goes_with_the_next_one_and_nothing_else(tmp_path
 
 
 def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path) -> None:
-    from accelerate_fsspec.place import Manifest
+    from accelerate_fsspec.location import Manifest
 
     accelerator, _ = prepared()
     accelerator.save_state(tmp_path)

@@ -18,7 +18,7 @@ from accelerate_checkpoint.training_state import TrainingState
 if TYPE_CHECKING:
     import torch
 
-    from accelerate_core.contract.parts import Checkpointer, Run
+    from accelerate_core.contract.parts import Checkpointer, RunParts
 
 __all__ = ["DirectoryCheckpointer"]
 
@@ -43,7 +43,7 @@ class DirectoryCheckpointer:
         self.background = Background()
         self._preemption: Preemption | None = None
 
-    def attach(self, run: Run) -> None:
+    def attach(self, run: RunParts) -> None:
         """Take the run; what has to watch its loop begins here."""
         self._state = state = TrainingState(run)
         self._numbering = Numbering(state)

@@ -29,7 +29,14 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Saving", "clean_up", "discard", "number_of", "numbered_checkpoints", "target_of"]
+__all__ = [
+    "SaveInProgress",
+    "clean_up",
+    "discard",
+    "number_of",
+    "numbered_checkpoints",
+    "target_of",
+]
 
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<stage>saving|swap|old|deleted)-(?P<id>[0-9a-f]{12})")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
@@ -76,7 +83,7 @@ def target_of(output_dir: str | os.PathLike[str]) -> Path:
     return target
 
 
-class Saving:
+class SaveInProgress:
     """A directory that is being written, `path`, and locked as long as its process lives.
 
     Args:

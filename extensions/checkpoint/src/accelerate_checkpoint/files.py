@@ -28,7 +28,7 @@ __all__ = [
     "RNG",
     "SCALER",
     "SCHEDULER",
-    "Entry",
+    "FileEntry",
     "HashingFile",
     "checksum",
     "numbered",
@@ -48,7 +48,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """Size in bytes and xxh3-128 checksum (hexadecimal) of one file."""
 
     size: int
@@ -89,7 +89,7 @@ class HashingFile:
         """Hand everything to the operating system."""
         self._file.flush()
 
-    def close(self, *, durable: bool) -> Entry:
+    def close(self, *, durable: bool) -> FileEntry:
         """Close the file, once it is on the disk if `durable`."""
         try:
             self._file.flush()
@@ -97,7 +97,7 @@ class HashingFile:
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
-        return Entry(self._size, self._hash.hexdigest())
+        return FileEntry(self._size, self._hash.hexdigest())
 
     def abandon(self) -> None:
         """Close the file, whatever of it could be written."""
@@ -105,7 +105,7 @@ class HashingFile:
             self._file.close()
 
 
-def write(path: Path, put: Callable[[HashingFile], None], *, durable: bool = True) -> Entry:
+def write(path: Path, put: Callable[[HashingFile], None], *, durable: bool = True) -> FileEntry:
     """Write one file by `put(file)`; return its size and checksum."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = HashingFile(path)
@@ -121,12 +121,12 @@ def write(path: Path, put: Callable[[HashingFile], None], *, durable: bool = Tru
         file.abandon()
 
 
-def write_torch(path: Path, state: Any, *, durable: bool = True) -> Entry:
+def write_torch(path: Path, state: Any, *, durable: bool = True) -> FileEntry:
     """Write what `torch.save` makes of an object."""
     return write(path, lambda file: torch.save(state, cast(Any, file)), durable=durable)
 
 
-def write_text(path: Path, text: str, *, durable: bool = True) -> Entry:
+def write_text(path: Path, text: str, *, durable: bool = True) -> FileEntry:
     """Write a text in UTF-8."""
     return write(path, lambda file: _all(file, text.encode()), durable=durable)
 
@@ -150,7 +150,7 @@ def write_safetensors(
     metadata: Mapping[str, str],
     *,
     durable: bool = True,
-) -> Entry:
+) -> FileEntry:
     """Write tensors in the safetensors format, one after the other, without a copy of them all.
 
     The library's own writer takes a path only, and what it wrote would have to be read back for
@@ -231,7 +231,7 @@ def map_safetensors(
     return made
 
 
-def checksum(path: Path, progress: Callable[[int], None] | None = None) -> Entry:
+def checksum(path: Path, progress: Callable[[int], None] | None = None) -> FileEntry:
     """Read a file and return its size and checksum; `progress` is told the bytes read."""
     digest, size = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(_CHUNK))
@@ -241,7 +241,7 @@ def checksum(path: Path, progress: Callable[[int], None] | None = None) -> Entry
             size += count
             if progress is not None:
                 progress(count)
-    return Entry(size, digest.hexdigest())
+    return FileEntry(size, digest.hexdigest())
 
 
 def sync_directory(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from accelerate_checkpoint.files import Entry, checksum, write_text
+from accelerate_checkpoint.files import FileEntry, checksum, write_text
 from accelerate_core.errors import CheckpointError
 
 __all__ = ["MANIFEST", "MARK", "Manifest", "problems", "read_manifest"]
@@ -32,7 +32,7 @@ class Manifest:
     `world_size`, `mesh`, `written_by`, `objects`.
     """
 
-    files: dict[str, Entry] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def render(self) -> str:
@@ -79,7 +79,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise CheckpointError(f"{path} is no manifest of a checkpoint.")
         version = int(content.pop("format"))
         files = {
-            str(name): Entry(int(entry["size"]), str(entry["xxh3_128"]))
+            str(name): FileEntry(int(entry["size"]), str(entry["xxh3_128"]))
             for name, entry in content.pop("files").items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -136,7 +136,7 @@ def problems(
 def _compare(
     directory: Path,
     name: str,
-    files: Mapping[str, Entry],
+    files: Mapping[str, FileEntry],
     progress: Callable[[int], None] | None,
 ) -> str:
     path = directory / name

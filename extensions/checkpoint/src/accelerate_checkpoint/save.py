@@ -14,8 +14,8 @@ import torch
 
 from accelerate_checkpoint import files
 from accelerate_checkpoint.background import Background
-from accelerate_checkpoint.directories import Saving, clean_up, target_of
-from accelerate_checkpoint.files import Entry, checksum
+from accelerate_checkpoint.directories import SaveInProgress, clean_up, target_of
+from accelerate_checkpoint.files import FileEntry, checksum
 from accelerate_checkpoint.manifest import Manifest, problems
 from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.replay import CycleStart
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["save_state"]
 
 #: What each rank reports: its failure, its files, and which machine it is on.
-Report = tuple[str | None, dict[str, Entry], int]
+Report = tuple[str | None, dict[str, FileEntry], int]
 Gather = Callable[[Any], list[Any]]
 
 
@@ -61,7 +61,7 @@ def save_state(
     state.settle()
     automatic = numbering.automatic
     target, trouble = numbering.next() if automatic else (_given(output_dir), None)
-    saving = Saving(target, state.collectives.broadcast_object(secrets.token_hex(6)))
+    saving = SaveInProgress(target, state.collectives.broadcast_object(secrets.token_hex(6)))
     if state.saves_here and trouble is None:
         try:
             clean_up(target.parent)
@@ -119,7 +119,7 @@ class _Finish:
         self,
         state: TrainingState,
         numbering: Numbering,
-        saving: Saving,
+        saving: SaveInProgress,
         writer: Writer,
         facts: dict[str, Any],
         limit: int | None,
@@ -151,7 +151,7 @@ class _Finish:
 
     def _commit(self, reports: list[Report]) -> None:
         directory = self.saving.path
-        listed: dict[str, Entry] = {}
+        listed: dict[str, FileEntry] = {}
         for _, written, node in reports:
             if not self.per_node or node == self.node:
                 listed.update(written)

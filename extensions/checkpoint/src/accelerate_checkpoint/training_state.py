@@ -14,7 +14,7 @@ import torch
 
 from accelerate_checkpoint import rng_state
 from accelerate_core import GradientState
-from accelerate_core.contract.parts import Run
+from accelerate_core.contract.parts import RunParts
 
 #: Under this key a rank's state has what no other library would read.
 OWN = "accelerate_core"
@@ -38,7 +38,7 @@ class TrainingState:
         scaler: the gradient scaler or None.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunParts) -> None:
         accelerator, training, prepared, saving = (
             run.accelerator,
             run.training,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from accelerate_checkpoint import files
-from accelerate_checkpoint.files import Entry
+from accelerate_checkpoint.files import FileEntry
 from accelerate_checkpoint.manifest import MARK
 from accelerate_checkpoint.staging import Staging
 from accelerate_checkpoint.weights import clean_state_dict_for_safetensors, shard_state_dict
@@ -31,7 +31,7 @@ class Writer:
 
     def __init__(self, directory: Path, staging: Staging | None = None) -> None:
         self.directory = directory
-        self.files: dict[str, Entry] = {}
+        self.files: dict[str, FileEntry] = {}
         self.error: str | None = None
         self.cause: Exception | None = None
         self._staging = staging
@@ -97,7 +97,7 @@ class Writer:
     def _held(self, state: Any) -> Any:
         return state if self._staging is None else self._staging.copy(state)
 
-    def _put(self, what: str, job: Callable[[], Mapping[str, Entry]]) -> None:
+    def _put(self, what: str, job: Callable[[], Mapping[str, FileEntry]]) -> None:
         def run() -> None:
             self.files.update(job())
 
@@ -119,7 +119,7 @@ def write_weights(
     max_shard_size: int | str,
     safe: bool,
     durable: bool = True,
-) -> dict[str, Entry]:
+) -> dict[str, FileEntry]:
     """Write a state dict as `model.safetensors`, or in shards of at most `max_shard_size` bytes.
 
     For safetensors it has been cleaned of aliases. Returns the files with their checksums.

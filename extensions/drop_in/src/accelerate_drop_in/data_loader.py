@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from accelerate_core.config.handlers import DataLoaderConfiguration
-from accelerate_core.data.loader import LoaderOptions, PreparedLoader
+from accelerate_core.data.loader import CoreLoader, LoaderOptions
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.prepare import prepare_loader
 from accelerate_core.distributed.communicator import Communicator
@@ -40,7 +40,7 @@ def prepare_data_loader(
     read_ahead: bool = True,
     comm: Communicator | None = None,
     **options: Any,
-) -> PreparedLoader:
+) -> CoreLoader:
     """Return a loader that gives this rank its part of the data, on its device.
 
     Args:

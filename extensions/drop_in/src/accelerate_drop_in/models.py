@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accelerate_big_model.tensors import default_device
-from accelerate_core.compilation import (
+from accelerate_core.builtin.compile import (
     is_compiled_module,
     strip_compiled,
     uncompiled,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from accelerate_launch.paths import default_config_path
     from accelerate_launch.plan import LaunchPlan, Target
-    from accelerate_launch.resolve import make_plan
+    from accelerate_launch.planning import make_plan
     from accelerate_launch.simple import target_command
     from accelerate_launch.start import (
         FunctionLauncher,

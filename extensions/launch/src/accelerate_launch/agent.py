@@ -136,7 +136,7 @@ def _notice_a_lost_rendezvous(parsed: Any) -> None:
     from torch.distributed.elastic.agent.server import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    from accelerate_launch.lost import LONG_PATIENCE, LostRendezvous
+    from accelerate_launch.lost_rendezvous import LONG_PATIENCE, LostRendezvous
 
     agent: Any = LocalElasticAgent
     monitor, rendezvous = agent._monitor_workers, agent._rendezvous

@@ -14,9 +14,9 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch import devices, peer
+from accelerate_launch.cluster import ClusterEnvironment
 from accelerate_launch.options import LAUNCH_OPTIONS, known_yaml_keys
 from accelerate_launch.schemas import WITH_SETTINGS
-from accelerate_launch.surroundings import Surroundings
 
 __all__ = [
     "FOLLOWS",
@@ -168,7 +168,7 @@ def check_formats(chosen: Mapping[str, Because]) -> None:
 
 
 def processes(
-    chosen: Mapping[str, Because], environ: Mapping[str, str], around: Surroundings
+    chosen: Mapping[str, Because], environ: Mapping[str, str], around: ClusterEnvironment
 ) -> Because:
     """Return how many processes there are on all machines together, and why."""
     said, machines = chosen["num_processes"], chosen["num_machines"].value
@@ -224,7 +224,7 @@ def gpu_ids(because: Because) -> list[str]:
     return ids
 
 
-def check_machines(chosen: Mapping[str, Because], around: Surroundings) -> None:
+def check_machines(chosen: Mapping[str, Because], around: ClusterEnvironment) -> None:
     """Check what is said about machines and ports against each other."""
     if around.ranks:
         named = chosen["launcher"]
@@ -264,7 +264,7 @@ def check_machines(chosen: Mapping[str, Because], around: Surroundings) -> None:
         )
 
 
-def check_port(chosen: Mapping[str, Because], around: Surroundings) -> None:
+def check_port(chosen: Mapping[str, Because], around: ClusterEnvironment) -> None:
     """Refuse a port of this machine that somebody listens on already."""
     value = {name: because.value for name, because in chosen.items()}
     port, alone = value["main_process_port"], value["num_machines"] == 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate_core.config.files import ConfigFile
+from accelerate_core.config.lookup import converted
 from accelerate_core.config.provenance import Because
-from accelerate_core.config.resolve import converted
 from accelerate_core.config.schema import SettingField
 from accelerate_core.config.truth import truth
 from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean, listing

@@ -222,7 +222,7 @@ def _settings_of(launcher: Any, name: str, plan: LaunchPlan) -> list[Any]:
     """Resolve the `Settings` of a launcher that has some, from environment and config file."""
     if getattr(launcher, "Settings", None) is None:
         return []
-    from accelerate_core.config.resolve import Sources, resolve_settings
+    from accelerate_core.config.lookup import Sources, resolve_settings
 
     sources = Sources.of({**os.environ, **plan.environment})
     return [resolve_settings(launcher.Settings, None, sources, owner=name)[0]]

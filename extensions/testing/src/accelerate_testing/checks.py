@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate_core.hookspecs import HOOKS
+from accelerate_core.contract.hooks import HOOKS
 
 if TYPE_CHECKING:
     from accelerate_testing.lab import Lab
     from accelerate_testing.processes import Run
 
 __all__ = [
-    "KINDS", "OPTIONS", "Check", "Skip", "about", "changed", "check", "check_options", "checks_of",
+    "SUITE_KINDS", "OPTIONS", "Check", "Skip", "about", "changed", "check", "check_options", "checks_of",
     "missing_capability",
 ]  # fmt: skip
 
@@ -64,7 +64,7 @@ _MODULES = {
     "loaders": ("general", "configuring", "loaders"),
 }  # fmt: skip
 #: Kinds of plugins for which there are checks.
-KINDS = tuple(_MODULES)
+SUITE_KINDS = tuple(_MODULES)
 #: Kind of plugin -> the keys of `options` that its checks read.
 OPTIONS = {
     "backend": ("prints",),

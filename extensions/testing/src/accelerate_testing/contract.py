@@ -8,22 +8,22 @@ from datetime import date, timedelta
 from typing import Any
 
 from accelerate_core import Backend
-from accelerate_core.hookspecs import (
+from accelerate_core.contract.hooks import (
     API_VERSION,
     DEPRECATED,
     SINCE,
     HookSpecs,
     hooks_of_kind,
 )
-from accelerate_core.hookspecs import Kind as Kind
+from accelerate_core.contract.hooks import Kind as Kind
 
-__all__ = ["KINDS", "contract", "deprecated", "differences", "types_of"]
+__all__ = ["HOOK_KINDS", "contract", "deprecated", "differences", "types_of"]
 
 #: Six months: what lies at least between a deprecation and the removal.
 _BETWEEN = timedelta(days=182)
 
 #: What the four kinds of hooks have in common, each in a line.
-KINDS: dict[Kind, str] = {
+HOOK_KINDS: dict[Kind, str] = {
     "owner": "Exactly one answer: the active backend's. `None` is an answer.",
     "stage": "Model in, model out: every active plugin, by stage and then by name.",
     "broadcast": "Everyone is told; answers are ignored.",
@@ -39,7 +39,7 @@ def contract(public: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """
     hooks = {}
     declared = [name for cls in Backend.__mro__ for name in vars(cls)]
-    for kind in KINDS:
+    for kind in HOOK_KINDS:
         names = list(hooks_of_kind(kind))
         if kind == "owner":
             names.sort(key=declared.index)

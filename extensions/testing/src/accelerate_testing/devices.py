@@ -57,7 +57,7 @@ def _chooses(plugin: Any) -> bool:
 
 def _refusal(plugin: Any, device: torch.device) -> str:
     """Return why a precision refuses a device, "" if it does not."""
-    from accelerate_core.precision import Precision
+    from accelerate_core.backend.precision import Precision
 
     if not (isinstance(plugin, type) and issubclass(plugin, Precision)):
         return ""

@@ -19,7 +19,7 @@ from accelerate_core.errors import (
 )
 from accelerate_core.plugins.discovery import PluginRecord, find, installed
 from accelerate_testing.checks import (
-    KINDS,
+    SUITE_KINDS,
     Check,
     about,
     check_options,
@@ -46,11 +46,13 @@ def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
         PluginError: several distributions bring it, or it is disabled.
         ConfigurationError: plugins of several kinds have the name; there are no checks of `kind`.
     """
-    if kind is not None and kind not in KINDS:
+    if kind is not None and kind not in SUITE_KINDS:
         raise ConfigurationError(
-            f"--kind {kind!r} is not one of {listing(KINDS)}.{did_you_mean(kind, KINDS)}"
+            f"--kind {kind!r} is not one of {listing(SUITE_KINDS)}.{did_you_mean(kind, SUITE_KINDS)}"
         )
-    kinds = [one.kind for one in installed().plugins if one.name == name and one.kind in KINDS]
+    kinds = [
+        one.kind for one in installed().plugins if one.name == name and one.kind in SUITE_KINDS
+    ]
     if kind is None and len(set(kinds)) > 1:
         raise ConfigurationError(
             f"There are plugins {name!r} of the kinds {listing(sorted(set(kinds)))}: say which "

@@ -7,9 +7,9 @@ import inspect
 from typing import Any
 
 from accelerate_core.backend import Backend
-from accelerate_core.hookspecs import HOOKS
+from accelerate_core.backend.precision import Precision
+from accelerate_core.contract.hooks import HOOKS
 from accelerate_core.plugins.selection import Claim, Request
-from accelerate_core.precision import Precision
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.start import FunctionLauncher, Launcher
 from accelerate_testing.contract import deprecated, types_of

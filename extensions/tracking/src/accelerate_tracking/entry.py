@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceRead", "Entry"]
+__all__ = ["DeviceRead", "LogEntry"]
 
 
 class DeviceRead:
@@ -46,7 +46,7 @@ class DeviceRead:
         return found
 
 
-class Entry:
+class LogEntry:
     """What was logged; what it has on a device is read once, whichever writer comes first.
 
     Args:

@@ -14,11 +14,13 @@ from typing import Any
 
 from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing
+from accelerate_tracking import feeding as writing
 from accelerate_tracking import media
-from accelerate_tracking import writer as writing
+from accelerate_tracking.artifacts import ArtifactCopies
 from accelerate_tracking.choice import Asked, choose, name_of, normalise_log_with
 from accelerate_tracking.ending import TooLongError, limited, watch
-from accelerate_tracking.entry import DeviceRead, Entry
+from accelerate_tracking.entry import DeviceRead, LogEntry
+from accelerate_tracking.feeding import InlineWriter, TrackerWriter, drain
 from accelerate_tracking.messages import report_failure, whole, why_not
 from accelerate_tracking.normalise import (
     NotTaken,
@@ -28,10 +30,8 @@ from accelerate_tracking.normalise import (
     normalise_values,
 )
 from accelerate_tracking.opening import builder, is_for_every_rank
-from accelerate_tracking.staging import ArtifactCopies
 from accelerate_tracking.tracker import BlankTracker, GeneralTracker
 from accelerate_tracking.verbs import MediaVerbs
-from accelerate_tracking.writer import InlineWriter, TrackerWriter, drain
 
 __all__ = ["TrackerHub"]
 
@@ -286,7 +286,7 @@ class TrackerHub(MediaVerbs):
         if not plain and not other:
             return
         read = DeviceRead(pending).values if pending else None
-        self._put(Entry("log", plain, step, log_kwargs, other, read))
+        self._put(LogEntry("log", plain, step, log_kwargs, other, read))
 
     def _accepted(self, other: dict[str, object]) -> dict[str, object]:
         taken: dict[str, object] = {}
@@ -327,22 +327,22 @@ class TrackerHub(MediaVerbs):
         if verb == "artifact":
             prepared["source"] = prepared["path"]
             prepared["path"] = self._staging.keep(prepared["path"])
-        self._put(Entry(verb, prepared, whole(step), log_kwargs, None, read))
+        self._put(LogEntry(verb, prepared, whole(step), log_kwargs, None, read))
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: LogEntry) -> None:
         self._logged = True
         for writer in self._writers:
             if not writer.broken:
                 writer.put(entry)
 
-    def _resolve(self, entry: Entry) -> None:
+    def _resolve(self, entry: LogEntry) -> None:
         try:
             entry.resolve()
         except Exception as error:
             # What was logged is at fault, which could not be seen while it was on the device.
             self._reporter.report(entry.method, f"of {entry.keys}: {error}")
 
-    def _refused(self, tracker: GeneralTracker, entry: Entry, error: Exception) -> None:
+    def _refused(self, tracker: GeneralTracker, entry: LogEntry, error: Exception) -> None:
         """Say once per method and names what a tracker did not take; it goes on without it."""
         what = f"{entry.method} of {entry.keys}"
         if isinstance(error, NotTaken):

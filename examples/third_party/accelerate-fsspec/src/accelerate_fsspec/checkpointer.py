@@ -22,11 +22,11 @@ from accelerate_checkpoint import (
     save_object,
     save_weights,
 )
-from accelerate_core.contract.parts import Run
+from accelerate_core.contract.parts import RunParts
 from accelerate_core.errors import CheckpointError
 from accelerate_fsspec.load import agreed, restore
+from accelerate_fsspec.location import Location, Manifest, absolute, is_url, locate, new_save
 from accelerate_fsspec.numbering import Numbering
-from accelerate_fsspec.place import Manifest, Place, absolute, is_url, locate, new_save
 from accelerate_fsspec.settings import FsspecSettings
 from accelerate_fsspec.stage import MERGED, Stage, write
 
@@ -56,7 +56,7 @@ class FsspecCheckpointer:
         self._failure: BaseException | None = None
         self._beside: Any = None
 
-    def attach(self, run: Run) -> None:
+    def attach(self, run: RunParts) -> None:
         """Take the run; what has to watch its loop begins here."""
         self._state = state = TrainingState(run)
         self._numbering = Numbering(state, self._place, self.settings.url)
@@ -64,7 +64,7 @@ class FsspecCheckpointer:
         if self._signals:
             self._preemption = Preemption(state, self._signals, self.wait, self.save_state)
 
-    def _place(self, target: Any) -> Place:
+    def _place(self, target: Any) -> Location:
         text = str(target)
         base = self.settings.url
         if base is not None and not is_url(text) and not Path(text).is_absolute():
@@ -151,7 +151,7 @@ class FsspecCheckpointer:
 
     def _finish(
         self,
-        place: Place,
+        place: Location,
         stage: Stage,
         save: str,
         facts: Mapping[str, Any],
@@ -227,7 +227,7 @@ class FsspecCheckpointer:
             return place.url
         raise CheckpointError(f"There is no whole checkpoint to load. {' '.join(passed)}".strip())
 
-    def _fetch(self, place: Place, folder: Path, verify: bool) -> Manifest:
+    def _fetch(self, place: Location, folder: Path, verify: bool) -> Manifest:
         """Bring what this rank needs to this machine, and look at it."""
         manifest = place.manifest()
         process = self._state.process
@@ -316,7 +316,7 @@ def _tried(job: Callable[[], None]) -> tuple[str | None, Exception | None]:
     return None, None
 
 
-def _raise_any(troubles: list[str | None], place: Place, cause: Exception | None) -> None:
+def _raise_any(troubles: list[str | None], place: Location, cause: Exception | None) -> None:
     """Raise on every rank what any of them could not do."""
     said = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
     if said:

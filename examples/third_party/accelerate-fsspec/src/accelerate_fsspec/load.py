@@ -11,7 +11,7 @@ import torch
 
 from accelerate_checkpoint import TrainingState, load_weights
 from accelerate_core.errors import CheckpointError
-from accelerate_fsspec.place import Manifest
+from accelerate_fsspec.location import Manifest
 from accelerate_fsspec.stage import MERGED
 
 __all__ = ["agreed", "restore"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from accelerate_checkpoint import TrainingState
 from accelerate_core.errors import CheckpointError
-from accelerate_fsspec.place import Place
+from accelerate_fsspec.location import Location
 
 __all__ = ["Numbering"]
 
@@ -22,7 +22,7 @@ class Numbering:
     """
 
     def __init__(
-        self, state: TrainingState, place: Callable[[str], Place], url: str | None
+        self, state: TrainingState, place: Callable[[str], Location], url: str | None
     ) -> None:
         self._state, self._place, self._url = state, place, url
         self._resumed = False
@@ -40,7 +40,7 @@ class Numbering:
             )
         return f"{str(base).rstrip('/')}/checkpoints"
 
-    def _numbered(self, number: int) -> Place:
+    def _numbered(self, number: int) -> Location:
         return self._place(f"{self._base()}/checkpoint_{number}")
 
     def _numbers(self) -> list[int]:
@@ -61,7 +61,7 @@ class Numbering:
             return False
         return True
 
-    def next(self) -> Place:
+    def next(self) -> Location:
         """Return where to save; rank 0 chooses the number.
 
         Raises:
@@ -85,19 +85,19 @@ class Numbering:
         state.project.iteration = number
         return self._numbered(number)
 
-    def newest_first(self) -> list[Place]:
+    def newest_first(self) -> list[Location]:
         """Return the checkpoints that rank 0 sees."""
         numbers = self._state.collectives.broadcast_object(self._numbers())
         return [self._numbered(number) for number in reversed(numbers)]
 
-    def loaded(self, place: Place) -> None:
+    def loaded(self, place: Location) -> None:
         """Go on behind the checkpoint that was loaded."""
         found = _NAME.fullmatch(place.root.rpartition("/")[2])
         if self.automatic and found is not None:
             self._state.project.iteration = int(found[1]) + 1
             self._resumed = True
 
-    def keep(self, limit: int, newest: Place) -> None:
+    def keep(self, limit: int, newest: Location) -> None:
         """Remove the oldest, now that the new one stands."""
         earlier = [n for n in self._numbers() if self._numbered(n).root != newest.root]
         whole = [number for number in earlier if self._whole(number)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accelerate_checkpoint import CycleStart, TrainingState, save_weights
-from accelerate_fsspec.place import checksum
+from accelerate_fsspec.location import checksum
 
 __all__ = ["MERGED", "Stage", "write"]
 

@@ -95,7 +95,7 @@ def set_command(ctx: click.Context, key: str, value: str, config_file: str | Non
 def show_command(ctx: click.Context, config_file: str | None, as_json: bool) -> None:
     """Show every value a launch would take now, and where it comes from."""
     from accelerate_launch.contributed import said_by_environment
-    from accelerate_launch.resolve import decide, find_config
+    from accelerate_launch.planning import decide, find_config
 
     environ = dict(os.environ)
     made = decide({}, environ, find_config(config_file or ctx.obj, environ))
@@ -190,7 +190,7 @@ def _check(config: Any, environ: Mapping[str, str], *, deep: bool = False) -> li
     """Check a file by itself: neither variables nor what is around have a say; return notes."""
     from accelerate_core.plugins import catalog
     from accelerate_core.plugins.discovery import installed
-    from accelerate_launch.resolve import decide
+    from accelerate_launch.planning import decide
 
     quiet = {
         name: text
@@ -215,8 +215,8 @@ def _check_deeply(config: Any) -> None:
 
     from accelerate_core.builtin.no_checkpointer import NoCheckpointer
     from accelerate_core.config.handlers import ProjectConfiguration, TorchDynamoPlugin
+    from accelerate_core.config.lookup import Sources, resolve_core, resolve_settings
     from accelerate_core.config.parallelism import ParallelismConfig
-    from accelerate_core.config.resolve import Sources, resolve_core, resolve_settings
     from accelerate_core.contract.topology import Topology
     from accelerate_core.plugins.discovery import disabled_names, installed
     from accelerate_core.plugins.manager import Part

@@ -15,10 +15,10 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, installed
 from accelerate_launch import devices, peer
+from accelerate_launch.cluster import detect_cluster
 from accelerate_launch.contributed import check_value
 from accelerate_launch.paths import peers_config
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
-from accelerate_launch.surroundings import look_around
 
 __all__ = ["Asker", "ask_everything"]
 
@@ -92,7 +92,7 @@ def ask_everything(environ: Mapping[str, str], *, ask: bool) -> dict[str, Any]:
     taken = _take_over(asker, environ)
     if taken is not None:
         return taken
-    around, count = look_around(environ), devices.count_accelerators(environ)
+    around, count = detect_cluster(environ), devices.count_accelerators(environ)
     if ask:
         seen = f"{count} accelerator(s)" if count else "no accelerator"
         where = f", inside {around.name}" if around.name else ""

@@ -37,7 +37,7 @@ _DISTRIBUTIONS = ("torch", "numpy", "safetensors", "pydantic", "pluggy")
 def command(config_file: str | None, as_json: bool) -> None:
     """Show versions, devices, plugins and the configuration in force."""
     from accelerate_core.config.files import CONFIG_VARIABLE
-    from accelerate_launch.resolve import find_config
+    from accelerate_launch.planning import find_config
 
     environ = dict(os.environ)
     config = find_config(config_file, environ)
@@ -114,8 +114,8 @@ def _plugins(environ: Mapping[str, str]) -> list[dict[str, Any]]:
 
 def _configuration(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
     from accelerate_core.config.files import CONFIG_VARIABLE, read_config
-    from accelerate_core.config.resolve import Sources, resolve_core
-    from accelerate_launch.resolve import decide
+    from accelerate_core.config.lookup import Sources, resolve_core
+    from accelerate_launch.planning import decide
 
     named = environ.get(CONFIG_VARIABLE)
     rows = {"config_file": {"value": named or "none", "from": "" if named else "default"}}

@@ -33,7 +33,7 @@ def command(script: str, arguments: tuple[str, ...], config_file: str | None, **
     Options stand before SCRIPT; what follows it goes to the script untouched.
     One process runs the script directly, more are started by torchrun.
     """
-    from accelerate_launch.resolve import find_config, make_plan
+    from accelerate_launch.planning import find_config, make_plan
     from accelerate_launch.start import start
 
     environ = dict(os.environ)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from accelerate_core.config.resolve import converted
+from accelerate_core.config.lookup import converted
 from accelerate_core.config.schema import SettingField
 from accelerate_core.config.truth import truth
 from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean

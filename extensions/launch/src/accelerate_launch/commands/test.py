@@ -39,7 +39,7 @@ def command(
     Checks ranks, collectives on nested data, exactly-once data loading, training
     against plain PyTorch, and saving. Exits with 1 if anything failed.
     """
-    from accelerate_launch.resolve import find_config
+    from accelerate_launch.planning import find_config
 
     environ = dict(os.environ)
     config = find_config(config_file, environ)
@@ -145,7 +145,7 @@ def _run(
     timeout: float,
 ) -> tuple[int, str]:
     from accelerate_launch.commands.launch import print_reasons
-    from accelerate_launch.resolve import make_plan
+    from accelerate_launch.planning import make_plan
     from accelerate_launch.start import child_environment, command_of
 
     plan = make_plan(_SELF_CHECK, [str(file)], given, environ, config)

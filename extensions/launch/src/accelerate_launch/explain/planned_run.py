@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accelerate_core.config.files import ConfigFile
-from accelerate_core.config.resolve import Sources, resolve_core
+from accelerate_core.config.lookup import Sources, resolve_core
 from accelerate_core.contract.topology import Topology, read_topology
 from accelerate_core.errors import AccelerateError
 from accelerate_core.plugins.selection import NOTHING, RULES, Request, Selection, select
-from accelerate_launch.resolve import draft_plan
+from accelerate_launch.planning import draft_plan
 from accelerate_launch.start import child_environment, consider_launchers
 
 __all__ = ["PlannedRun", "planned_run"]

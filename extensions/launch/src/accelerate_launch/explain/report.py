@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from accelerate_core.config.resolve import Sources
+from accelerate_core.config.lookup import Sources
+from accelerate_core.contract.hooks import API_VERSION
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.errors import PluginError
-from accelerate_core.hookspecs import API_VERSION
 from accelerate_core.plugins.discovery import (
     OWN_DISTRIBUTION,
     PluginRecord,

@@ -23,7 +23,7 @@ def command(name: str | None, as_json: bool) -> None:
     from rich.text import Text
 
     from accelerate_core.errors import ConfigurationError, did_you_mean
-    from accelerate_testing.contract import KINDS, contract
+    from accelerate_testing.contract import HOOK_KINDS, contract
 
     made = contract()
     if as_json and name is None:
@@ -40,7 +40,7 @@ def command(name: str | None, as_json: bool) -> None:
         return
     out = console()
     out.print(f"Version {'.'.join(map(str, made['version']))} of the contract.")
-    for kind, meaning in KINDS.items():
+    for kind, meaning in HOOK_KINDS.items():
         mine = {hook: its for hook, its in hooks.items() if its["kind"] == kind}
         if not mine:
             continue

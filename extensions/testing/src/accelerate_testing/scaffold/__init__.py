@@ -12,17 +12,17 @@ from pathlib import Path
 
 import yaml
 
+from accelerate_core.contract.hooks import API_VERSION
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-from accelerate_core.hookspecs import API_VERSION
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 
-__all__ = ["KINDS", "write_repository"]
+__all__ = ["TEMPLATE_KINDS", "write_repository"]
 
-KINDS = ("backend", "precision", "tracker", "launcher", "extension")
-_GROUPS = {kind: f"accelerate_core.{kind}s" for kind in KINDS}
+TEMPLATE_KINDS = ("backend", "precision", "tracker", "launcher", "extension")
+_GROUPS = {kind: f"accelerate_core.{kind}s" for kind in TEMPLATE_KINDS}
 #: Words that mean something where a plugin is named, and those the templates are made of.
-_RESERVED = ("core", "all", "auto", "none", *KINDS)
+_RESERVED = ("core", "all", "auto", "none", *TEMPLATE_KINDS)
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
@@ -57,7 +57,7 @@ def write_repository(name: str, kind: str, directory: Path | None = None) -> lis
 
     Args:
         name: what users will say: lower case letters, digits, underscores.
-        kind: one of `KINDS`.
+        kind: one of `TEMPLATE_KINDS`.
         directory: where; default `accelerate-NAME` in the current directory.
 
     Raises:
@@ -89,9 +89,9 @@ def _write(target: Path, names: _Names) -> list[Path]:
 
 
 def _check(name: str, kind: str) -> None:
-    if kind not in KINDS:
+    if kind not in TEMPLATE_KINDS:
         raise ConfigurationError(
-            f"--kind {kind!r} is not one of {listing(KINDS)}.{did_you_mean(kind, KINDS)}"
+            f"--kind {kind!r} is not one of {listing(TEMPLATE_KINDS)}.{did_you_mean(kind, TEMPLATE_KINDS)}"
         )
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigurationError(

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_core.config.files import read_config
-from accelerate_core.config.resolve import Sources, resolve_settings
+from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.schema import SettingField, settings_fields
 from accelerate_core.contract.capabilities import check_reduces_gradients, check_words
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import installed
 from accelerate_core.utils import ProjectConfiguration
 from accelerate_launch.contributed import contributed_options
-from accelerate_launch.resolve import make_plan
+from accelerate_launch.planning import make_plan
 from accelerate_testing.checks import check
 from accelerate_testing.lab import Lab
 from accelerate_testing.processes import clean_environment

@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from accelerate_core.contract.hooks import HOOKS
 from accelerate_core.contract.parts import Checkpointer, LoaderMaker
 from accelerate_core.errors import AccelerateError, did_you_mean, listing
-from accelerate_core.hookspecs import HOOKS
 from accelerate_core.plugins.discovery import (
     OWN_DISTRIBUTION,
     PluginRecord,
@@ -27,7 +27,7 @@ from accelerate_core.plugins.discovery import (
 from accelerate_testing.checks import changed, check
 from accelerate_testing.lab import Lab
 
-KINDS = ("backend", "precision", "tracker", "launcher", "extension", "checkpointer", "loaders")
+EVERY_KIND = ("backend", "precision", "tracker", "launcher", "extension", "checkpointer", "loaders")
 #: What brings its own requirements into the process of a training script anyway.
 _BROUGHT = ("accelerate-core", "torch", "numpy")
 #: What a plugin's import may bring beside that, of what its distribution requires: seconds of the
@@ -42,7 +42,7 @@ def record_of(lab: Lab) -> PluginRecord:
     return find(lab.kind, lab.name, because="plugins check")
 
 
-@check(*KINDS, place="alone")
+@check(*EVERY_KIND, place="alone")
 def imports(lab: Lab) -> str | None:
     """Importing the plugin is cheap: it brings no library along and changes nothing."""
     record = record_of(lab)
@@ -127,7 +127,7 @@ def _plain(name: str) -> str:
     return name.replace("_", "-").lower()
 
 
-@check(*KINDS, place="alone")
+@check(*EVERY_KIND, place="alone")
 def metadata(lab: Lab) -> str | None:
     """The entry point leads to a class of its kind and name; its distribution says what it needs."""
     record = record_of(lab)
@@ -161,7 +161,7 @@ def _triggers_of(distribution: str) -> list[str]:
 
 def _check_base(kind: str, plugin: Any, record: PluginRecord) -> None:
     from accelerate_core.backend import Backend
-    from accelerate_core.precision import Precision
+    from accelerate_core.backend.precision import Precision
     from accelerate_tracking import GeneralTracker
 
     bases: dict[str, type] = {
@@ -182,7 +182,7 @@ def _check_base(kind: str, plugin: Any, record: PluginRecord) -> None:
             raise AssertionError(f"{record.target} has no {method!r}")
 
 
-@check(*KINDS, place="alone")
+@check(*EVERY_KIND, place="alone")
 def api_version(lab: Lab) -> str | None:
     """The class itself states the version of the contract it was written for, and this core speaks it."""
     record = record_of(lab)

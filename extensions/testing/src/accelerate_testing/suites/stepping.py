@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from accelerate_core.backend.precision import BFloat16, Float16, Precision
 from accelerate_core.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate_core.contract.capabilities import lacking
 from accelerate_core.errors import ConfigurationError, listing
-from accelerate_core.precision import BFloat16, Float16, Precision
 from accelerate_testing.checks import Skip, check
 from accelerate_testing.counting import count_communication
 from accelerate_testing.lab import (

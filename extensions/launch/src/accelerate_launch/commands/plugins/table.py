@@ -31,14 +31,14 @@ def show(as_json: bool, kind: str | None = None, config_file: str | None = None)
     Raises:
         ConfigurationError: there is no such kind.
     """
-    from accelerate_core.plugins.discovery import KINDS
+    from accelerate_core.plugins.discovery import GROUPS
     from accelerate_launch.explain.planned_run import planned_run
     from accelerate_launch.explain.report import problems, rows
-    from accelerate_launch.resolve import find_config
+    from accelerate_launch.planning import find_config
 
-    if kind is not None and kind not in KINDS.values():
-        hint = did_you_mean(kind, KINDS.values())
-        raise ConfigurationError(f"--kind {kind!r} is not one of {listing(KINDS.values())}.{hint}")
+    if kind is not None and kind not in GROUPS.values():
+        hint = did_you_mean(kind, GROUPS.values())
+        raise ConfigurationError(f"--kind {kind!r} is not one of {listing(GROUPS.values())}.{hint}")
     environ = dict(os.environ)
     run = planned_run(environ, find_config(config_file, environ))
     made = rows(run, ask_trackers=kind in (None, "tracker"))

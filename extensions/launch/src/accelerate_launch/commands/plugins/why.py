@@ -33,7 +33,7 @@ def command(name: str, num_processes: int | None, config_file: str | None, as_js
     """
     from accelerate_launch.explain.planned_run import planned_run
     from accelerate_launch.explain.why import why
-    from accelerate_launch.resolve import find_config
+    from accelerate_launch.planning import find_config
 
     environ = dict(os.environ)
     # What `launch` would hand on: a file named here or by the environment, or the default one.

@@ -19,9 +19,9 @@ from accelerate_core.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from accelerate_core.config.provenance import Because
-from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.config.schema import KwargsHandler
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import installed

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from accelerate_core.contract.hooks import API_VERSION, HOOKS, hookimpl
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.hookspecs import API_VERSION, HOOKS, hookimpl
 
 if TYPE_CHECKING:
     from accelerate_core.contract.view import AcceleratorView

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from accelerate_tracking.entry import Entry
+from accelerate_tracking.entry import LogEntry
 from accelerate_tracking.normalise import NotTaken, is_ill
 from accelerate_tracking.tracker import GeneralTracker
 
@@ -54,9 +54,9 @@ class TrackerWriter:
     def __init__(
         self,
         tracker: GeneralTracker,
-        resolve: Callable[[Entry], None],
+        resolve: Callable[[LogEntry], None],
         failed: Callable[[GeneralTracker, str, Exception], None],
-        refused: Callable[[GeneralTracker, Entry, Exception], None],
+        refused: Callable[[GeneralTracker, LogEntry, Exception], None],
     ) -> None:
         self.tracker = tracker
         self.accepted = 0
@@ -72,7 +72,7 @@ class TrackerWriter:
         self._unflushed = False
         #: Set while somebody waits for this writer, which then takes no rest.
         self._awaited = threading.Event()
-        self._queue: queue.SimpleQueue[Entry | _Marker] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[LogEntry | _Marker] = queue.SimpleQueue()
         self._begin()
 
     def _begin(self) -> None:
@@ -80,7 +80,7 @@ class TrackerWriter:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: LogEntry) -> None:
         """Take an entry; returns at once."""
         self.accepted += 1
         self._queue.put(entry)
@@ -116,9 +116,9 @@ class TrackerWriter:
             elif not batch:
                 self._flush()
 
-    def _collect(self) -> tuple[list[Entry], _Marker | None]:
+    def _collect(self) -> tuple[list[LogEntry], _Marker | None]:
         """Wait for entries, no longer than until a flush is due; return them up to a marker."""
-        batch: list[Entry] = []
+        batch: list[LogEntry] = []
         with contextlib.suppress(queue.Empty):
             while len(batch) < BATCH:
                 wait = None
@@ -130,7 +130,7 @@ class TrackerWriter:
                 batch.append(item)
         return batch, None
 
-    def _deliver(self, batch: list[Entry]) -> None:
+    def _deliver(self, batch: list[LogEntry]) -> None:
         start = 0
         while start < len(batch) and not self.broken:
             stop = start + 1
@@ -152,7 +152,7 @@ class TrackerWriter:
             if self._queue.qsize() < BACKLOG:
                 self._awaited.wait(min(REST * (time.perf_counter() - begun), LONGEST_REST))
 
-    def _try(self, group: list[Entry]) -> None:
+    def _try(self, group: list[LogEntry]) -> None:
         """Hand over; an entry that the library refuses does not keep the others from it."""
         if not group:
             return
@@ -173,7 +173,7 @@ class TrackerWriter:
         else:
             self._in_a_row = 0
 
-    def _hand_over(self, group: list[Entry]) -> None:
+    def _hand_over(self, group: list[LogEntry]) -> None:
         first, tracker = group[0], self.tracker
         if first.is_plain_log and self._takes_many:
             tracker.log_many([(dict(e.arguments), self._step(e)) for e in group])
@@ -198,7 +198,7 @@ class TrackerWriter:
             with _DRAWING if first.verb == "figure" else contextlib.nullcontext():
                 getattr(tracker, first.method)(**arguments, **keywords)
 
-    def _step(self, entry: Entry) -> int | None:
+    def _step(self, entry: LogEntry) -> int | None:
         """Return the step, counted on where the library needs one and none was given."""
         if not self.tracker.counts_steps or entry.verb == "artifact":
             return entry.step
@@ -227,7 +227,7 @@ class InlineWriter(TrackerWriter):
     def _begin(self) -> None:
         self._awaited.set()  # the step waits: no rest
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: LogEntry) -> None:
         """Hand an entry over; the step waits."""
         self.accepted += 1
         self._deliver([entry])

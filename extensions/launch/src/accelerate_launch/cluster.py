@@ -9,11 +9,11 @@ from accelerate_core.config.provenance import Because
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch import mpi, slurm
 
-__all__ = ["Surroundings", "look_around"]
+__all__ = ["ClusterEnvironment", "detect_cluster"]
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ClusterEnvironment:
     """What a scheduler has decided already.
 
     Attributes:
@@ -26,23 +26,23 @@ class Surroundings:
     ranks: Mapping[str, str] = field(default_factory=dict)
 
 
-def look_around(environ: Mapping[str, str]) -> Surroundings:
+def detect_cluster(environ: Mapping[str, str]) -> ClusterEnvironment:
     """Recognise an mpirun that started this process, or SLURM's allocation.
 
     Raises:
         ConfigurationError: the variables contradict each other.
     """
     if "TORCHELASTIC_RUN_ID" in environ or {"RANK", "LOCAL_RANK"} <= environ.keys():
-        return Surroundings()  # already a rank, which is refused elsewhere
+        return ClusterEnvironment()  # already a rank, which is refused elsewhere
     flavour = mpi.around(environ)
     if flavour is not None:
         return _mpi(flavour, environ)
     if "SLURM_JOB_ID" in environ:
         return _slurm(environ)
-    return Surroundings()
+    return ClusterEnvironment()
 
 
-def _mpi(flavour: mpi.Flavour, environ: Mapping[str, str]) -> Surroundings:
+def _mpi(flavour: mpi.Flavour, environ: Mapping[str, str]) -> ClusterEnvironment:
     rank, size, local, local_size = (_number(environ, name) for name in flavour.ranks)
     origin = f"{flavour.name} ({flavour.ranks[0]}={rank}, {flavour.ranks[1]}={size})"
     machines = max(1, size // max(1, local_size))
@@ -56,10 +56,12 @@ def _mpi(flavour: mpi.Flavour, environ: Mapping[str, str]) -> Surroundings:
     address = environ.get("MASTER_ADDR", "127.0.0.1")
     port = environ.get("MASTER_PORT", str(mpi.port_of_run(environ)))
     values = {"num_processes": Because(size, origin), "launcher": Because("simple", origin)}
-    return Surroundings(flavour.name, values, _rank(rank, size, local, local_size, address, port))
+    return ClusterEnvironment(
+        flavour.name, values, _rank(rank, size, local, local_size, address, port)
+    )
 
 
-def _slurm(environ: Mapping[str, str]) -> Surroundings:
+def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment:
     job = environ["SLURM_JOB_ID"]
     step = slurm.in_step(environ)
     of = "STEP" if step else "JOB"
@@ -89,12 +91,12 @@ def _slurm(environ: Mapping[str, str]) -> Surroundings:
         else:
             why = f"{origin}: outside of srun, which starts the other nodes"
             values["launcher"] = Because("srun", why)
-    return Surroundings("SLURM", values)
+    return ClusterEnvironment("SLURM", values)
 
 
 def _slurm_rank(
     environ: Mapping[str, str], tasks: int, nodes: int, hosts: list[str], origin: str
-) -> Surroundings:
+) -> ClusterEnvironment:
     """Every task is a rank: `srun --ntasks-per-node` with more than one."""
     rank, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
     if tasks % nodes:
@@ -106,7 +108,7 @@ def _slurm_rank(
     address = environ.get("MASTER_ADDR") or (hosts[0] if hosts and nodes > 1 else "127.0.0.1")
     port = environ.get("MASTER_PORT") or str(slurm.port_of_job(environ["SLURM_JOB_ID"]))
     made = _rank(rank, tasks, local, tasks // nodes, address, port)
-    return Surroundings("SLURM", values, made)
+    return ClusterEnvironment("SLURM", values, made)
 
 
 def _rank(

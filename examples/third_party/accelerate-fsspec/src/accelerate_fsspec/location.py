@@ -23,7 +23,16 @@ import fsspec
 
 from accelerate_core.errors import CheckpointError
 
-__all__ = ["MANIFEST", "Manifest", "Place", "absolute", "checksum", "is_url", "locate", "new_save"]
+__all__ = [
+    "MANIFEST",
+    "Manifest",
+    "Location",
+    "absolute",
+    "checksum",
+    "is_url",
+    "locate",
+    "new_save",
+]
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -101,7 +110,7 @@ def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def locate(url: str, options: Mapping[str, Any]) -> Place:
+def locate(url: str, options: Mapping[str, Any]) -> Location:
     """Return the place of a URL: `s3://bucket/run`, `memory://run`, `zip:///tmp/run.zip`, a path.
 
     Args:
@@ -116,10 +125,10 @@ def locate(url: str, options: Mapping[str, Any]) -> Place:
         fs, root = fsspec.core.url_to_fs(where, **options)
     except Exception as error:
         raise CheckpointError(f"{url} cannot be opened: {_said(error)}") from error
-    return (Archive if is_archive else Place)(url, fs, root)
+    return (Archive if is_archive else Location)(url, fs, root)
 
 
-class Place:
+class Location:
     """A checkpoint whose objects stand beside its manifest."""
 
     def __init__(self, url: str, fs: Any, root: str) -> None:
@@ -243,7 +252,7 @@ class Place:
         yield self.fs, f"{self.root}/"
 
 
-class Archive(Place):
+class Archive(Location):
     """A checkpoint that is one zip file, built here and put in its place whole."""
 
     _built: Path | None = None

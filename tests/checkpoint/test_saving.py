@@ -1,4 +1,4 @@
-"""Saving, resuming, unwrapping and copying: the cases are in `keeping_worker.py`."""
+"""Saving, resuming, unwrapping and copying: the cases are in `saving_worker.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import case_names, check_case, run_workers
 
-WORKER = Path(__file__).with_name("keeping_worker.py")
+WORKER = Path(__file__).with_name("saving_worker.py")
 
 pytestmark = pytest.mark.dist
 

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from accelerate_launch import lost
-from accelerate_launch.lost import LostRendezvous
+from accelerate_launch import lost_rendezvous as lost
+from accelerate_launch.lost_rendezvous import LostRendezvous
 
 
 @pytest.fixture
@@ -40,7 +40,9 @@ def test_silence_ends_the_agent_once_a_rank_has_ended(
 def test_an_agent_with_living_ranks_waits(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
     # This process has other children, too: what earlier tests have left.
-    monkeypatch.setattr("accelerate_launch.lost._ranks", lambda: [psutil.Process(rank.pid)])
+    monkeypatch.setattr(
+        "accelerate_launch.lost_rendezvous._ranks", lambda: [psutil.Process(rank.pid)]
+    )
     watch = LostRendezvous("there", left.append)
     watch.waiting()
     assert wait(left, 1) == []

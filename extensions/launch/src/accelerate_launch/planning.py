@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
+from accelerate_core.config.lookup import Sources, look_up
 from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because
-from accelerate_core.config.resolve import Sources, look_up
 from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.plugins.discovery import find, installed
 from accelerate_launch import checks, devices, mpi
+from accelerate_launch.cluster import ClusterEnvironment, detect_cluster
 from accelerate_launch.contributed import check_sections, take
 from accelerate_launch.options import LAUNCH_OPTIONS, OWN
 from accelerate_launch.paths import default_config_path, peers_config
 from accelerate_launch.plan import LaunchPlan, Target
-from accelerate_launch.surroundings import Surroundings, look_around
 from accelerate_launch.target import find_target
 
 __all__ = [
@@ -144,7 +144,7 @@ class Decision:
     chosen: Mapping[str, Because]
     plugins: Mapping[str, Because]
     contributed: Mapping[str, Because]
-    around: Surroundings
+    around: ClusterEnvironment
 
 
 def decide(
@@ -167,7 +167,7 @@ def decide(
             contributed[name] = Because(environ[name], f"environment variable {name}")
     contributed.update(asks_launchers(environ))
     sources = Sources(environ, config)
-    around = _heeded(look_around(environ), given, sources)
+    around = _heeded(detect_cluster(environ), given, sources)
     chosen = {option.name: _choose(option, given, sources, around) for option in LAUNCH_OPTIONS}
     if config is not None:
         chosen["backend"] = checks.backend_of(config, chosen["backend"])
@@ -233,14 +233,16 @@ def _nested(outer: str) -> ConfigurationError:
 
 
 def _choose(
-    option: SettingField, given: Mapping[str, Any], sources: Sources, around: Surroundings
+    option: SettingField, given: Mapping[str, Any], sources: Sources, around: ClusterEnvironment
 ) -> Because:
     if given.get(option.name) is not None:
         return Because(given[option.name], f"command line --{option.name}")
     return look_up(option, sources, detected=around.values)
 
 
-def _heeded(around: Surroundings, given: Mapping[str, Any], sources: Sources) -> Surroundings:
+def _heeded(
+    around: ClusterEnvironment, given: Mapping[str, Any], sources: Sources
+) -> ClusterEnvironment:
     """Leave an allocation's machines alone where their number is said, and is another."""
     if around.ranks or "num_machines" not in around.values:
         return around
@@ -252,7 +254,7 @@ def _heeded(around: Surroundings, given: Mapping[str, Any], sources: Sources) ->
         "num_machines=%s (%s) is taken, though %s has %s.",
         *(said.value, said.origin, found.origin, found.value),
     )
-    return Surroundings()
+    return ClusterEnvironment()
 
 
 def asks_launchers(environ: Mapping[str, str]) -> dict[str, Because]:

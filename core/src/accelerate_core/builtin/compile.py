@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate_core.contract.hooks import API_VERSION, hookimpl
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-from accelerate_core.hookspecs import API_VERSION, hookimpl
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PREFIX = "_orig_mod."

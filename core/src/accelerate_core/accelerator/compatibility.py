@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate_core.backend.precision import Precision
 from accelerate_core.config.handlers import TorchDynamoPlugin
+from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import Because
-from accelerate_core.config.resolve import Sources, resolve_settings
 from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, NEEDS, check_words, lacking
 from accelerate_core.errors import ConfigurationError, PluginError, listing
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins.selection import Request
-from accelerate_core.precision import Precision
 
 
 def parallelism(
