@@ -161,7 +161,9 @@ def test_a_checkpointer_is_chosen_by_configuration_and_blamed_by_name(
         assert wanted in told["fsspec.url"]
         assert "'fsspec'" in told["checkpointer"]
         assert rank["refused"] == f"There is no checkpoint {url}/step_2: it has no manifest.json."
-        assert any("'load' of plugin fsspec (accelerate-fsspec 0.1.0)" in n for n in rank["notes"])
+        assert any(
+            "'load_state' of plugin fsspec (accelerate-fsspec 0.1.0)" in n for n in rank["notes"]
+        )
     assert (tmp_path / "run" / "step_1" / "manifest.json").is_file()
 
 

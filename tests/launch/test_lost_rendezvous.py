@@ -9,13 +9,13 @@ import time
 import psutil
 import pytest
 
-from accelerate_launch import lost_rendezvous as lost
+from accelerate_launch import lost_rendezvous
 from accelerate_launch.lost_rendezvous import LostRendezvous
 
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    monkeypatch.setattr(lost, "PATIENCE", 0.2)
+    monkeypatch.setattr(lost_rendezvous, "PATIENCE", 0.2)
     return []
 
 

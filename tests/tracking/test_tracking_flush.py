@@ -16,7 +16,7 @@ import torch
 
 from accelerate_core import Accelerator
 from accelerate_core.accelerator import saving
-from accelerate_tracking import GeneralTracker, TrackerHub, writer
+from accelerate_tracking import GeneralTracker, TrackerHub, feeding
 from accelerate_tracking.runs import read_run
 
 
@@ -74,7 +74,7 @@ def wait_for(condition: Any) -> None:
 def test_what_was_logged_is_flushed_soon_without_being_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writer, "FLUSH_EVERY", 0.2)
+    monkeypatch.setattr(feeding, "FLUSH_EVERY", 0.2)
     tracker = Buffered()
     hub = TrackerHub(tracker)
     hub.init_trackers("p")

@@ -125,9 +125,9 @@ def one_rank_raises() -> None:
 
 
 def stuck() -> None:
-    from accelerate_tracking import feeding as writer
+    from accelerate_tracking import feeding
 
-    writer.PATIENCE = 1.0
+    feeding.PATIENCE = 1.0
     Slow.seconds = 3600.0
     accelerator, _ = make()
     accelerator.init_trackers("project")

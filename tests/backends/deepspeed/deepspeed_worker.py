@@ -929,10 +929,10 @@ def what_is_no_such_checkpoint_is_refused_on_all_ranks() -> None:
     accelerator.wait_for_everyone()
     with pytest.raises(CheckpointError):
         accelerator.load_state(target)  # the manifest knows
-    from accelerate_deepspeed import states as keeping
+    from accelerate_deepspeed import states
 
     with pytest.raises(CheckpointError, match="Evil"):
-        keeping.load(accelerator, target / "backend_deepspeed", {})
+        states.load(accelerator, target / "backend_deepspeed", {})
     assert not Evil.made
 
 

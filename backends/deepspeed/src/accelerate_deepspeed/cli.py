@@ -70,7 +70,7 @@ def _resolve(config: str | None, options: dict[str, Any]) -> Any:
     import torch
 
     from accelerate_core.config.lookup import Sources, resolve_core, resolve_settings
-    from accelerate_deepspeed import automatic as resolve
+    from accelerate_deepspeed import automatic
     from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
     from accelerate_deepspeed.engines import check_sections, settle_engine
     from accelerate_deepspeed.library import load
@@ -84,7 +84,7 @@ def _resolve(config: str | None, options: dict[str, Any]) -> Any:
     sources = Sources.of(dict(os.environ))
     asked = DeepSpeedPlugin(**given) if given else None
     plugin, _ = resolve_settings(DeepSpeedPlugin, asked, sources, owner="deepspeed")
-    resolve.settle_fields(plugin)
+    automatic.settle_fields(plugin)
     found = plugin.hf_ds_config
     core = resolve_core(
         {name: options[name] for name in ("mixed_precision", "gradient_accumulation_steps")},
@@ -92,19 +92,19 @@ def _resolve(config: str | None, options: dict[str, Any]) -> Any:
         {},
     )
     precision, steps = core["mixed_precision"], core["gradient_accumulation_steps"]
-    own = resolve.own_precision(found)
+    own = automatic.own_precision(found)
     wanted = own[0] if own and precision.origin == "default" else str(precision.value)
-    resolve.settle_precision(found, wanted, precision.origin)
-    there = resolve.accumulation_of(found)
+    automatic.settle_precision(found, wanted, precision.origin)
+    there = automatic.accumulation_of(found)
     if there is not None and steps.origin != "default" and there != steps.value:
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps.value} (from {steps.origin}) contradicts {there} "
             f"({found.where('gradient_accumulation_steps')})."
         )
     count = options["num_processes"]
-    resolve.settle_batches(
+    automatic.settle_batches(
         found,
-        resolve.Run(
+        automatic.Run(
             data_ranks=count,
             all_ranks=count,
             accumulation=there or steps.value,
@@ -116,7 +116,7 @@ def _resolve(config: str | None, options: dict[str, Any]) -> Any:
     )
     sizes = SimpleNamespace(config=SimpleNamespace(hidden_size=options["hidden_size"]))
     if options["hidden_size"] is not None:
-        resolve.settle_sizes(found, sizes)
+        automatic.settle_sizes(found, sizes)
     optimizer = scheduler = None
     if found.has("optimizer") and options["lr"] is not None:
         optimizer = DummyOptim([], options["lr"], options["weight_decay"])
@@ -124,7 +124,7 @@ def _resolve(config: str | None, options: dict[str, Any]) -> Any:
         if found.has("scheduler") and steps_in_all is not None:
             scheduler = DummyScheduler(optimizer, steps_in_all, options["warmup_num_steps"])
         if not found.has("scheduler") or scheduler is not None:
-            resolve.settle_optimizer(found, optimizer, scheduler, count, split=False)
+            automatic.settle_optimizer(found, optimizer, scheduler, count, split=False)
     settle_engine(found, not found.has("optimizer"))
     if importlib.util.find_spec("deepspeed") is not None:
         load(torch.device("cpu"))

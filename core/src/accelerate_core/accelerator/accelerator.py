@@ -169,7 +169,6 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.hooks.mesh(self)  # all ranks make its groups now, in the same order
         self.gradient_state = GradientState(**built.accumulation.to_dict())
         self._collectives = Collectives(self, self.gradient_state, self.dataloader_config)
-        maker = built.parts["loaders"]
         self._prepared = Prepared(
             self,
             self._plugins,
@@ -177,7 +176,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             rng_types=self.rng_types,
             device_placement=self.device_placement,
             data_comm=self._collectives.data_comm,
-            loader_maker=None if maker is None else maker.make(),
+            loader_part=built.parts["loaders"],
         )
         self.scaler: Any | None = None
         if "precision" not in self.backend.owns:

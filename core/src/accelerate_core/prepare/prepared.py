@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from accelerate_core.data.loader import LoaderOptions
 from accelerate_core.data.prepare import override_even_batches, prepare_loader, skip_first_batches
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import PrepareError
-from accelerate_core.plugins.manager import ActivePlugins
+from accelerate_core.plugins.manager import ActivePlugins, Part
 from accelerate_core.training.forward import unwrap_forward
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
@@ -37,7 +37,7 @@ class Prepared:
         rng_types: generators synchronised at the start of each iteration over a loader.
         device_placement: whether models and batches are moved to the device.
         data_comm: the ranks that read different samples.
-        loader_maker: asked for prepared loaders before the core makes them; None: nobody.
+        loader_part: makes who is asked for prepared loaders before the core makes them; None: nobody.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Prepared:
         rng_types: Sequence[str],
         device_placement: bool,
         data_comm: Communicator,
-        loader_maker: LoaderMaker | None,
+        loader_part: Part | None,
     ) -> None:
         self.accelerator = accelerator
         self._hooks: Backend = accelerator.hooks
         self._rng_types = rng_types
         self._data_comm = data_comm
-        self._loader_maker = loader_maker
+        self._loader_part = loader_part
         self._step_listeners = plugins.implementations("on_step_end")
         self.plugins = plugins
         self.dataloader_config = config
@@ -101,6 +101,10 @@ class Prepared:
             prepared.even_batches = self.dataloader_config.even_batches
         self.loaders.append(prepared)
         return prepared
+
+    @cached_property
+    def _loader_maker(self) -> LoaderMaker | None:
+        return None if self._loader_part is None else cast(LoaderMaker, self._loader_part.make())
 
     def _core_loader(
         self, data_loader: Any, place: bool, slice_fn: Callable[..., Any] | None

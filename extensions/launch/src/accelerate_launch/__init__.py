@@ -48,7 +48,7 @@ _HOME = {
     "default_config_path": "paths",
     "LaunchPlan": "plan",
     "Target": "plan",
-    "make_plan": "resolve",
+    "make_plan": "planning",
     "target_command": "simple",
     "FunctionLauncher": "start",
     "Launcher": "start",

@@ -53,8 +53,8 @@ class Check:
 #: Kind of plugin -> the modules in which its checks are, in the order they run.
 _MODULES = {
     "backend": (
-        "general", "configuring", "one_process", "talking", "preparing", "stepping", "tuning",
-        "keeping", "ending",
+        "general", "configuring", "one_process", "collectives", "preparing", "stepping", "tuning",
+        "saving", "ending",
     ),
     "precision": ("general", "configuring", "precisions", "preparing", "ending"),
     "tracker": ("general", "trackers"),
