@@ -458,7 +458,7 @@ def test_a_death_between_any_two_steps_of_replacing_loses_nothing(
         run.box.state = {"n": allowed + 1}
         with monkeypatch.context() as patch:
             patch.setattr(directories.os, "rename", dying)
-            patch.setattr(directories.Saving, "abandon", lambda self: self.release())
+            patch.setattr(directories.SaveInProgress, "abandon", lambda self: self.release())
             try:
                 run.accelerator.save_state(target)
             except Death:
@@ -480,7 +480,7 @@ def test_only_what_dead_runs_left_is_removed(run: Run, tmp_path: Path) -> None:
     (dead / "half").write_text("x")
     code = (
         "import sys, time; from pathlib import Path; "
-        "from accelerate_checkpoint.directories import Saving; "
+        "from accelerate_checkpoint.directories import SaveInProgress as Saving; "
         "saving = Saving(Path(sys.argv[1]), 'ba9876543210'); saving.make(); "
         "print('made', flush=True); time.sleep(60)"
     )

@@ -9,9 +9,9 @@ import pytest
 import torch
 from common import KEPT, speed, whole
 from parity_worker import train
+from small_model import Tower, close, data, mine
 from torch import nn
 from torch.nn.functional import mse_loss
-from tower import Tower, close, data, mine
 from worker import RANK, SIZE, case, run_cases, scratch
 
 from accelerate_core import GradScalerKwargs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from common import KEPT, speed
-from tower import Tower
+from small_model import Tower
 from worker import write_result
 
 from accelerate_core import GradScalerKwargs

@@ -8,10 +8,10 @@ import warnings
 import pytest
 import torch
 from common import KEPT, speed, whole
+from small_model import Tower, close, data, mine, reference, steps
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
-from tower import Tower, close, data, mine, reference, steps
 from worker import PG_TIMEOUT, RANK, SIZE, case, run_cases, scratch
 
 from accelerate_core import Accelerator, ParallelismConfig

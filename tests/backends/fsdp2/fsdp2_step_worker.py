@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from common import KEPT, fsdp, whole
 from gpt import GPT, LENGTH, PLAN, SEQUENCE_PLAN, loss_of, text
+from small_model import Tower, close, data, mine, steps
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
-from tower import Tower, close, data, mine, steps
 from worker import PG_TIMEOUT, RANK, SIZE, case, run_cases, scratch
 
 from accelerate_core import Accelerator, ParallelismConfig

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from common import KEPT, fsdp, whole
 from gpt import GPT, LENGTH, PLAN, loss_of, text
 from parity_worker import train
+from small_model import Tower, close, data, reference, steps
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
-from tower import Tower, close, data, reference, steps
 from worker import RANK, SIZE, case, run_cases, same_on_ranks, scratch
 
 from accelerate_core.errors import (
