@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 import accelerate_checkpoint
 from accelerate_checkpoint import TrainingState
 from accelerate_core import Accelerator, Backend, KwargsHandler, hookimpl, settings
-from accelerate_core.errors import CheckpointError
+from accelerate_core.errors import CheckpointError, ConfigurationError
 from accelerate_core.plugins import selection
 from accelerate_core.plugins.discovery import PluginRecord, find
 from accelerate_core.utils import ProjectConfiguration
@@ -164,7 +164,7 @@ def test_another_checkpointer_goes_on_bit_for_bit(
 
 def test_an_accelerator_asks_its_checkpointer_and_nobody_else(in_memory: type[InMemory]) -> None:
     run = Run()
-    assert in_memory.said == [], "made before it was needed"
+    assert in_memory.said == ["made for None, None"], "it was named"
     run.accelerator.wait_for_checkpoint()
     run.accelerator.save_model(run.model, "model")
     run.accelerator.save({"a": 1}, "object")
@@ -173,7 +173,22 @@ def test_an_accelerator_asks_its_checkpointer_and_nobody_else(in_memory: type[In
     run.accelerator.wait_for_checkpoint()
     run.accelerator.free_memory()
     run.accelerator.end_training()
-    assert in_memory.said == ["made for None, None", "wait", "release", "close False"]
+    assert in_memory.said == ["made for None, None", "wait", "wait", "release", "close False"]
+
+
+class Refusing(InMemory):
+    def __init__(self, project: Any, signals: str | None) -> None:
+        raise ConfigurationError("there is no shelf on this machine")
+
+
+def test_a_named_checkpointer_refuses_before_anything_is_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = PluginRecord("checkpointer", "refusing", f"{__name__}:Refusing", "tests", "1.0")
+    _bring(record, monkeypatch)
+    with pytest.raises(ConfigurationError, match="no shelf") as caught:
+        Accelerator(cpu=True, checkpointer="refusing")
+    assert "plugin refusing (tests 1.0)" in caught.value.__notes__[0]
 
 
 def test_what_asks_for_checkpoints_makes_one_at_once(
@@ -208,9 +223,6 @@ def test_a_part_is_made_with_its_settings(
 
     def shelf_of(**arguments: Any) -> tuple[str, str]:
         accelerator = Accelerator(cpu=True, **arguments)
-        accelerator.wait_for_checkpoint()
-        assert "shelves.shelf" not in accelerator.explain(), "not made yet, so not imported"
-        accelerator.save({}, "object")
         told = next(x for x in accelerator.explain().splitlines() if "shelves.shelf" in x)
         accelerator.end_training()
         return in_memory.said[-2], told.partition("  ")[2]

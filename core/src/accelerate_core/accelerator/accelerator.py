@@ -148,10 +148,11 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.upcast_outputs = bool(self.because["upcast_outputs"].value if said is None else said)
         with blaming("check", built.backend_record):
             self.backend.check(self)
-        without_gradients = not self.backend.supports.get("gradients", True)
+        # One that is named is made at once: what is impossible is told before anything is trained.
+        needed = self.because["checkpointer"].value is not None
+        needed = needed or not self.backend.supports.get("gradients", True)
         signals = self.because["preemption_signals"]
-        chosen = built.parts["checkpointer"]
-        self._saving = Saving(chosen, built.project, signals, without_gradients)
+        self._saving = Saving(built.parts["checkpointer"], built.project, signals, needed)
         self._process = start_process(self, built)
         try:
             self.precision.check(self)

@@ -27,7 +27,7 @@ class Saving:
         chosen: the plugin that makes the checkpointer, None where none is installed.
         project: directories, naming and retention.
         signals: `preemption_signals`.
-        needed: whether the backend needs the checkpointer from the start.
+        needed: whether the checkpointer is made at once: it was named, or the backend needs it.
 
     Raises:
         ConfigurationError: settings of checkpoints contradict each other.

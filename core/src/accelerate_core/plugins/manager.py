@@ -303,10 +303,11 @@ class _Blamed:
         self.__dict__.update(_part=part, _record=record)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._part, name)
+        record = self._record
+        with blaming(name, record):
+            value = getattr(self._part, name)
         if not callable(value):
             return value
-        record = self._record
 
         @functools.wraps(value)
         def call(*arguments: Any, **named: Any) -> Any:

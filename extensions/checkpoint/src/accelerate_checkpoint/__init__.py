@@ -1,4 +1,4 @@
-"""SaveInProgress and loading: models for others, and states to go on from.
+"""Saving and loading: models for others, and states to go on from.
 
 What is public here serves other checkpointers, too.
 """

@@ -1,4 +1,4 @@
-"""SaveInProgress and leaving when the machine is about to be taken away.
+"""Saving and leaving when the machine is about to be taken away.
 
 A signal may reach some ranks only, and each at another step. Whoever got one says so through the
 store; every rank then names the next step boundary it can still stop at, and waits there until
