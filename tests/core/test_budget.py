@@ -11,18 +11,19 @@ from counted import code_lines
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "accelerate_core"
 
-#: Part of the core -> its limit. What the facade had of the step and of preparing stands in
-#: `training` and `prepare`; all of them together stay under `TOTAL`.
+#: Part of the core -> its budget in the design, and its limit. What the facade had of the step and of
+#: preparing stands in `training` and `prepare` now, and the contract has grown: they are over, others
+#: are under, and all together stay under `TOTAL`.
 LIMITS = {
-    "accelerator": 1330,
-    "prepare": 520,
-    "data": 1960,
-    "training": 655,
-    "builtin": 450,
-    "distributed": 1080,
-    "plugins": 875,
-    "config": 820,
-    "contract": 840,
+    "accelerator": (1500, 1330),
+    "prepare": (280, 520),
+    "data": (2200, 1960),
+    "training": (350, 655),
+    "builtin": (350, 450),
+    "distributed": (1150, 1080),
+    "plugins": (1250, 875),
+    "config": (850, 820),
+    "contract": (570, 840),
 }
 TOTAL = 8500
 #: Where the modules of today belong.
@@ -49,11 +50,11 @@ def test_the_core_is_tiny() -> None:
     lines: collections.Counter[str] = collections.Counter()
     for path in CORE.rglob("*.py"):
         lines[part_of(path)] += code_lines(path)
-    for part, limit in LIMITS.items():
-        over = f", {lines[part] - limit} over" if lines[part] > limit else ""
-        print(f"{part:12} {lines[part]:6} of {limit}{over}")
+    for part, (budget, limit) in LIMITS.items():
+        over = f", {lines[part] - budget} over" if lines[part] > budget else ""
+        print(f"{part:12} {lines[part]:6} of {budget}{over}; at most {limit}")
     print(f"{'sum':12} {lines.total():6} of {TOTAL}")
-    assert {part: count for part, count in lines.items() if count > LIMITS[part]} == {}
+    assert {part: count for part, count in lines.items() if count > LIMITS[part][1]} == {}
     assert lines.total() <= TOTAL
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from accelerate_core import Accelerator, Backend, KwargsHandler, Precision, set_seed
@@ -331,6 +332,58 @@ def test_a_precision_is_made_with_its_handlers(monkeypatch: pytest.MonkeyPatch) 
     recipe = Recipe()
     made = Accelerator(cpu=True, mixed_precision="with_recipe", kwargs_handlers=[recipe])
     assert made.precision.given_handlers == (recipe,)
+
+
+class Boxed(torch.Tensor):
+    """A tensor around another one: it has no storage of its own, so its address is 0."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Boxed:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Boxed, lambda boxed: boxed.inner, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        stays = func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+        return Boxed(out) if stays else out
+
+
+class Boxing(Precision):
+    name = "boxing"
+    needs = frozenset({"subclasses"})
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(Boxed(parameter.detach().clone())))
+        return model
+
+    def plain_state(self, model: nn.Module, state: Any) -> dict[str, Any]:
+        return {name: getattr(value, "inner", value) for name, value in state.items()}
+
+
+def test_tensors_without_an_address_keep_ties_and_are_saved_plainly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, Boxing)
+    accelerator = Accelerator(cpu=True, mixed_precision="boxing")
+    net = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False))
+    net[2].weight = net[0].weight
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 1.0))
+    assert {parameter.data_ptr() for parameter in model.parameters()} == {0}
+    assert model[2].weight is model[0].weight
+    assert len(optimizer.param_groups[0]["params"]) == 3
+    before = model[1].weight.inner.clone()
+    accelerator.backward(model(torch.tensor([1, 2])).square().sum())
+    optimizer.step()
+    assert not torch.equal(model[1].weight.inner, before)
+    state = accelerator.get_state_dict(model)
+    assert {type(value) for value in state.values()} == {torch.Tensor}
 
 
 def test_a_precision_may_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

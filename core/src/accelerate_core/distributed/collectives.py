@@ -107,7 +107,7 @@ _REDUCTIONS = (*get_args(ReduceOp), "none")
 
 # What a dtype travels as where sums are concerned: groups differ in what they can add, and all
 # of them can add these.
-_ON_THE_WIRE = {
+_ENCODED_AS = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
@@ -159,7 +159,7 @@ def _reduce_all(
     groups: dict[tuple[torch.dtype, ReduceOp], list[int]] = defaultdict(list)
     flat = []
     for index, leaf in enumerate(tensors):
-        values, wire_op = _to_wire(leaf.detach().to(comm.device), op)
+        values, wire_op = _encoded(leaf.detach().to(comm.device), op)
         flat.append(values)
         groups[values.dtype, wire_op].append(index)
 
@@ -171,11 +171,11 @@ def _reduce_all(
         for index, piece in zip(members, pieces, strict=True):
             # Their own memory: results that share one are refused by some file formats.
             own = piece.clone() if len(members) > 1 else piece
-            reduced[index] = _from_wire(own, tensors[index], op)
+            reduced[index] = _decoded(own, tensors[index], op)
     return reduced
 
 
-def _to_wire(leaf: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp]:
+def _encoded(leaf: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp]:
     """Return the leaf flat in a dtype that groups can reduce, and the operation to ask for."""
     flat = leaf.reshape(-1)
     if leaf.is_complex():
@@ -188,10 +188,10 @@ def _to_wire(leaf: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, ReduceOp]:
         return flat.to(torch.int64), op
     if leaf.dtype == torch.bool and op == "sum":
         return flat.to(torch.uint8), "max"
-    return flat.to(_ON_THE_WIRE.get(leaf.dtype, leaf.dtype)), op
+    return flat.to(_ENCODED_AS.get(leaf.dtype, leaf.dtype)), op
 
 
-def _from_wire(values: torch.Tensor, leaf: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+def _decoded(values: torch.Tensor, leaf: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     if leaf.is_complex():
         return torch.view_as_complex(values.view(-1, 2)).view(leaf.shape)
     if op == "mean" and not leaf.is_floating_point():
