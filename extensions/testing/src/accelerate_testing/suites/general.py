@@ -141,8 +141,9 @@ def metadata(lab: Lab) -> str | None:
             f"{record.distribution} {record.version} does not require {OWN_DISTRIBUTION}: put "
             f'"{OWN_DISTRIBUTION}>=0.1,<1" into its dependencies'
         )
-    owned = {name for plugin in installed().plugins for name in plugin.triggers}
-    mine = [name for name in _triggers_of(record.distribution) if name not in owned]
+    targets = {plugin.target for plugin in installed().plugins}
+    triggers = _triggers_of(record.distribution)
+    mine = [name for name, target in triggers.items() if target not in targets]
     if mine:
         raise AssertionError(
             f"the triggers {listing(mine)} of {record.distribution} name what no plugin is: their "
@@ -151,12 +152,14 @@ def metadata(lab: Lab) -> str | None:
     return f"{record.distribution} {record.version}, {record.target}"
 
 
-def _triggers_of(distribution: str) -> list[str]:
+def _triggers_of(distribution: str) -> dict[str, str]:
     try:
         points = importlib.metadata.distribution(distribution).entry_points
     except importlib.metadata.PackageNotFoundError:
-        return []
-    return [point.name for point in points if point.group == "accelerate_core.triggers"]
+        return {}
+    return {
+        point.name: point.value for point in points if point.group == "accelerate_core.triggers"
+    }
 
 
 def _check_base(kind: str, plugin: Any, record: PluginRecord) -> None:
