@@ -51,7 +51,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         options: how it is shared out.
 
     With one process the batches, their order and the random numbers drawn are those of the plain
-    loader. A prepared loader is returned as it is. Batches need not be moved are not touched.
+    loader. A prepared loader is returned as it is. Batches that need not be moved are not touched.
 
     Raises:
         ConfigurationError: settings that do not fit the loader or each other.
