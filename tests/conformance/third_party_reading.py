@@ -40,7 +40,7 @@ def main() -> None:
     write_result(
         {
             "imported": imported,
-            "kind": type(loader).__name__,
+            "kind": loader.__class__.__name__,
             "other": type(other).__name__,
             "whole": whole,
             "seen": seen,

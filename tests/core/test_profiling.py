@@ -91,7 +91,7 @@ def test_a_handler_that_exports_itself_is_told_of(tmp_path: Path) -> None:
     [
         ({"activities": ["cdua"]}, "'cdua' is not an activity.*Did you mean 'cuda'"),
         ({"schedule_option": {"active": 1, "warmpu": 1}}, "'warmpu'.*Did you mean 'warmup'"),
-        ({"schedule_option": {"wait": 1}}, "needs 'active'"),
+        ({"schedule_option": {"wait": 1}}, "missing.*'active'.*at least 1"),
     ],
 )
 def test_wrong_settings_are_named(fields: dict[str, Any], message: str) -> None:

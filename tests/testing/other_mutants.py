@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from accelerate_tally import TallyExtension, TallySettings
 from accelerate_checkpoint import DirectoryCheckpointer, TrainingState
 from accelerate_core import hookimpl
 from accelerate_core.errors import CheckpointError
+from accelerate_core.training.gradient_state import Served
 from accelerate_launch.simple import target_command
 from accelerate_testing import Lab, checks_of
 from accelerate_testing.suites import ending
@@ -726,12 +728,12 @@ class NeverSaysThatItEnds(Makes):
 class HandsItsBatchesOutAlone(Makes):
     class loader(RecordsLoader):
         def __iter__(self):
-            state = self._accelerator.gradient_state
-            served = state.open(self)
+            state, served = self._accelerator.gradient_state, Served()
+            state._open.append((weakref.ref(self), served))
             for batch in self._start(served):
                 state._touched = served
                 yield batch
-            state.close(self, True, served)
+            state._open.clear()
 
 
 @caught_by("loaders", "placing")

@@ -7,11 +7,9 @@ from accelerate_core.backend import Backend as Backend
 from accelerate_core.backend.precision import Precision as Precision
 from accelerate_core.builtin.compile import compile_regions as compile_regions
 from accelerate_core.builtin.seed import set_seed as set_seed
-from accelerate_core.config.enums import ComputeEnvironment as ComputeEnvironment
 from accelerate_core.config.enums import DistributedType as DistributedType
 from accelerate_core.config.enums import LoggerType as LoggerType
 from accelerate_core.config.enums import PrecisionType as PrecisionType
-from accelerate_core.config.enums import RNGType as RNGType
 from accelerate_core.config.handlers import AutocastKwargs as AutocastKwargs
 from accelerate_core.config.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate_core.config.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin

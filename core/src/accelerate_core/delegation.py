@@ -29,6 +29,11 @@ def method(
     return call
 
 
+def itself(inner: Any) -> Any:
+    """Return what it is given: what `__reduce__` names, of a wrapper that only this run has."""
+    return inner
+
+
 def attribute(path: str, doc: str, *, settable: bool = False) -> Any:
     """Return the property that reads, and if `settable` writes, `path` of an object."""
     holder, _, name = path.rpartition(".")

@@ -95,5 +95,4 @@ def _rank() -> int:
     from accelerate_core.contract.topology import read_topology
     from accelerate_core.distributed.process import running
 
-    runtime = running()
-    return runtime.process_index if runtime else read_topology(os.environ).process_index
+    return (running() or read_topology(os.environ)).process_index

@@ -127,15 +127,11 @@ def _schedule(options: Mapping[str, int] | None) -> Callable[[int], Any] | None:
 
     if not options:
         return None
-    for key in options:
-        if key not in _SCHEDULE:
-            raise ConfigurationError(
-                f"ProfileKwargs(schedule_option=...): unknown key {key!r}; there is "
-                f"{listing(_SCHEDULE)}.{did_you_mean(key, _SCHEDULE)}"
-            )
-    if options.get("active", 0) < 1:
+    try:
+        return torch.profiler.schedule(**{"wait": 0, "warmup": 0, **options})
+    except (TypeError, AssertionError) as error:
+        unknown = next(iter(set(options).difference(_SCHEDULE)), "")
         raise ConfigurationError(
-            "ProfileKwargs(schedule_option=...) needs 'active': how many steps to record, "
-            "at least 1."
-        )
-    return torch.profiler.schedule(**{"wait": 0, "warmup": 0, **options})
+            f"ProfileKwargs(schedule_option={dict(options)}): {error}. It takes {listing(_SCHEDULE)}; "
+            f"'active', how many steps to record, is at least 1.{did_you_mean(unknown, _SCHEDULE)}"
+        ) from None

@@ -34,6 +34,7 @@ from accelerate_core.config.handlers import (
 from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.contract.parts import Checkpointer, RunParts, Tracking
 from accelerate_core.contract.topology import read_topology
+from accelerate_core.data.prepare import skip_first_batches
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.delegation import attribute, method
 from accelerate_core.distributed import failures
@@ -138,12 +139,11 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.dataloader_config = built.dataloader
         self.project_configuration = built.project
         self.dynamo_plugin = built.dynamo
-        self.autocast_handler: AutocastKwargs | None = built.handlers.get(AutocastKwargs)
-        self.profile_handler: ProfileKwargs | None = built.handlers.get(ProfileKwargs)
-        self.init_handler: InitProcessGroupKwargs | None = built.handlers.get(
-            InitProcessGroupKwargs
-        )
-        self.scaler_handler: GradScalerKwargs | None = built.handlers.get(GradScalerKwargs)
+        of = built.handlers.get
+        self.autocast_handler: AutocastKwargs | None = of(AutocastKwargs)
+        self.profile_handler: ProfileKwargs | None = of(ProfileKwargs)
+        self.init_handler: InitProcessGroupKwargs | None = of(InitProcessGroupKwargs)
+        self.scaler_handler: GradScalerKwargs | None = of(GradScalerKwargs)
         said = self.autocast_handler and self.autocast_handler.upcast_outputs
         self.upcast_outputs = bool(self.because["upcast_outputs"].value if said is None else said)
         with blaming("check", built.backend_record):
@@ -312,7 +312,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     unwrap_model = method("_prepared", Prepared.unwrap_model)
     get_state_dict = method("_prepared", Prepared.get_state_dict)
     verify_device_map = method("_prepared", Prepared.verify_device_map)
-    skip_first_batches = method("_prepared", Prepared.skip_first_batches)
+    skip_first_batches = staticmethod(skip_first_batches)
     init_model_context = method("_prepared", Prepared.init_model_context)
     join_uneven_inputs = method("_prepared", Prepared.join_uneven_inputs)
 

@@ -155,8 +155,7 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     backend = maker.make(record, selection.plugin, selection.because)
     check_reduces_gradients(backend, record.label, topology.num_processes)
     with blaming("core_defaults", record):
-        defaults = dict(backend.core_defaults())
-    defaults.pop("parallelism_config", None)
+        defaults = {**backend.core_defaults(), "parallelism_config": None}
     detected = {name: Because(v, f"backend {record.name}") for name, v in defaults.items()}
     values = resolve_core(passed, sources, detected)
     values["backend"] = Because(record.name, selection.because)

@@ -93,19 +93,3 @@ class LoggerType(OpenEnum):
     """The name of an experiment tracker, or `all`."""
 
     _known: ClassVar[list[str]] = ["all"]
-
-
-class RNGType(OpenEnum):
-    """A random number generator that can be synchronised between ranks.
-
-    Besides these two, the type of any device torch knows is one.
-    """
-
-    _known: ClassVar[list[str]] = ["torch", "generator"]
-
-
-class ComputeEnvironment(OpenEnum):
-    """Where the job runs, as written in config files."""
-
-    _known: ClassVar[list[str]] = ["LOCAL_MACHINE", "AMAZON_SAGEMAKER"]
-    _upper: ClassVar[bool] = True

@@ -55,15 +55,9 @@ def read_config(path: str | Path) -> ConfigFile:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"Cannot read the config file {path}: {error.strerror}."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            f"The config file {path} is not text in UTF-8: byte {error.start} is "
-            f"{error.object[error.start]:#04x}."
-        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigurationError(f"Cannot read the config file {path}: {why}.") from error
     return parse_config(text, path)
 
 

@@ -21,6 +21,7 @@ from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.resumable import swapped
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
 from accelerate_core.data.steps import Item, check_rank
+from accelerate_core.delegation import itself
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.training.gradient_state import GradientState, Served
@@ -121,7 +122,7 @@ class CoreLoader(DataLoader[Any]):
 
     def __reduce__(self) -> Any:
         # What belongs to this run stays here: a pickle or a copy is of the user's own loader.
-        return _plain, (self._users,)
+        return itself, (self._users,)
 
     def __repr__(self) -> str:
         part = f"rank {self.options.process_index} of {self.options.num_processes}"
@@ -378,10 +379,6 @@ def check_fixed_batch(size: int, multiple: int, count: int) -> None:
             f"filled up at the end of an epoch: use a batch size per rank of "
             f"{size + -size % multiple}, and even_batches=True or drop_last=True."
         )
-
-
-def _plain(original: Any) -> Any:
-    return original
 
 
 class DataLoaderShard(CoreLoader):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +35,21 @@ class Hooks(SimpleNamespace):
         raise AttributeError(
             f"there is no owner hook {name!r}{did_you_mean(name, hooks_of_kind('owner'))}"
         )
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What one plugin does at a hook: called with the hook's arguments by name."""
+
+    hook: str
+    key: str
+    record: PluginRecord
+    function: Callable[..., Any]
+    names: Iterable[str]
+
+    def __call__(self, **arguments: Any) -> Any:
+        with blaming(self.hook, self.record):
+            return self.function(*[arguments[name] for name in self.names])
 
 
 class ActivePlugins:
@@ -104,31 +118,20 @@ class ActivePlugins:
         """The active plugins with their reasons, in registration order."""
         return list(self._active.values())
 
-    def implementations(self, hook: str) -> list[tuple[str, Callable[..., Any], tuple[str, ...]]]:
-        """Return (plugin key, function, argument names) of a hook, ordered by plugin name."""
-        caller = getattr(self._manager.hook, hook)
-        found = [(i.plugin_name, i.function, tuple(i.argnames)) for i in caller.get_hookimpls()]
-        return sorted(found, key=lambda entry: entry[0])
+    def implementations(self, hook: str) -> list[Implementation]:
+        """Return who implements a hook, ordered by plugin name."""
+        found = {i.plugin_name: i for i in getattr(self._manager.hook, hook).get_hookimpls()}
+        return [
+            Implementation(
+                hook, key, self._active[key][0], found[key].function, found[key].argnames
+            )
+            for key in sorted(found)
+        ]
 
     def call_each(self, hook: str, **arguments: Any) -> list[Any]:
         """Call a broadcast or registration hook on everyone; return the answers that are not None."""
-        found = (self.call_one(hook, *one, **arguments) for one in self.implementations(hook))
-        return [answer for answer in found if answer is not None]
-
-    def call_one(
-        self,
-        hook: str,
-        key: str,
-        function: Callable[..., Any],
-        names: Iterable[str],
-        **arguments: Any,
-    ) -> Any:
-        """Call one implementation of a hook, as `implementations` lists it."""
-        try:
-            return function(*[arguments[name] for name in names])
-        except BaseException as error:
-            blame(error, hook, self._active[key][0])
-            raise
+        answers = (one(**arguments) for one in self.implementations(hook))
+        return [answer for answer in answers if answer is not None]
 
     def run_stage(self, hook: str, accelerator: Any, model: Any) -> Any:
         """Pass the model through every implementation of a stage.
@@ -137,10 +140,10 @@ class ActivePlugins:
             PluginError: an implementation returned something that is no module.
         """
         for one in self.implementations(hook):
-            model = self.call_one(hook, *one, accelerator=accelerator, model=model)
+            model = one(accelerator=accelerator, model=model)
             if not callable(getattr(model, "named_parameters", None)):
                 raise PluginError(
-                    f"Stage {hook!r} of {self._active[one[0]][0].label} returned "
+                    f"Stage {hook!r} of {one.record.label} returned "
                     f"{type(model).__name__}; a stage returns the model."
                 )
         return model
@@ -206,23 +209,15 @@ def _bind(backend: Any, record: PluginRecord, name: str, base: type) -> Callable
     if taken == wanted:
         return _blamed(method, name, record)
     indices = [wanted.index(argument) for argument in taken]
-    if len(indices) > 1:
-        return _blamed(method, name, record, operator.itemgetter(*indices))
-    first = indices[0] if indices else 0  # an itemgetter of one index returns no tuple
-    return _blamed(method, name, record, operator.itemgetter(slice(first, first + len(indices))))
+
+    def call_subset(*arguments: Any) -> Any:
+        return method(*[arguments[index] for index in indices])
+
+    return _blamed(call_subset, name, record)
 
 
-def _blamed(
-    method: Callable[..., Any],
-    name: str,
-    record: PluginRecord,
-    pick: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
-) -> Callable[..., Any]:
-    """Return a method that notes its plugin on what it raises.
-
-    Args:
-        pick: makes the method's arguments out of those of its hook, where they are not the same.
-    """
+def _blamed(method: Callable[..., Any], name: str, record: PluginRecord) -> Callable[..., Any]:
+    """Return a method that notes its plugin on what it raises."""
 
     def call(*arguments: Any) -> Any:
         try:
@@ -231,14 +226,7 @@ def _blamed(
             blame(error, name, record)
             raise
 
-    def call_subset(*arguments: Any) -> Any:
-        try:
-            return method(*pick(arguments))  # type: ignore[misc]
-        except BaseException as error:
-            blame(error, name, record)
-            raise
-
-    return call if pick is None else call_subset
+    return call
 
 
 # --- the replaceable parts beside the backend: one plugin of each kind, by name ---------------
@@ -293,10 +281,10 @@ class Part:
             )
             arguments += (settings,)
         with blaming("__init__", self.record):
-            return _Blamed(plugin(*arguments), self.record)
+            return Blamed(plugin(*arguments), self.record)
 
 
-class _Blamed:
+class Blamed:
     """Hands everything on; what a method raises gets a note with the plugin's name."""
 
     def __init__(self, part: Any, record: PluginRecord) -> None:

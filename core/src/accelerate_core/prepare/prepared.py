@@ -18,10 +18,11 @@ from accelerate_core.config.truth import flag
 from accelerate_core.contract.parts import LoaderMaker, PreparedLoader
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.data.loader import LoaderOptions
-from accelerate_core.data.prepare import override_even_batches, prepare_loader, skip_first_batches
+from accelerate_core.data.prepare import override_even_batches, prepare_loader
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import PrepareError
 from accelerate_core.plugins.manager import ActivePlugins, Part
+from accelerate_core.prepare.made_loader import MadeLoader
 from accelerate_core.training.forward import unwrap_forward
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
@@ -97,6 +98,8 @@ class Prepared:
         if prepared is None:
             prepared = self._core_loader(data_loader, place, slice_fn_for_dispatch)
         else:
+            record = cast(Part, self._loader_part).record
+            prepared = MadeLoader(prepared, record, self.accelerator.gradient_state)
             prepared.put_on_device = place
             prepared.even_batches = self.dataloader_config.even_batches
         self.loaders.append(prepared)
@@ -240,10 +243,6 @@ class Prepared:
         state = self._hooks.consolidate(self.accelerator, model)
         plain = self.accelerator.precision.plain_state(self.inner_model(model), state)
         return cast("dict[str, Any]", plain)
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that leaves out its first batches, without loading them where it can."""
-        return skip_first_batches(dataloader, num_batches)
 
     def init_model_context(self) -> AbstractContextManager[Any]:
         """Return the context in which the active backend wants models constructed."""

@@ -31,10 +31,9 @@ class GradientState:
         sync_with_dataloader: a loader's last batch ends an accumulation early.
         sync_each_batch: synchronise gradients on every micro-batch.
 
-    A loader hands its batches out through `serve`, which calls `open` when an iteration begins and
-    `close` when it ends. Accumulation asks the *open* loader that served last whether its
-    data ends; metrics ask about the batch handed out *last*, even if its loader was abandoned.
-    Loaders are held by weak references.
+    A loader hands its batches out through `serve`. Accumulation asks the *open* loader that served
+    last whether its data ends; metrics ask about the batch handed out *last*, even if its loader
+    was abandoned. Loaders are held by weak references.
     """
 
     def __init__(
@@ -51,6 +50,8 @@ class GradientState:
         self.steps = 0
         #: Called by a loader when the body of its loop has run; None costs nothing.
         self.loop_body_end: Callable[[], None] | None = None
+        #: Called with a loader and what reading from it raised, where a plugin may have made it.
+        self.read_failed: Callable[[Any, BaseException], None] | None = None
         #: Called by a loader before it reads a batch, where a cycle may begin with it.
         self.before_cycle: Callable[[], None] | None = None
         self.num_steps = num_steps or 1
@@ -66,12 +67,6 @@ class GradientState:
             f"in_dataloader={self.in_dataloader}, end_of_dataloader={self.end_of_dataloader}, "
             f"remainder={self.remainder})"
         )
-
-    def open(self, loader: Any, served: Served | None = None) -> Served:
-        """Note that an iteration over `loader` begins; return the record it is to keep."""
-        served = Served() if served is None else served
-        self._open.append((weakref.ref(loader), served))
-        return served
 
     def serve(
         self, loader: Any, start: Callable[[Served], Iterator[Any]], whole: int | None = None
@@ -90,35 +85,29 @@ class GradientState:
         return self._serve(loader, start(served), served)
 
     def _serve(self, loader: Any, batches: Iterator[Any], served: Served) -> Iterator[Any]:
-        exhausted = False
-        self.open(loader, served)
+        reading, exhausted = True, False
+        self._open.append((weakref.ref(loader), served))
         try:
             for batch in batches:
-                self._touched = served
+                self._touched, reading = served, False
                 yield batch
                 if self.loop_body_end is not None:
                     self.loop_body_end()
                 if self.before_cycle is not None:
                     self.before_cycle()
+                reading = True
             exhausted = True
+        except BaseException as error:
+            if reading and self.read_failed is not None:
+                self.read_failed(loader, error)
+            raise
         finally:
-            self.close(loader, exhausted, served)
-
-    def close(self, loader: Any, exhausted: bool, served: Served | None = None) -> None:
-        """Note that an iteration over `loader` ended: by running out of data, or otherwise.
-
-        An abandoned one (`next(iter(loader))`, `break`, an exception) leaves the loop at once,
-        but what is computed from its last batch may still have to be cut to the real samples.
-        """
-        for i in range(len(self._open) - 1, -1, -1):
-            reference, record = self._open[i]
-            if record is served or (served is None and reference() is loader):
-                del self._open[i]
-                served = record
-                break
-        if exhausted and self._touched is served:
-            innermost = self._innermost()
-            self._touched = innermost[1] if innermost else None
+            self._open = [one for one in self._open if one[1] is not served]
+            # What is computed from the last batch of an abandoned iteration (`next(iter(loader))`,
+            # `break`, an exception) may still have to be cut to the real samples.
+            if exhausted and self._touched is served:
+                innermost = self._innermost()
+                self._touched = innermost[1] if innermost else None
 
     def forget(self) -> None:
         """Forget every loader, open or touched."""

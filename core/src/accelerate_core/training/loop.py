@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -281,9 +282,8 @@ class TrainingLoop:
             )
 
         def divide(loss: torch.Tensor) -> torch.Tensor:
-            loss = self._divided(loss)
-            scaled: torch.Tensor = self._hooks.scale_loss(self._accelerator, loss)
-            return scaled
+            scaled = self._hooks.scale_loss(self._accelerator, self._divided(loss))
+            return cast(torch.Tensor, scaled)
 
         step = ScheduleStep(training, self.state.sync_gradients, divide)
         chosen = self.models[0] if model is None else model
@@ -309,21 +309,14 @@ class TrainingLoop:
         return cast("AbstractContextManager[Any]", context)
 
 
+@dataclass(eq=False, slots=True)
 class _MicroBatch:
     """The context of `accumulate`; a class, since a generator costs more than all it does."""
 
-    __slots__ = ("_loop", "_models", "_num_items", "_unsynced")
-
-    def __init__(
-        self,
-        loop: TrainingLoop,
-        models: Sequence[torch.nn.Module],
-        num_items: int | float | torch.Tensor | None,
-    ) -> None:
-        self._loop = loop
-        self._models = models
-        self._num_items = num_items
-        self._unsynced: AbstractContextManager[Any] | None = None
+    _loop: TrainingLoop
+    _models: Sequence[torch.nn.Module]
+    _num_items: int | float | torch.Tensor | None
+    _unsynced: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         loop = self._loop
@@ -346,6 +339,6 @@ class _MicroBatch:
     def __exit__(self, *error: Any) -> bool | None:
         loop = self._loop
         if loop.tokens.open and loop.state.sync_gradients:
-            loop.tokens.close()
+            loop.tokens.open = False
         unsynced, self._unsynced = self._unsynced, None
         return None if unsynced is None else unsynced.__exit__(*error)

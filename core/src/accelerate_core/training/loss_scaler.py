@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 
+@dataclass(eq=False)
 class LossScaler:
     """When torch's gradient scaler unscales, steps and updates.
 
@@ -17,19 +19,16 @@ class LossScaler:
 
     Args:
         scaler: a `torch.amp.GradScaler`, or one of its interface.
-        optimizers: the prepared optimizers, a list that grows.
-        unscale: unscales the gradients of one inner optimizer.
+        _optimizers: the prepared optimizers, a list that grows.
+        _unscale: unscales the gradients of one inner optimizer.
     """
 
-    def __init__(
-        self, scaler: Any, optimizers: Sequence[Any], unscale: Callable[[Any], None]
-    ) -> None:
-        self.scaler = scaler
-        self._optimizers = optimizers
-        self._unscale = unscale
-        self._unscaled: set[int] = set()
-        #: Ids of the optimizers that stepped since the last update.
-        self.stepped: set[int] = set()
+    scaler: Any
+    _optimizers: Sequence[Any]
+    _unscale: Callable[[Any], None]
+    _unscaled: set[int] = field(default_factory=set, init=False)
+    #: Ids of the optimizers that stepped since the last update.
+    stepped: set[int] = field(default_factory=set, init=False)
 
     def unscale(self, optimizers: Sequence[Any]) -> None:
         """Unscale the gradients of inner optimizers, each once per step."""

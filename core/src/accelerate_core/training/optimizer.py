@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from accelerate_core.delegation import attribute, method
+from accelerate_core.delegation import attribute, itself, method
 from accelerate_core.training.gradient_state import GradientState
 
 
@@ -47,7 +47,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __reduce__(self) -> Any:
         # What belongs to this run stays here: a pickle or a copy is of the user's own optimizer.
-        return _plain, (self.optimizer,)
+        return itself, (self.optimizer,)
 
     state: Any = attribute("optimizer.state", "State per parameter.", settable=True)
     param_groups: list[dict[str, Any]] = attribute(
@@ -97,7 +97,3 @@ class AcceleratedOptimizer(Optimizer):
     def eval(self) -> None:
         """Pass on to optimizers that have modes, such as schedule-free ones."""
         getattr(self.optimizer, "eval", lambda: None)()
-
-
-def _plain(inner: Any) -> Any:
-    return inner

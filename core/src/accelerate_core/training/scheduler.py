@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelerate_core.delegation import method
+from accelerate_core.delegation import itself, method
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 
@@ -48,7 +48,7 @@ class AcceleratedScheduler:
 
     def __reduce__(self) -> Any:
         # As for optimizers: a pickle or a copy is of the user's own scheduler.
-        return _plain, (self.scheduler,)
+        return itself, (self.scheduler,)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step as the optimizer did; arguments (a metric, an epoch) are passed on."""
@@ -74,7 +74,3 @@ class AcceleratedScheduler:
     get_last_lr = method("scheduler", LRScheduler.get_last_lr)
     state_dict = method("scheduler", LRScheduler.state_dict)
     load_state_dict = method("scheduler", LRScheduler.load_state_dict)
-
-
-def _plain(inner: Any) -> Any:
-    return inner

@@ -26,7 +26,7 @@ Count = int | float | torch.Tensor
 class TokenCount:
     """The items of one accumulation cycle.
 
-    `open` says whether the current cycle counts. `factor` is a 0-d tensor once the cycle's last
+    `open` says whether the current cycle counts; who ends it sets it to False. `factor` is a 0-d tensor once the cycle's last
     micro-batch has begun, and `applied` whether the gradients have been multiplied by it.
 
     Args:
@@ -140,7 +140,3 @@ class TokenCount:
         if not self.applied and self.factor is not None:
             self._scale_gradients(self._models, self.factor)
             self.applied = True
-
-    def close(self) -> None:
-        """End the cycle."""
-        self.open = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -106,11 +106,9 @@ class TrainingState:
         """Return the plugins that have `on_save` or `on_load`, by name."""
         found: dict[str, Contributor] = {}
         for hook in ("on_save", "on_load"):
-            for key, function, names in self._prepared.plugins.implementations(hook):
-                one = found.setdefault(
-                    key, Contributor(key, self._accelerator, self._prepared.plugins)
-                )
-                one.hooks[hook] = function, names
+            for one in self._prepared.plugins.implementations(hook):
+                contributor = found.setdefault(one.key, Contributor(one.key, self._accelerator))
+                contributor.hooks[hook] = one
         return [one for _, one in sorted(found.items())]
 
     # --- what is this rank's own --------------------------------------------------------------
@@ -333,11 +331,11 @@ class Contributor:
 
     key: str
     accelerator: Any
-    plugins: Any
-    hooks: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = field(default_factory=dict)
+    #: Per hook its implementation, called with the arguments by name.
+    hooks: dict[str, Any] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
-        if "directory" in self.hooks.get("on_save", ((), ()))[1]:
+        if "on_save" in self.hooks and "directory" in self.hooks["on_save"].names:
             directory.mkdir(exist_ok=True)
         self._call("on_save", directory)
 
@@ -346,7 +344,4 @@ class Contributor:
 
     def _call(self, hook: str, directory: Path) -> None:
         if hook in self.hooks:
-            function, names = self.hooks[hook]
-            self.plugins.call_one(
-                hook, self.key, function, names, accelerator=self.accelerator, directory=directory
-            )
+            self.hooks[hook](accelerator=self.accelerator, directory=directory)

@@ -6,7 +6,14 @@ from typing import ClassVar
 
 from accelerate_core.config.enums import OpenEnum
 
-__all__ = ["DynamoBackend", "SageMakerDistributedType"]
+__all__ = ["ComputeEnvironment", "DynamoBackend", "RNGType", "SageMakerDistributedType"]
+
+
+class ComputeEnvironment(OpenEnum):
+    """Where the job runs, as written in config files."""
+
+    _known: ClassVar[list[str]] = ["LOCAL_MACHINE", "AMAZON_SAGEMAKER"]
+    _upper: ClassVar[bool] = True
 
 
 class DynamoBackend(OpenEnum):
@@ -14,6 +21,15 @@ class DynamoBackend(OpenEnum):
 
     _known: ClassVar[list[str]] = ["NO", "EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS", "TVM"]
     _upper: ClassVar[bool] = True
+
+
+class RNGType(OpenEnum):
+    """A random number generator that can be synchronised between ranks.
+
+    Besides these two, the type of any device torch knows is one.
+    """
+
+    _known: ClassVar[list[str]] = ["torch", "generator"]
 
 
 class SageMakerDistributedType(OpenEnum):

@@ -40,7 +40,7 @@ class Reading:
                 self.given = make(folder, SAMPLES, BATCH, shuffle, drop_last)
             self.accelerator.wait_for_everyone()
         self.loader: Any = self.accelerator.prepare(self.given)
-        if isinstance(self.loader, DataLoader) and type(self.loader).__module__.startswith(
+        if isinstance(self.loader, DataLoader) and self.loader.__class__.__module__.startswith(
             "accelerate_core."
         ):
             raise AssertionError(f"{lab.name} left the loader that 'make' returned to the core")

@@ -1,0 +1,70 @@
+"""A prepared loader that a plugin made: checked, and blamed by name for what it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate_core.contract.parts import PreparedLoader
+from accelerate_core.errors import PluginError, listing
+from accelerate_core.plugins.discovery import PluginRecord
+from accelerate_core.plugins.manager import Blamed, blame, blaming
+from accelerate_core.training.gradient_state import GradientState
+
+_NEEDED = [n for n in vars(PreparedLoader) if n == "__iter__" or not n.startswith("_")]
+
+
+class MadeLoader(Blamed):
+    """Hands everything on to the loader that a plugin made, and names the plugin in what it raises.
+
+    Args:
+        loader: what `make_loader` returned.
+        record: the plugin's.
+        state: of the Accelerator, which has to be told of every batch.
+
+    Raises:
+        PluginError: it is no `PreparedLoader`; when iterated: it does not tell the `GradientState`.
+    """
+
+    def __init__(self, loader: Any, record: PluginRecord, state: GradientState) -> None:
+        lacks = [name for name in _NEEDED if not hasattr(loader, name)]
+        if lacks:
+            raise PluginError(
+                f"make_loader of {record.label} returned a {type(loader).__name__}, which has no "
+                f"{listing(lacks)}: see PreparedLoader in accelerate_core.contract.parts."
+            )
+        super().__init__(loader, record)
+        self.__dict__["_state"] = state
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._part)
+
+    def __len__(self) -> int:
+        with blaming("__len__", self._record):
+            return len(self._part)
+
+    def __iter__(self) -> Iterator[Any]:
+        state: GradientState = self._state
+        state.read_failed = self._blame_reading
+        with blaming("__iter__", self._record):
+            batches = iter(self._part)
+        for batch in batches:
+            if not any(one is self._part for one in state.dataloader_references):
+                raise PluginError(
+                    f"The loader of {self._record.label} hands out batches of its own: accumulation "
+                    "and metrics would not know its end. Its __iter__ has to return "
+                    "accelerator.gradient_state.serve(self, start, whole)."
+                )
+            yield batch
+            yield from batches
+
+    def skipping(self, num_batches: int) -> MadeLoader:
+        """Return this loader without its first batches."""
+        with blaming("skipping", self._record):
+            rest = self._part.skipping(num_batches)
+        return MadeLoader(rest, self._record, self._state)
+
+    def _blame_reading(self, loader: Any, error: BaseException) -> None:
+        if isinstance(loader, type(self._part)):
+            blame(error, "__iter__", self._record)

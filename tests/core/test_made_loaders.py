@@ -1,0 +1,120 @@
+"""Loaders that a plugin makes are checked, and named in whatever they raise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dummies import distribution, run
+
+CODE = """
+import os
+
+
+class Made:
+    even_batches = put_on_device = True
+    iteration = remainder = 0
+    def __init__(self, accelerator, loader):
+        self.state, self.loader = accelerator.gradient_state, loader
+    def __len__(self):
+        return len(self.loader)
+    def __iter__(self):
+        if os.environ["FAULT"] == "opening":
+            raise ArithmeticError("boom")
+        return self.state.serve(self, self.start, 2)
+    def start(self, served):
+        for number, batch in enumerate(self.loader):
+            if number == 1 and os.environ["FAULT"] == "reading":
+                raise ArithmeticError("boom")
+            served.last = number == len(self.loader) - 1
+            yield batch
+    def set_epoch(self, epoch):
+        raise ArithmeticError("boom")
+    def state_dict(self):
+        raise ArithmeticError("boom")
+    def load_state_dict(self, state_dict):
+        raise ArithmeticError("boom")
+    def skipping(self, num_batches):
+        if os.environ["FAULT"] == "skipping":
+            raise ArithmeticError("boom")
+        return self
+
+class Alone(Made):
+    def __iter__(self):
+        return iter(self.loader)
+
+class Maker:
+    name = "made"
+    api_version = (1, 0)
+    def make_loader(self, accelerator, loader):
+        kinds = {"returned": lambda *_: [1, 2], "alone": Alone}
+        return kinds.get(os.environ["FAULT"], Made)(accelerator, loader)
+"""
+SCRIPT = """
+import traceback
+import torch
+from torch.utils.data import DataLoader
+from accelerate_core import Accelerator, skip_first_batches
+accelerator = Accelerator(cpu=True, loaders="made")
+try:
+    loader = accelerator.prepare(DataLoader(torch.arange(8.0), 2))
+    kinds = f"{type(loader).__name__} {loader.__class__.__name__} {len(loader)}"
+    out(f"{kinds} { {use} }")
+except Exception:
+    out(traceback.format_exc())
+"""
+EPOCH = "[accelerator.gradient_state.end_of_dataloader for _ in loader]"
+
+
+def told(root: Path, fault: str, use: str = EPOCH) -> str:
+    distribution(root, "made", CODE, {"loaders": {"made": "Maker"}})
+    said: str = run(root, SCRIPT.replace("{use}", use), {"FAULT": fault})
+    return said
+
+
+def test_a_made_loader_is_seen_as_its_own(tmp_path) -> None:
+    assert told(tmp_path, "") == "MadeLoader Made 4 [False, False, False, True]"
+
+
+@pytest.mark.parametrize(
+    ("fault", "use", "hook"),
+    [
+        ("opening", EPOCH, "__iter__"),
+        ("reading", EPOCH, "__iter__"),
+        ("", "loader.set_epoch(1)", "set_epoch"),
+        ("", "loader.state_dict()", "state_dict"),
+        ("", "loader.load_state_dict({})", "load_state_dict"),
+        ("skipping", "skip_first_batches(loader, 1)", "skipping"),
+        ("reading", "list(skip_first_batches(loader, 1))", "__iter__"),
+    ],
+)
+def test_what_it_raises_names_its_plugin(tmp_path, fault: str, use: str, hook: str) -> None:
+    said = told(tmp_path, fault, use)
+    note = f"accelerate-core: hook '{hook}' of plugin made (dummy-made 1.0)"
+    assert said.count(note) == 1, said
+    assert "ArithmeticError: boom" in said
+
+
+def test_what_the_loop_raises_is_not_its_fault(tmp_path) -> None:
+    said = told(tmp_path, "", "[1 / 0 for _ in loader]")
+    assert "ZeroDivisionError" in said
+    assert "of plugin made" not in said
+
+
+def test_a_listener_of_the_loop_is_not_its_fault(tmp_path) -> None:
+    use = "setattr(accelerator.gradient_state, 'loop_body_end', lambda: 1 / 0) or list(loader)"
+    said = told(tmp_path, "", use)
+    assert "ZeroDivisionError" in said
+    assert "of plugin made" not in said
+
+
+def test_what_is_no_prepared_loader_is_refused(tmp_path) -> None:
+    said = told(tmp_path, "returned")
+    assert "PluginError: make_loader of made (dummy-made 1.0) returned a list" in said
+    assert "which has no 'iteration', 'remainder', 'set_epoch'" in said
+
+
+def test_a_loader_that_tells_nobody_of_its_batches_is_refused(tmp_path) -> None:
+    said = told(tmp_path, "alone")
+    assert "The loader of made (dummy-made 1.0) hands out batches of its own" in said
+    assert "gradient_state.serve(self, start, whole)" in said
