@@ -14,6 +14,7 @@ from worker import PG_TIMEOUT, RANK, SIZE, case, run_cases
 from accelerate_core import Accelerator
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.utils import GradientAccumulationPlugin
+from accelerate_ddp import DDPBackend
 
 STEPS = 3
 IGNORED = -100
@@ -90,6 +91,38 @@ def ragged_micro_batches_are_one_big_batch() -> None:
                         assert abs(norm - wanted) < 1e-5
                     optimizer.step()
                     optimizer.zero_grad()
+
+
+class SharedSamples(DDPBackend):
+    """All ranks read the same samples, and each computes the loss of other tokens of them."""
+
+    name = "shared_samples"
+
+    def data_shard(self, accelerator: Any) -> tuple[int, int]:
+        return 0, 1
+
+    def loss_shard(self, accelerator: Any) -> tuple[int, int]:
+        return accelerator.process_index, accelerator.num_processes
+
+
+@case
+def ranks_that_share_samples_and_not_their_tokens() -> None:
+    with accelerate(gradient_accumulation_steps=STEPS, backend=SharedSamples) as accelerator:
+        model = accelerator.prepare(Tagger())
+        for index in range(STEPS):
+            tokens, labels = micro_batch(0, index)
+            mine = torch.full_like(labels, IGNORED)
+            mine[:, RANK::SIZE] = labels[:, RANK::SIZE]
+            with accelerator.accumulate(model, num_items=(mine != IGNORED).sum()):
+                accelerator.backward(summed(model, tokens, mine))
+        whole, loss, count = Tagger(), torch.zeros(()), 0
+        for index in range(STEPS):
+            tokens, labels = micro_batch(0, index)
+            loss = loss + summed(whole, tokens, labels)
+            count += int((labels != IGNORED).sum())
+        (loss / count).backward()
+        for parameter, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            assert (parameter.grad - expected.grad).abs().max() <= 1e-6
 
 
 @case
