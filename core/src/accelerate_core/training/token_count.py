@@ -26,8 +26,9 @@ Count = int | float | torch.Tensor
 class TokenCount:
     """The items of one accumulation cycle.
 
-    `open` says whether the current cycle counts; who ends it sets it to False. `factor` is a 0-d tensor once the cycle's last
-    micro-batch has begun, and `applied` whether the gradients have been multiplied by it.
+    `open` says whether the current cycle counts; who ends it sets it to False. `factor` is a 0-d
+    tensor once the cycle's last micro-batch has begun, and `applied` whether the gradients have been
+    multiplied by it.
 
     Args:
         comm: the ranks over which a loss is summed.
