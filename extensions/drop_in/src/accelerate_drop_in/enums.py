@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from accelerate_core.config.enums import OpenEnum
 
-__all__ = ["DynamoBackend", "SageMakerDistributedType"]
-
 
 class DynamoBackend(OpenEnum):
     """A compiler of `torch.compile`; any name it knows may be used, `NO` is none."""

@@ -15,23 +15,6 @@ from typing import Any
 from accelerate_core.config.truth import OFF, ON, flag, truth
 from accelerate_core.errors import ConfigurationError, listing
 
-__all__ = [
-    "CPUInformation",
-    "are_libraries_initialized",
-    "check_cuda_fp8_capability",
-    "check_cuda_p2p_ib_support",
-    "clear_environment",
-    "convert_dict_to_env_variables",
-    "get_cpu_distributed_information",
-    "get_current_device_type",
-    "get_gpu_info",
-    "get_int_from_env",
-    "parse_choice_from_env",
-    "parse_flag_from_env",
-    "purge_accelerate_environment",
-    "str_to_bool",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,20 +13,6 @@ from typing import Any
 import torch
 from packaging.version import InvalidVersion, Version
 
-__all__ = [
-    "check_os_kernel",
-    "convert_bytes",
-    "get_free_port",
-    "get_module_children_bottom_up",
-    "get_pretty_name",
-    "is_port_in_use",
-    "load",
-    "merge_dicts",
-    "model_has_dtensor",
-    "recursive_getattr",
-    "save",
-]
-
 logger = logging.getLogger(__name__)
 
 _OLDEST_KERNEL = Version("5.5.0")

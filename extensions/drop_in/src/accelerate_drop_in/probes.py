@@ -10,8 +10,6 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-__all__ = ["DEVICES", "LIBRARIES", "NAMES", "probe"]
-
 #: Probe → the import name of the library.
 LIBRARIES: dict[str, str] = {
     "is_amdsmi_available": "amdsmi",

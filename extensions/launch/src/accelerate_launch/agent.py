@@ -9,8 +9,6 @@ from typing import Any
 
 from accelerate_launch.failures import describe, remember
 
-__all__ = ["TARGET", "main", "run"]
-
 #: Stands between the agent's options and the program.
 TARGET = "--"
 

@@ -18,20 +18,6 @@ from accelerate_launch.cluster import ClusterEnvironment
 from accelerate_launch.options import LAUNCH_OPTIONS, known_yaml_keys
 from accelerate_launch.schemas import WITH_SETTINGS
 
-__all__ = [
-    "FOLLOWS",
-    "backend_of",
-    "check_formats",
-    "check_keys",
-    "check_machines",
-    "check_port",
-    "cpu_of",
-    "gpu_ids",
-    "known_keys",
-    "obsolete_in",
-    "processes",
-]
-
 #: Begins the origin of a value that follows from another key of the config file.
 FOLLOWS = "follows from "
 

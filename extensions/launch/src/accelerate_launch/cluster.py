@@ -9,8 +9,6 @@ from accelerate_core.config.provenance import Because
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch import mpi, slurm
 
-__all__ = ["ClusterEnvironment", "detect_cluster"]
-
 
 @dataclass(frozen=True)
 class ClusterEnvironment:

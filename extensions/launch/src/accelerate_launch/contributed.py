@@ -18,17 +18,6 @@ from accelerate_launch import peer
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
-__all__ = [
-    "MESH_VARIABLE",
-    "Contributed",
-    "check_sections",
-    "check_value",
-    "contributed_options",
-    "refuse_unknown",
-    "said_by_environment",
-    "take",
-]
-
 #: Asks for a mesh whose sizes stand in the environment.
 MESH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 

@@ -13,16 +13,6 @@ from pathlib import Path
 
 from accelerate_core.errors import ConfigurationError
 
-__all__ = [
-    "count_accelerators",
-    "interface_of",
-    "is_address_of",
-    "local_address",
-    "threads_for",
-    "torch_build",
-    "visible_devices_variable",
-]
-
 _BUILD = re.compile(r"^(cuda|hip|rocm|xpu)\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 _COUNT = "import torch; a = torch.accelerator; print(a.device_count() if a.is_available() else 0)"
 

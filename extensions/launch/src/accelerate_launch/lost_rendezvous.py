@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["LostRendezvous"]
-
 #: Seconds without an answer after which an agent whose ranks have ended gives up.
 PATIENCE = 15.0
 #: The same while the agent ends, or waits for other machines beyond its own time limit.

@@ -14,8 +14,6 @@ from accelerate_core.errors import ConfigurationError
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.simple import target_command
 
-__all__ = ["FLAVOURS", "Flavour", "MpirunLauncher", "around", "hosts_of", "port_of_run"]
-
 #: Variables of the launcher that ranks on other hosts must get.
 _CARRIED = ("ACCELERATE_", "MASTER_", "OMP_NUM_THREADS", "PARALLELISM_CONFIG_", "GLOO_")
 

@@ -10,8 +10,6 @@ from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.handlers import TorchDynamoPlugin
 from accelerate_core.config.schema import SettingField, option, settings, settings_fields
 
-__all__ = ["LAUNCH_OPTIONS", "OWN", "TRAINING", "known_yaml_keys"]
-
 TRAINING = "Training"
 
 

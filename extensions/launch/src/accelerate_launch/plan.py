@@ -8,8 +8,6 @@ from typing import Literal
 
 from accelerate_core.config.provenance import Because
 
-__all__ = ["LaunchPlan", "Target"]
-
 
 @dataclass(frozen=True)
 class Target:

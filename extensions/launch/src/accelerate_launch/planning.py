@@ -23,15 +23,6 @@ from accelerate_launch.paths import default_config_path, peers_config
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.target import find_target
 
-__all__ = [
-    "Decision",
-    "decide",
-    "draft_plan",
-    "find_config",
-    "make_plan",
-    "refuse_nesting",
-]
-
 logger = logging.getLogger(__name__)
 
 _MPI_SIZES = tuple(flavour.ranks[1] for flavour in mpi.FLAVOURS)

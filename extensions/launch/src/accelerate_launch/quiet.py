@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from accelerate_launch.agent import run
 from accelerate_launch.failures import describe
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `torch.distributed.run`; return the exit status of the first rank that failed."""

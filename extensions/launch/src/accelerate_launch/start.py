@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from accelerate_core.plugins.discovery import PluginRecord
     from accelerate_core.plugins.selection import Considered, Selection
 
-__all__ = [
-    "FunctionLauncher",
-    "Launcher",
-    "child_environment",
-    "choose_launcher",
-    "command_of",
-    "consider_launchers",
-    "start",
-]
-
 logger = logging.getLogger(__name__)
 
 #: Of a launcher that states none.

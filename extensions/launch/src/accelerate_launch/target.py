@@ -12,8 +12,6 @@ from pkgutil import iter_modules
 from accelerate_core.errors import ConfigurationError, did_you_mean
 from accelerate_launch.plan import Target
 
-__all__ = ["find_target"]
-
 
 def find_target(
     name: str,

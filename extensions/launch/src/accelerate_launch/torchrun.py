@@ -8,8 +8,6 @@ from typing import Any
 
 from accelerate_launch.plan import LaunchPlan
 
-__all__ = ["DEFAULT_PORT", "LOOPBACK", "TorchrunLauncher"]
-
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
 

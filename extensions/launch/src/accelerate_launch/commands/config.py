@@ -14,8 +14,6 @@ from accelerate_core.builtin.console import console
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch.commands.options import underscores
 
-__all__ = ["command"]
-
 C = TypeVar("C", bound=Callable[..., Any])
 _SETTINGS = {"token_normalize_func": underscores}
 

@@ -20,8 +20,6 @@ from accelerate_launch.contributed import check_value
 from accelerate_launch.paths import peers_config
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
-__all__ = ["Asker", "ask_everything"]
-
 #: What is offered as a compiler; any that torch knows may be typed.
 _COMPILERS = ("no", "inductor", "aot_eager", "eager")
 

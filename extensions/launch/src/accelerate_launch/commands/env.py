@@ -15,8 +15,6 @@ import click
 from accelerate_core.builtin.console import console
 from accelerate_core.errors import AccelerateError
 
-__all__ = ["command", "environment_report"]
-
 _SECRET = re.compile(
     r"KEY|TOKEN|SECRET|PASS(WORD|WD|PHRASE)?|PWD|CREDENTIAL|AUTH|DSN|(^|_)PAT$", re.IGNORECASE
 )

@@ -12,8 +12,6 @@ from accelerate_core.builtin.console import console
 from accelerate_launch.commands.options import GroupedCommand, launch_options, underscores
 from accelerate_launch.plan import LaunchPlan
 
-__all__ = ["command", "print_command", "print_reasons"]
-
 
 @click.command(
     "launch",

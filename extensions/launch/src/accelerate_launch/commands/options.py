@@ -17,8 +17,6 @@ from accelerate_launch.options import LAUNCH_OPTIONS, TRAINING
 if TYPE_CHECKING:
     from accelerate_launch.contributed import Contributed
 
-__all__ = ["GroupedCommand", "launch_options", "underscores"]
-
 C = TypeVar("C", bound=Callable[..., Any])
 
 

@@ -18,8 +18,6 @@ from accelerate_core.accelerator import Accelerator
 from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.distributed.collectives import broadcast
 
-__all__ = ["main"]
-
 SAMPLES = 37  # no multiple of a batch, so that the last one is short on some rank
 STEPS = 4
 BATCH = 8

@@ -17,8 +17,6 @@ import click
 from accelerate_core.builtin.console import console
 from accelerate_launch.commands.options import GroupedCommand, launch_options, underscores
 
-__all__ = ["command"]
-
 _SELF_CHECK = "accelerate_launch.commands.self_check"
 
 

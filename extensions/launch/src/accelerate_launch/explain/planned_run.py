@@ -14,8 +14,6 @@ from accelerate_core.plugins.selection import NOTHING, RULES, Request, Selection
 from accelerate_launch.planning import draft_plan
 from accelerate_launch.start import child_environment, consider_launchers
 
-__all__ = ["PlannedRun", "planned_run"]
-
 #: Kinds of plugins that a setting names by another word.
 _SETTINGS = {"precision": "mixed_precision"}
 

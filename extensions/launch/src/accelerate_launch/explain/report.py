@@ -20,8 +20,6 @@ from accelerate_core.plugins.discovery import (
 from accelerate_launch.explain.planned_run import PlannedRun
 from accelerate_launch.explain.static import stated
 
-__all__ = ["PluginRow", "api_of", "problems", "report", "rows", "state_of"]
-
 
 @dataclass(frozen=True)
 class PluginRow:

@@ -8,8 +8,6 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Stated", "stated"]
-
 _DEPTH = 5  # re-exports that are followed
 
 

@@ -16,8 +16,6 @@ from accelerate_launch.explain.planned_run import PlannedRun
 from accelerate_launch.explain.report import api_of, state_of
 from accelerate_launch.explain.static import stated
 
-__all__ = ["Explanation", "missing", "why"]
-
 _ASK_FOR_IT = {
     "backend": "Accelerator(backend={name!r}), ACCELERATE_BACKEND={name}, or launch --backend {name}",
     "precision": "Accelerator(mixed_precision={name!r}), ACCELERATE_MIXED_PRECISION={name}, "

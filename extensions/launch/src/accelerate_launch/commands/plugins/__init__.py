@@ -7,8 +7,6 @@ import click
 from accelerate_core.cli import Commands
 from accelerate_launch.commands.plugins.table import print_rows, show
 
-__all__ = ["command", "print_rows"]
-
 
 @click.group("plugins", cls=Commands, prefix="plugins.", invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")

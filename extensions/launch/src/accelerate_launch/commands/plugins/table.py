@@ -13,8 +13,6 @@ import click
 from accelerate_core.builtin.console import console
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
-__all__ = ["STYLES", "print_rows", "show"]
-
 STYLES = {
     "active": "green",
     "broken": "red",

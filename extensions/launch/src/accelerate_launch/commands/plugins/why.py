@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from accelerate_core.config.files import ConfigFile
     from accelerate_launch.explain.why import Explanation
 
-__all__ = ["command"]
-
 
 @click.command("why")
 @click.argument("name")
