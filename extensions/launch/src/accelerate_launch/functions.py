@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate_core.errors import RuntimeConflictError
-from accelerate_launch.plan import LaunchPlan
-from accelerate_launch.torchrun import DEFAULT_PORT, LOOPBACK
+from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 
 #: Tells a child that it was forked by us; the peer's name for the same thing.
 FORK_VARIABLE = "FORK_LAUNCHED"

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 #: Seconds without an answer after which an agent whose ranks have ended gives up.
 PATIENCE = 15.0
 #: The same while the agent ends, or waits for other machines beyond its own time limit.
@@ -69,13 +71,9 @@ class LostRendezvous:
         self._leave(1)
 
 
-def _ranks() -> list[Any]:
-    import psutil
-
+def _ranks() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
 def _a_rank_has_ended() -> bool:
-    import psutil
-
     return any(rank.status() == psutil.STATUS_ZOMBIE for rank in _ranks())

@@ -10,10 +10,9 @@ from typing import Any
 from accelerate_core.config.provenance import Because
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_launch.functions import patch_environment
-from accelerate_launch.plan import LaunchPlan, Target
+from accelerate_launch.plan import LOOPBACK, LaunchPlan, Target
 from accelerate_launch.planning import asks_launchers, refuse_nesting
 from accelerate_launch.start import choose_launcher
-from accelerate_launch.torchrun import LOOPBACK
 
 
 class PrepareForLaunch:

@@ -8,6 +8,9 @@ from typing import Literal
 
 from accelerate_core.config.provenance import Because
 
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True)
 class Target:
