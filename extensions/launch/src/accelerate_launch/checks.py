@@ -16,6 +16,7 @@ from accelerate_core.plugins.discovery import installed
 from accelerate_launch import devices, peer
 from accelerate_launch.cluster import ClusterEnvironment
 from accelerate_launch.options import LAUNCH_OPTIONS, known_yaml_keys
+from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.schemas import WITH_SETTINGS
 
 #: Begins the origin of a value that follows from another key of the config file.
@@ -250,14 +251,13 @@ def check_machines(chosen: Mapping[str, Because], around: ClusterEnvironment) ->
         )
 
 
-def check_port(chosen: Mapping[str, Because], around: ClusterEnvironment) -> None:
+def check_port(plan: LaunchPlan) -> None:
     """Refuse a port of this machine that somebody listens on already."""
-    value = {name: because.value for name, because in chosen.items()}
-    port, alone = value["main_process_port"], value["num_machines"] == 1
-    several = value["num_processes"] > 1 and not around.ranks
-    if port and several and alone and _in_use(port):
+    port, alone = plan.main_process_port, plan.num_machines == 1
+    several = plan.num_processes > 1 and "RANK" not in plan.environment
+    if port and several and alone and devices.is_port_in_use(port):
         raise ConfigurationError(
-            f"Port {port} ({chosen['main_process_port'].origin}) is in use on this machine. "
+            f"Port {port} ({plan.because['main_process_port'].origin}) is in use on this machine. "
             "Choose another, or leave it out and a free one is taken."
         )
 
@@ -274,15 +274,5 @@ def _is_here(address: str) -> bool:
                 probe.bind(where)
             except OSError:
                 continue
-            return True
-    return False
-
-
-def _in_use(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
             return True
     return False

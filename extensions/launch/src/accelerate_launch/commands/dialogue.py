@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from accelerate_core.builtin.console import console
+from accelerate_core.config.files import read_config
 from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
@@ -125,8 +126,6 @@ def _take_over(asker: Asker, environ: Mapping[str, str]) -> dict[str, Any] | Non
         return None
     if not asker.confirm(f"There is {theirs}, made for another tool. Take it over?", True):
         return None
-    from accelerate_core.config.files import read_config
-
     config = read_config(theirs)
     dropped = (*peer.OBSOLETE_KEYS, *peer.IGNORED_KEYS)
     return {key: config[key] for key in config if key not in dropped}

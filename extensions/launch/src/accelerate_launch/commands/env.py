@@ -8,14 +8,21 @@ import platform
 import re
 from collections.abc import Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import psutil
 
+from accelerate_core.config.core import CORE_SETTINGS
+from accelerate_core.config.files import ConfigFile
+from accelerate_core.config.lookup import Sources, resolve_core
 from accelerate_core.errors import AccelerateError
-
-if TYPE_CHECKING:
-    from accelerate_core.config.files import ConfigFile
+from accelerate_launch.commands.plugins import print_rows
+from accelerate_launch.commands.tables import print_table
+from accelerate_launch.contributed import contributed_options
+from accelerate_launch.explain.planned_run import planned_run
+from accelerate_launch.explain.report import rows
+from accelerate_launch.planning import decide, find_config
 
 _SECRET = re.compile(
     r"KEY|TOKEN|SECRET|PASS(WORD|WD|PHRASE)?|PWD|CREDENTIAL|AUTH|DSN|(^|_)PAT$", re.IGNORECASE
@@ -36,8 +43,6 @@ _DISTRIBUTIONS = ("accelerate-core", "torch", "numpy", "safetensors", "pydantic"
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(config_file: str | None, as_json: bool) -> None:
     """Show versions, devices, plugins and the configuration in force."""
-    from accelerate_launch.planning import find_config
-
     environ = dict(os.environ)
     made = environment_report(environ, find_config(config_file, environ))
     if as_json:
@@ -50,9 +55,6 @@ def environment_report(
     environ: Mapping[str, str], config: ConfigFile | None = None
 ) -> dict[str, Any]:
     """Collect everything `env` shows; values that may be secret are left out."""
-    from accelerate_launch.explain.planned_run import planned_run
-    from accelerate_launch.explain.report import rows
-
     return {
         "versions": _versions(),
         "devices": _devices(),
@@ -73,7 +75,6 @@ def _versions() -> dict[str, str]:
 
 
 def _devices() -> dict[str, Any]:
-    import psutil
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -98,28 +99,20 @@ def _devices() -> dict[str, Any]:
 def _configuration(
     environ: Mapping[str, str], config: ConfigFile | None
 ) -> dict[str, dict[str, str]]:
-    from accelerate_core.config.lookup import Sources, resolve_core
-    from accelerate_launch.planning import decide
-
     named = {"value": "none", "from": "default"}
-    rows = {"config_file": named if config is None else {"value": str(config.path), "from": ""}}
+    told = {"config_file": named if config is None else {"value": str(config.path), "from": ""}}
     try:
         values = resolve_core({}, Sources(environ, config), {})
         chosen = decide({}, environ, config).chosen  # as `config show` tells them
     except AccelerateError as error:
-        return {**rows, "error": {"value": str(error), "from": ""}}
-    told = {name: one for name, one in chosen.items() if one.value is not None}
-    rows |= {
-        name: {"value": str(because.value), "from": because.origin}
-        for name, because in {**values, **told}.items()
-    }
-    return rows
+        return {**told, "error": {"value": str(error), "from": ""}}
+    values |= {name: one for name, one in chosen.items() if one.value is not None}
+    for name, because in values.items():
+        told[name] = {"value": str(because.value), "from": because.origin}
+    return told
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    from accelerate_core.config.core import CORE_SETTINGS
-    from accelerate_launch.contributed import contributed_options
-
     known = {name for setting in CORE_SETTINGS for name in setting.env}
     known |= {option.env for option in contributed_options(environ)}
     made = {}
@@ -132,12 +125,9 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _print(made: Mapping[str, Any]) -> None:
-    from accelerate_launch.commands.plugins import print_rows
-    from accelerate_launch.commands.tables import print_table
-
     for title in ("versions", "devices", "variables"):
         if made[title]:
             print_table(("name", "value"), made[title].items(), title=title)
-    rows = ((name, *row.values()) for name, row in made["configuration"].items())
-    print_table(("setting", "value", "from"), rows, title="configuration")
+    settings = ((name, *row.values()) for name, row in made["configuration"].items())
+    print_table(("setting", "value", "from"), settings, title="configuration")
     print_rows(made["plugins"], title="plugins")

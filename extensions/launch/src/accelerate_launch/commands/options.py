@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -12,10 +12,8 @@ from accelerate_core.config.lookup import converted
 from accelerate_core.config.schema import SettingField
 from accelerate_core.config.truth import truth
 from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean
+from accelerate_launch.contributed import Contributed, contributed_options, refuse_unknown
 from accelerate_launch.options import LAUNCH_OPTIONS, TRAINING
-
-if TYPE_CHECKING:
-    from accelerate_launch.contributed import Contributed
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -70,8 +68,6 @@ class GroupedCommand(click.Command):
     def contributed(self) -> list[click.Parameter]:
         """Return the options of the installed plugins."""
         if self._contributed is None:
-            from accelerate_launch.contributed import contributed_options
-
             self._contributed = [PluginOption(one) for one in contributed_options(os.environ)]
         return self._contributed
 
@@ -96,8 +92,6 @@ class GroupedCommand(click.Command):
         return super().shell_complete(ctx, incomplete)
 
     def _refuse(self, ctx: click.Context, name: str, spelt: str) -> None:
-        from accelerate_launch.contributed import refuse_unknown
-
         known = [option for parameter in self.get_params(ctx) for option in parameter.opts]
         try:
             refuse_unknown(name, known)

@@ -7,17 +7,18 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
 
 from accelerate_core.builtin.console import console
 from accelerate_core.cli import Commands
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugins.discovery import GROUPS
 from accelerate_launch.commands.tables import print_table
-
-if TYPE_CHECKING:
-    from accelerate_launch.explain.why import Explanation
+from accelerate_launch.explain.planned_run import planned_run
+from accelerate_launch.explain.report import problems, rows
+from accelerate_launch.explain.why import Explanation, why
+from accelerate_launch.planning import find_config
 
 _STYLES = dict.fromkeys(("broken", "refused", "undecided"), "red")
 _STYLES |= {"active": "green", "disabled": "yellow"}
@@ -33,11 +34,6 @@ def command(ctx: click.Context, as_json: bool, kind: str | None, config_file: st
     """Show which plugins are installed, which are active in this environment, and why."""
     if ctx.invoked_subcommand is not None:
         return
-    from accelerate_core.plugins.discovery import GROUPS
-    from accelerate_launch.explain.planned_run import planned_run
-    from accelerate_launch.explain.report import problems, rows
-    from accelerate_launch.planning import find_config
-
     if kind is not None and kind not in GROUPS.values():
         hint = did_you_mean(kind, GROUPS.values())
         raise ConfigurationError(f"--kind {kind!r} is not one of {listing(GROUPS.values())}.{hint}")
@@ -76,10 +72,6 @@ def why_command(
     Exits with 1, as the table does, if nothing of its kind can be chosen here, or if what is chosen
     cannot be used.
     """
-    from accelerate_launch.explain.planned_run import planned_run
-    from accelerate_launch.explain.why import why
-    from accelerate_launch.planning import find_config
-
     environ = dict(os.environ)
     # What `launch` would hand on: a file named here or by the environment, or the default one.
     config = find_config(config_file, environ)
