@@ -227,7 +227,7 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     "num_machines: 2": ("needs --main_process_ip",),
     "machine_rank: 1": ("must be less than", "line 1"),
     "machine_rank: -1": ("must be at least 0",),
-    "main_process_port: 70000": ("must be below 65536", "line 1"),
+    "main_process_port: 70000": ("must be at most 65535", "line 1"),
     "main_process_port: http": ("must be a whole number",),
     "main_process_ip: a b": ("must be an address", "line 1"),
     "use_cpu: perhaps": ("is not a switch", "line 1"),

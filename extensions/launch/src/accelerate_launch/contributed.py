@@ -15,6 +15,7 @@ from accelerate_core.errors import ConfigurationError, MissingPluginError, did_y
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch import peer
+from accelerate_launch.checks import check_mapping
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
@@ -189,18 +190,10 @@ def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, 
     for key in here:
         schemas = [one for one in by_section.get(key, ()) if not one.problem]
         if key in by_section or key in catalog.SECTIONS:
-            _check_mapping(config, key)
+            check_mapping(config, key)
         if schemas:
             said.update(_check_section(config, key, schemas))
     return said
-
-
-def _check_mapping(config: ConfigFile, section: str) -> None:
-    if not isinstance(config[section], dict):
-        raise ConfigurationError(
-            f"{section}: {config[section]!r} ({config.where(section)}) must be a mapping of keys "
-            "to values."
-        )
 
 
 def _check_section(

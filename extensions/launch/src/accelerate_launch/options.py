@@ -64,6 +64,7 @@ class Machines:
         default=None,
         help="port on machine 0; default: a free one, or 29500 for several machines",
         ge=0,
+        le=65535,
     )
     rdzv_backend: str = option(
         default="static",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import click
 
@@ -164,7 +164,8 @@ def _decorate(option: SettingField, function: C) -> C:
     if option.kind == "bool" and option.group == TRAINING:
         declaration += f"/--no_{option.name}"
     elif option.kind != "bool":
-        whole = click.IntRange(min=cast(Any, option.minimum))
+        bounds: dict[str, Any] = {"min": option.minimum, "max": option.maximum}
+        whole = click.IntRange(**bounds)
         more = {"type": {"int": whole, "float": float}.get(option.kind, str)}
         more["metavar"] = _metavar(option)
     if option.choices is not None:

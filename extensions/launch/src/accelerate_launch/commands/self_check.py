@@ -83,9 +83,11 @@ def check_training(accelerator: Accelerator) -> str:
     expected = plain.state_dict()
 
     model = _model()
-    model, *parts = accelerator.prepare(model, _optimizer(model), DataLoader(data, BATCH))
-    _train(model, *parts, backward=accelerator.backward)
-    state = accelerator.get_state_dict(model)
+    wrapped, optimizer, loader = accelerator.prepare(
+        model, _optimizer(model), DataLoader(data, BATCH)
+    )
+    _train(wrapped, optimizer, loader, accelerator.backward)
+    state = accelerator.get_state_dict(wrapped)
     full = accelerator.mixed_precision == "no"
     # Other precisions round, and a gradient scaler may skip its first steps.
     tolerance = 1e-4 if full else 0.5
