@@ -293,7 +293,7 @@ WRONG_COMMANDS: dict[tuple[str, ...], str] = {
     ("--mixed_precision", "bf61"): "Did you mean 'bf16'?",
     ("--rdzv_backend", "c10"): "Did you mean 'c10d'?",
     ("--machine_rank", "3"): "must be less than",
-    ("--main_process_port", "99999", "--num_processes", "2"): "must be below 65536",
+    ("--main_process_port", "99999", "--num_processes", "2"): "is not in the range 0<=x<=65535",
     ("--tee", "9"): "must have the form",
     ("--cpu", "--multi_gpu"): "contradicts",
     ("--config_file", "nowhere.yaml"): "Cannot read the config file nowhere.yaml",

@@ -17,7 +17,7 @@ from accelerate_core.errors import ConfigurationError
 from accelerate_core.plugins.discovery import find, installed
 from accelerate_launch import checks, devices, mpi
 from accelerate_launch.cluster import ClusterEnvironment, detect_cluster
-from accelerate_launch.contributed import check_sections, take
+from accelerate_launch.contributed import check_sections, said_by_environment, take
 from accelerate_launch.options import LAUNCH_OPTIONS, OWN
 from accelerate_launch.paths import default_config_path, peers_config
 from accelerate_launch.plan import LaunchPlan, Target
@@ -25,9 +25,9 @@ from accelerate_launch.target import find_target
 
 logger = logging.getLogger(__name__)
 
-_MPI_SIZES = tuple(flavour.ranks[1] for flavour in mpi.FLAVOURS)
-
 _THREADS = "OMP_NUM_THREADS"
+#: Option -> the kind of the plugin it names.
+_PLUGINS = {"mixed_precision": "precision", "backend": "backend", "launcher": "launcher"}
 
 
 def make_plan(
@@ -129,10 +129,8 @@ def decide(
         if said := checks.obsolete_in(config):
             logger.warning(said)
     # The children's own variables are stronger than the file.
-    for name in contributed:
-        if environ.get(name):
-            contributed[name] = Because(environ[name], f"environment variable {name}")
-    contributed.update(asks_launchers(environ))
+    contributed |= said_by_environment(contributed, environ)
+    contributed |= asks_launchers(environ)
     sources = Sources(environ, config)
     around = _heeded(detect_cluster(environ), given, sources)
     chosen = {option.name: _choose(option, given, sources, around) for option in LAUNCH_OPTIONS}
@@ -140,7 +138,10 @@ def decide(
         chosen["backend"] = checks.backend_of(config, chosen["backend"])
         chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
     plugins, chosen["backend"] = take(given, chosen["backend"], environ)
-    _check_names(chosen)
+    for name, kind in _PLUGINS.items():
+        because = chosen[name]
+        if because.value is not None and because.origin != "default":
+            find(kind, str(because.value).lower(), because=because.origin)
     _take_hosts(chosen)
     chosen["num_processes"] = checks.processes(chosen, environ, around)
     checks.check_machines(chosen, around)
@@ -174,7 +175,7 @@ def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | N
 
 def refuse_nesting(environ: Mapping[str, str]) -> None:
     """Raise ConfigurationError if this process is already one rank of many."""
-    for name in _MPI_SIZES:
+    for name in (flavour.ranks[1] for flavour in mpi.FLAVOURS):
         if environ.get(name, "1") != "1":
             raise _nested(f"one of {environ[name]} processes of an MPI run ({name})")
     _refuse_rank(environ, 1)
@@ -225,9 +226,8 @@ def _heeded(
 
 def asks_launchers(environ: Mapping[str, str]) -> dict[str, Because]:
     """Return the variables set here by which launchers of plugins are asked for."""
-    records = [record for record in installed().of_kind("launcher") if record.triggers]
-    names = {name for record in records for name in record.triggers if environ.get(name)}
-    return {name: Because(environ[name], f"environment variable {name}") for name in names}
+    triggers = (record.triggers for record in installed().of_kind("launcher"))
+    return said_by_environment(set().union(*triggers), environ)
 
 
 def _take_hosts(chosen: dict[str, Because]) -> None:
@@ -242,16 +242,6 @@ def _take_hosts(chosen: dict[str, Because]) -> None:
         chosen["num_machines"] = Because(len(hosts), f"hosts in {file.value}")
     if chosen["main_process_ip"].value is None and len(hosts) > 1:
         chosen["main_process_ip"] = Because(hosts[0], f"first host in {file.value}")
-
-
-def _check_names(chosen: Mapping[str, Because]) -> None:
-    """Check the names of plugins against what the installed packages declare."""
-    kinds = {"mixed_precision": "precision", "backend": "backend", "launcher": "launcher"}
-    for option, kind in kinds.items():
-        because = chosen[option]
-        if because.value is None or because.origin == "default":
-            continue
-        find(kind, str(because.value).lower(), because=because.origin)
 
 
 def _threads(given: Mapping[str, Any], environ: Mapping[str, str], processes: int) -> Because:

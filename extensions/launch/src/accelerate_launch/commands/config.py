@@ -19,7 +19,7 @@ from accelerate_launch import peer
 from accelerate_launch.commands.dialogue import ask_everything
 from accelerate_launch.commands.options import underscores
 from accelerate_launch.commands.tables import print_table
-from accelerate_launch.contributed import said_by_environment
+from accelerate_launch.contributed import said_to_plugins
 from accelerate_launch.paths import default_config_path
 from accelerate_launch.planning import decide, find_config
 from accelerate_launch.schemas import WITH_SETTINGS
@@ -92,7 +92,7 @@ def show_command(config_file: str | None, as_json: bool) -> None:
     """Show every value a launch would take now, and where it comes from."""
     environ = dict(os.environ)
     made = decide({}, environ, find_config(config_file, environ))
-    rows = {**made.chosen, **said_by_environment(environ), **made.contributed}
+    rows = {**made.chosen, **said_to_plugins(environ), **made.contributed}
     if as_json:
         said = {name: {"value": one.value, "from": one.origin} for name, one in rows.items()}
         click.echo(json.dumps(said, indent=2, default=str))

@@ -12,7 +12,7 @@ import click
 from accelerate_core.config.provenance import decode
 from accelerate_launch.commands.options import GroupedCommand, launch_options, underscores
 from accelerate_launch.commands.tables import print_table
-from accelerate_launch.contributed import said_by_environment
+from accelerate_launch.contributed import said_to_plugins
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.planning import find_config, make_plan
 from accelerate_launch.start import child_environment, command_of, start
@@ -66,7 +66,7 @@ def _print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 def print_reasons(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Print every value and where it came from, to stderr: stdout is the script's."""
-    values = {**plan.because, **said_by_environment(environ), **plan.contributed}
+    values = {**plan.because, **said_to_plugins(environ), **plan.contributed}
     rows = (
         (name, because.value, because.origin)
         for name, because in values.items()

@@ -78,12 +78,10 @@ class GroupedCommand(click.Command):
         try:
             return super().parse_args(ctx, self._with_switches(ctx, list(args)))
         except click.NoSuchOption as error:
-            name = underscores(error.option_name).lstrip("_")
-            if self._contributed is None:
-                self.contributed()
-                return self.parse_args(ctx, args)
-            self._refuse(ctx, name, error.option_name)
-            raise AssertionError from error
+            if self._contributed is not None:
+                raise self._refusal(ctx, error.option_name) from None
+            self.contributed()
+            return self.parse_args(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
         """Complete options, those of plugins too."""
@@ -91,16 +89,17 @@ class GroupedCommand(click.Command):
             self.contributed()
         return super().shell_complete(ctx, incomplete)
 
-    def _refuse(self, ctx: click.Context, name: str, spelt: str) -> None:
+    def _refusal(self, ctx: click.Context, spelt: str) -> click.UsageError:
+        name = underscores(spelt).lstrip("_")
         known = [option for parameter in self.get_params(ctx) for option in parameter.opts]
         try:
             refuse_unknown(name, known)
         except AccelerateError as error:
-            raise click.UsageError(str(error), ctx) from None
+            return click.UsageError(str(error), ctx)
         hint = did_you_mean(f"--{name}", known)
         if any(parameter.name == "script" for parameter in self.get_params(ctx)):
             hint += " Options of the script itself stand after its name."
-        raise click.UsageError(f"No such option: {spelt}.{hint}", ctx) from None
+        return click.UsageError(f"No such option: {spelt}.{hint}", ctx)
 
     def _with_switches(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Write `true` after switches of plugins that stand alone, up to the script's name."""

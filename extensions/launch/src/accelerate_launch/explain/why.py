@@ -59,15 +59,13 @@ def why(name: str, run: PlannedRun) -> list[Explanation]:
 
 def missing(name: str) -> MissingPluginError:
     """Return the error for a plugin that is not installed."""
-    kinds = ("backend", "precision", "tracker")
-    extras = [extra for kind in kinds if (extra := catalog.extra_for(kind, name))]
-    if extras:
+    tables = catalog.NAMES.values()
+    if extra := next((names[name] for names in tables if name in names), None):
         return MissingPluginError(
-            f"{name!r} is not installed. Install it with: {catalog.pip_command(extras[0])}",
-            name=name,
+            f"{name!r} is not installed. Install it with: {catalog.pip_command(extra)}", name=name
         )
     names = sorted({record.name for record in installed().plugins})
-    known = [*names, *(one for kind in kinds for one in catalog.known_names(kind))]
+    known = [*names, *(one for table in tables for one in table)]
     hint = without_entry_point(name, near=did_you_mean(name, known))
     return MissingPluginError(
         f"No plugin named {name!r} is installed. There are {listing(names)}.{hint}", name=name
