@@ -62,7 +62,7 @@ def backend(
 
 def run(root: Path, code: str, env: dict[str, str] | None = None, timeout: int = 120) -> Any:
     """Run code in a process that sees the dummies; return what it hands to `out(value)`."""
-    prelude = "import json, sys\ndef out(value): print('RESULT' + json.dumps(value))\n"
+    prelude = "import json, os, sys\ndef out(value): print('RESULT' + json.dumps(value))\n"
     clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     environ = {**clean, "PYTHONPATH": str(root), **(env or {})}
     done = pool.run(["-c", prelude + textwrap.dedent(code)], environ, timeout)

@@ -192,7 +192,8 @@ from accelerate_core import Accelerator
 from accelerate_core.config.provenance import Because
 from accelerate_launch import LaunchPlan, Target, choose_launcher
 from accelerate_core.plugins.discovery import installed
-from accelerate_launch.explain.report import report
+from accelerate_launch.explain.planned_run import planned_run
+from accelerate_launch.explain.report import rows
 def attempt(f):
     try:
         return ["fine", str(f())]
@@ -232,7 +233,7 @@ for name in ("older", "equal", "newer", "next"):
     wanted = {"START_" + name.upper(): Because("1", "the test")}
     result["launcher", name, "automatic"] = attempt(
         lambda: choose_launcher(LaunchPlan(Target("x"), contributed=wanted)).name)
-result["rows"] = {row.name: [row.state, row.api_version] for row in report()}
+result["rows"] = {row["name"]: [row["state"], row["api_version"]] for row in rows(planned_run(os.environ))}
 out([[list(key) if isinstance(key, tuple) else key, value] for key, value in result.items()])
 """
 OTHERS = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pool
 import pytest
 from support import clean_environment
@@ -37,3 +39,58 @@ def test_a_missing_package_is_named(code: str, variables: dict[str, str], said: 
     done = pool.run(["-c", f"{ALONE}\n{code}"], clean_environment(**variables), 60)
     assert done.returncode == 1
     assert said in done.stderr.strip().splitlines()[-1]
+
+
+#: An environment in which everything but the peer's utilities is installed.
+NO_DROP_IN = """
+import importlib.metadata
+others = (one for one in importlib.metadata.distributions() if one.name != "accelerate-drop-in")
+kept = [point for one in others for point in one.entry_points]
+importlib.metadata.entry_points = lambda: importlib.metadata.EntryPoints(kept)
+from accelerate_core import utils
+try:
+    utils.release_memory
+except ImportError:
+    pass
+else:
+    raise AssertionError("the drop-in is there")
+"""
+
+
+@pytest.mark.parametrize(
+    ("head", "library", "answer"),
+    [
+        *((head, "rich", True) for head in (ALONE, NO_DROP_IN)),
+        *((head, "tensorboard", None) for head in (ALONE, NO_DROP_IN)),
+        (ALONE, "sagemaker", False),
+        (NO_DROP_IN, "cuda", None),
+        (NO_DROP_IN, "bf16", True),
+        (NO_DROP_IN, "bnb", None),
+    ],
+)
+def test_probes_answer_without_the_drop_in(head: str, library: str, answer: bool | None) -> None:
+    name = f"is_{library}_available"
+    code = f"{head}\nfrom accelerate_core.utils import {name}\nprint('said', {name}())"
+    done = pool.run(["-c", code], clean_environment(), 60)
+    assert done.returncode == 0, done.stderr
+    said = {f"said {answer}"} if answer is not None else {"said True", "said False"}
+    assert done.stdout.strip() in said
+
+
+@pytest.mark.parametrize("brought", [False, True])
+def test_a_namespace_is_a_library_if_a_distribution_brings_it(
+    tmp_path: Path, brought: bool
+) -> None:
+    (tmp_path / "sagemaker" / "core").mkdir(parents=True)
+    (tmp_path / "sagemaker" / "core" / "__init__.py").touch()
+    if brought:
+        info = tmp_path / "sagemaker_core-3.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: sagemaker-core\nVersion: 3.0\n"
+        )
+        (info / "RECORD").write_text("sagemaker/core/__init__.py,,\n")
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    code = f"{path}\nfrom accelerate_core.utils import is_sagemaker_available as there"
+    done = pool.run(["-c", f"{code}\nprint(there())"], clean_environment(), 60)
+    assert done.stdout.strip() == str(brought), done.stderr

@@ -24,6 +24,11 @@ class T(GeneralTracker):
 """
 
 
+#: Nothing imports a checkpointer before it is made.
+CHECKPOINTERS = "class Late:\n    api_version = (2, 0)\nclass Sound:\n    api_version = (1, 0)\n"
+CHESTS = {"absent": "Absent", "late": "Late", "sound": "Sound"}
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("installed")
@@ -35,6 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dummies.distribution(root, "lost", "x = 1", {"launchers": {"lost": "Nowhere"}})
     dummies.distribution(root, "verb", "x = 1", {"commands": {"verb": "x"}})
     dummies.distribution(root, "plus", "x = 1", {"extensions": {"plus": "x"}})
+    dummies.distribution(root, "chest", CHECKPOINTERS, {"checkpointers": CHESTS})
     dummies.distribution(root, "diary", TRACKER, {"trackers": {"diary": "T"}})
     for number in (1, 2):
         dummies.distribution(
@@ -185,9 +191,13 @@ def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
 @pytest.mark.parametrize(
     ("environ", "said", "undecided"),
     [
-        ({"ACCELERATE_BACKEND": "nosuch"}, "no backend named 'nosuch'", {"backend", "launcher"}),
+        (
+            {"ACCELERATE_BACKEND": "nosuch"},
+            "No backend plugin is named 'nosuch'",
+            {"backend", "launcher"},
+        ),
         ({"ACCELERATE_MIXED_PRECISION": "bf61"}, "Did you mean 'bf16'", {"precision", "launcher"}),
-        ({"ACCELERATE_PLUGINS": "nosuch"}, "no extension named 'nosuch'", {"extension"}),
+        ({"ACCELERATE_PLUGINS": "nosuch"}, "No extension plugin is named 'nosuch'", {"extension"}),
         ({"WORLD_SIZE": "2"}, "part of a world of 2", {"launcher"}),
         ({"USE_LEFT": "1", "USE_TIED": "1"}, "equal priority 70", {"backend"}),
     ],
@@ -248,6 +258,50 @@ def test_why_says_what_the_table_says(
     assert first["state"] == ("refused" if names[0] == "future" else "undecided")
 
 
+@pytest.mark.parametrize(
+    ("name", "state", "said"),
+    [
+        ("absent", "broken", "'dummy_chest' has no 'Absent'"),
+        ("late", "refused", "written for version 2.0 of the contract"),
+        ("sound", "active", "environment variable ACCELERATE_CHECKPOINTER"),
+    ],
+)
+def test_what_cannot_be_made_is_no_choice(root: Path, name: str, state: str, said: str) -> None:
+    environ = {"ACCELERATE_CHECKPOINTER": name}
+    made = decision(root, name, **environ)
+    assert made["state"] == state
+    assert made["steps"]["decision"].startswith(state)
+    assert said in made["because"]
+    broken = state != "active"
+    assert bool(made["problem"]) == broken
+    # Of the others of its kind none is chosen either.
+    assert bool(decision(root, "directory", **environ)["problem"]) == broken
+    done = plugins(root, "--json", **environ)
+    assert done.returncode == broken
+    assert (f"The checkpointer plugin {name} (dummy-chest 1.0)" in done.stderr) == broken
+    people = plugins(root, "why", name, **environ)
+    assert people.returncode == broken
+    assert f"checkpointer {name}: {state}, " in people.stdout
+    if broken:  # and a run is of the same opinion
+        code = "from accelerate_core import Accelerator\nAccelerator(cpu=True).save_state('x')"
+        env = clean_environment(**environ)
+        env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
+        error = pool.run(["-c", code], env, 60).stderr.strip().splitlines()[-1]
+        assert f"plugin {name} (dummy-chest 1.0)" in error
+
+
+def test_what_is_switched_off_is_not_called_missing(root: Path) -> None:
+    run = "from accelerate_core import Accelerator\nAccelerator(cpu=True, {})"
+    for off, asked in (
+        ("directory", "preemption_signals='SIGTERM'"),
+        ("queued", "log_with='jsonl', project_dir='x'"),
+    ):
+        env = clean_environment(ACCELERATE_DISABLED_PLUGINS=off)
+        error = pool.run(["-c", run.format(asked)], env, 60).stderr.strip().splitlines()[-1]
+        assert f"ACCELERATE_DISABLED_PLUGINS keeps out '{off}'" in error
+        assert "installed" not in error
+
+
 def test_no_one_is_told_to_ask_for_a_name_that_two_bring(root: Path) -> None:
     twins = json.loads(plugins(root, "why", "twin", "--json").stdout)
     others = {"dummy-twin1": "dummy-twin2", "dummy-twin2": "dummy-twin1"}
@@ -293,6 +347,10 @@ def test_a_library_of_that_name_does_not_hide_a_name_that_is_near(root: Path) ->
     said = plugins(root, "why", "lefft").stderr
     assert "Did you mean 'left'?" in said
     assert "declares no plugin" not in said
+    # Near to nothing, and a library: it may serve a plugin, and need be none.
+    done = plugins(root, "--json", ACCELERATE_CHECKPOINTER="hypothesis")
+    assert "No checkpointer plugin is named 'hypothesis'" in done.stderr
+    assert "declares no plugin" not in done.stderr
 
 
 def test_why_for_people(root: Path) -> None:

@@ -141,8 +141,9 @@ def test_who_cannot_answer_is_passed_over_and_listed(root, variable):
     listed = run(
         root,
         """
-        from accelerate_launch.explain.report import report
-        out([[row.name, row.state, row.because] for row in report()])
+        from accelerate_launch.explain.planned_run import planned_run
+        from accelerate_launch.explain.report import rows
+        out([[row["name"], row["state"], row["because"]] for row in rows(planned_run(os.environ))])
         """,
         {variable: "1"},
     )

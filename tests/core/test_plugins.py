@@ -84,11 +84,12 @@ def test_a_broken_plugin_is_listed_and_harms_nobody(fifty: Path) -> None:
         FAIL
         + f"""
 from accelerate_core import Accelerator
-from accelerate_launch.explain.report import report
+from accelerate_launch.explain.planned_run import planned_run
+from accelerate_launch.explain.report import rows
 a = Accelerator()
-row = next(r for r in report() if r.name == "broken")
+row = next(r for r in rows(planned_run(os.environ)) if r["name"] == "broken")
 named = attempt(lambda: Accelerator(backend="broken"))
-out([a.backend.name, row.state, row.because, named, {IMPORTED}])
+out([a.backend.name, row["state"], row["because"], named, {IMPORTED}])
 """
     )
     env = {"ACCELERATE_USE_BROKEN": "1"}
@@ -105,9 +106,10 @@ def test_a_disabled_plugin_stays_out(fifty: Path) -> None:
         FAIL
         + """
 from accelerate_core import Accelerator
-from accelerate_launch.explain.report import report
-row = next(r for r in report() if r.name == "backend3")
-out([Accelerator().backend.name, row.state, attempt(lambda: Accelerator(backend="backend3"))])
+from accelerate_launch.explain.planned_run import planned_run
+from accelerate_launch.explain.report import rows
+row = next(r for r in rows(planned_run(os.environ)) if r["name"] == "backend3")
+out([Accelerator().backend.name, row["state"], attempt(lambda: Accelerator(backend="backend3"))])
 """
     )
     env = {"ACCELERATE_USE_DUMMY3": "1", "ACCELERATE_DISABLED_PLUGINS": "other, backend3"}

@@ -158,7 +158,7 @@ def test_every_option_has_a_help_text_and_one_place() -> None:
         ({"mixed_precision": "bf61"}, "Did you mean 'bf16'"),
         ({"mixed_precision": "fp8"}, "pip install"),
         ({"backend": "dpd"}, "dpd.*Did you mean 'ddp'"),
-        ({"launcher": "qsub"}, "There is no launcher named 'qsub'"),
+        ({"launcher": "qsub"}, "No launcher plugin is named 'qsub'"),
         ({"multi_gpu": True, "cpu": True}, "contradicts"),
         ({"gpu_ids": "0,x", "num_processes": 2}, "must be different numbers"),
         ({"module": True, "no_python": True}, "exclude each other"),

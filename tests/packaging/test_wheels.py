@@ -57,9 +57,9 @@ accelerator.load_state("state")
 MISSING = {
     "Accelerator(cpu=True, log_with='all')": "feeds trackers",
     "Accelerator(cpu=True, project_config=ProjectConfiguration('.', automatic_checkpoint_naming=True))": (
-        "saving and loading are not installed"
+        "no checkpointer plugin is installed"
     ),
-    "Accelerator(cpu=True).save_state('here')": "saving and loading are not installed",
+    "Accelerator(cpu=True).save_state('here')": "no checkpointer plugin is installed",
     "accelerate_core.notebook_launcher": "notebook_launcher",
     "accelerate_core.load_checkpoint_and_dispatch": "load_checkpoint_and_dispatch",
 }

@@ -18,7 +18,6 @@ from accelerate_core.accelerator.saving import Saving
 from accelerate_core.accelerator.signature import ShowsPluginArguments, mesh_rank
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.memory import clear_device_cache
-from accelerate_core.builtin.no_checkpointer import without_checkpointer
 from accelerate_core.builtin.no_tracking import NoTracking, asks
 from accelerate_core.config.enums import DistributedType
 from accelerate_core.config.handlers import (
@@ -41,6 +40,7 @@ from accelerate_core.distributed import failures
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import agree
+from accelerate_core.plugins.discovery import why_without
 from accelerate_core.plugins.manager import blaming
 from accelerate_core.prepare import run
 from accelerate_core.prepare.prepared import Prepared
@@ -286,7 +286,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         """
         result = run.prepare(self._prepared, args, device_placement)
         if self._prepared.optimizers and self._built.parts["checkpointer"] is None:
-            self.note_once(f"This run cannot be saved: {without_checkpointer()}")
+            self.note_once(f"This run cannot be saved: {why_without('checkpointer')}")
         return result[0] if len(result) == 1 else tuple(result)
 
     def prepare_model(

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from accelerate_core.errors import MissingPluginError
-from accelerate_core.plugins import catalog
-
-
-def without_checkpointer() -> str:
-    """Return how to get a checkpointer."""
-    return f"saving and loading are not installed: {catalog.pip_command('standard')}"
+from accelerate_core.plugins.discovery import why_without
 
 
 def _refusing(verb: str) -> Any:
@@ -43,7 +38,7 @@ class NoCheckpointer:
                 self._refuse(f"{name}={value!r}")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise MissingPluginError(f"{what}: {without_checkpointer()}")
+        raise MissingPluginError(f"{what}: {why_without('checkpointer')}")
 
     def attach(self, state: Any) -> None:
         """Nothing is kept of the run."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accelerate_core.errors import MissingPluginError
+from accelerate_core.plugins.discovery import why_without
 
 
 def asks(log_with: object) -> bool:
@@ -71,8 +72,7 @@ class NoTracking:
     ) -> None:
         if asks(asked):
             raise MissingPluginError(
-                f"log_with={asked!r} needs the package that feeds trackers, which is not "
-                'installed: pip install "accelerate-core[standard]"'
+                f"log_with={asked!r} needs what feeds trackers: {why_without('tracking')}"
             )
         self.names: list[str] = []
         self.trackers: list[Any] = []

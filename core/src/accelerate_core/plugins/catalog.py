@@ -61,6 +61,11 @@ _PLANNED = {
     """,
 }
 
+#: Libraries that scripts ask for by a probe of that name.
+_PROBED = """amdsmi boto3 datasets deepspeed import_timer matplotlib msamp numpy pandas peft pynvml
+    pytest rich sagemaker schedulefree timm torch_xla torchao torchdata torchvision tqdm
+    transformer_engine transformers triton"""
+
 #: What is added to the generated tables: planned packages, and other names for those there are.
 _ADDED_NAMES = {
     "backend": {"fsdp": "fsdp2", "megatron": "megatron", "megatron_lm": "megatron", "xla": "xla"},
@@ -73,14 +78,11 @@ _ADDED: dict[str, dict[str, str]] = {
     "SECTIONS": {"megatron_lm_config": "megatron", "fp8_config": "fp8"},
     "EXPORTS": {name: extra for extra, names in _PLANNED.items() for name in names.split()},
     "PROBES": {
-        "is_deepspeed_available": "deepspeed",
-        "is_megatron_lm_available": "megatron",
-        "is_torch_xla_available": "torch_xla",
-        "is_torchao_available": "torchao",
-        "is_transformer_engine_available": "transformer_engine",
-        "is_transformer_engine_mxfp8_available": "transformer_engine",
-        "is_msamp_available": "msamp",
+        **{f"is_{name}_available": name for name in _PROBED.split()},
         "is_fp8_available": "accelerate_fp8",
+        "is_lomo_available": "lomo_optim",
+        "is_megatron_lm_available": "megatron.core",
+        "is_transformer_engine_mxfp8_available": "transformer_engine",
     },
 }
 

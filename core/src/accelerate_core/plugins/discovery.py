@@ -144,12 +144,12 @@ def find(
     records = [r for r in installed().of_kind(kind) if r.name == name]
     if name in disabled_names(environ):
         raise PluginError(
-            f"The {kind} {name!r} was asked for by {because}, but ACCELERATE_DISABLED_PLUGINS keeps it out."
+            f"ACCELERATE_DISABLED_PLUGINS keeps out the {kind} plugin {name!r}, asked for by {because}."
         )
     if len(records) > 1:
         owners = " and ".join(f"{r.distribution} {r.version}" for r in records)
         raise PluginError(
-            f"{len(records)} distributions bring a {kind} named {name!r}: {owners}. Uninstall one, "
+            f"{len(records)} distributions bring the {kind} plugin {name!r}: {owners}. Uninstall one, "
             f"such as with: pip uninstall {records[-1].distribution}"
         )
     if records:
@@ -157,7 +157,7 @@ def find(
     extra = catalog.extra_for(kind, name)
     if extra is not None:
         raise MissingPluginError(
-            f"The {kind} {name!r} (asked for by {because}) is not installed. "
+            f"The {kind} plugin {name!r} (asked for by {because}) is not installed. "
             f"Install it with: {catalog.pip_command(extra)}",
             name=name,
         )
@@ -165,22 +165,29 @@ def find(
     options: Iterable[str] = [*here, *catalog.known_names(kind)]
     hint = without_entry_point(name, kind, near=did_you_mean(name, options))
     raise MissingPluginError(
-        f"There is no {kind} named {name!r} (asked for by {because}). Installed: {listing(here)}."
+        f"No {kind} plugin is named {name!r} (asked for by {because}). Installed: {listing(here)}."
         f"{hint}",
         name=name,
     )
 
 
+def why_without(kind: str) -> str:
+    """Say why a run has no part of a kind that usual installations have, and how to get one."""
+    if off := disabled_names() & {record.name for record in installed().of_kind(kind)}:
+        return f"ACCELERATE_DISABLED_PLUGINS keeps out {listing(sorted(off))}"
+    return f"no {kind} plugin is installed: {catalog.pip_command('standard')}"
+
+
 def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
     """Name the distribution that seems to be the plugin and declares no entry point, if any.
 
+    A library of that very name, which has nothing to do with this package, is none.
+
     Args:
         kind: of the plugin; "" if that is not known.
-        near: the hint to return where there is none, or only a library of that very name,
-            which has nothing to do with this package.
+        near: the hint to return where there is none.
     """
     wanted = name.lower().replace("_", "-")
-    library = ""
     group = next(group for group, its in GROUPS.items() if its == (kind or "backend"))
     others = [one for one in GROUPS if one != group]
     more = "" if kind else f" (or, by its kind, in {listing(others)})"
@@ -190,18 +197,14 @@ def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
             continue
         if any(point.group in (*GROUPS, _EXPORTS) for point in dist.entry_points):
             continue
-        said = (
-            f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin: it needs "
-            f'an entry point [project.entry-points."{group}"] {name} = "package.module:Class" in its '
-            f"pyproject.toml{more}."
-        )
-        if own == f"accelerate-{wanted}" or any(
-            (line.replace("_", "-").lower()).startswith(OWN_DISTRIBUTION)
-            for line in dist.requires or ()
-        ):
-            return said
-        library = said if own == wanted else library
-    return near or library
+        needs = [line.replace("_", "-").lower() for line in dist.requires or ()]
+        if own == f"accelerate-{wanted}" or any(one.startswith(OWN_DISTRIBUTION) for one in needs):
+            return (
+                f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin: it needs "
+                f'an entry point [project.entry-points."{group}"] {name} = "package.module:Class" in '
+                f"its pyproject.toml{more}."
+            )
+    return near
 
 
 def check_api_version(record: PluginRecord, plugin: Any) -> None:
@@ -275,7 +278,10 @@ def _probe(name: str, library: str) -> Callable[..., bool]:
     def probe(*_: bool, **__: bool) -> bool:
         # Some of the peer's take switches that narrow them; without the library all are False.
         try:
-            return importlib.util.find_spec(library) is not None
+            if (spec := importlib.util.find_spec(library)) is None or spec.origin is not None:
+                return spec is not None
+            # A folder of that name on the path, or a namespace that a distribution has brought.
+            return library in importlib.metadata.packages_distributions()
         except (ImportError, ValueError):
             return False
 

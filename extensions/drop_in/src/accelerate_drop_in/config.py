@@ -12,8 +12,6 @@ from accelerate_core.plugins.discovery import find
 from accelerate_drop_in.environment import get_current_device_type
 from accelerate_launch import default_config_path
 
-__all__ = ["write_basic_config"]
-
 
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | Path | None = None

@@ -7,28 +7,6 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final
 
-__all__ = [
-    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
-    "MODEL_NAME",
-    "OPTIMIZER_NAME",
-    "PROFILE_PATTERN_NAME",
-    "RNG_STATE_NAME",
-    "SAFE_MODEL_NAME",
-    "SAFE_WEIGHTS_INDEX_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "SAFE_WEIGHTS_PATTERN_NAME",
-    "SAMPLER_NAME",
-    "SCALER_NAME",
-    "SCHEDULER_NAME",
-    "STR_OPERATION_TO_FUNC",
-    "TORCH_LAUNCH_PARAMS",
-    "WEIGHTS_INDEX_NAME",
-    "WEIGHTS_NAME",
-    "WEIGHTS_PATTERN_NAME",
-    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
-    "CustomDtype",
-]
-
 MODEL_NAME: Final = "pytorch_model"
 SAFE_MODEL_NAME: Final = "model"
 OPTIMIZER_NAME: Final = "optimizer"

@@ -18,8 +18,6 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import current_runtime
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
 
-__all__ = ["SkipBatchSampler", "prepare_data_loader"]
-
 
 def prepare_data_loader(
     dataloader: Any,

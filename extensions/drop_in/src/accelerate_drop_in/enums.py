@@ -6,15 +6,12 @@ from typing import ClassVar
 
 from accelerate_core.config.enums import OpenEnum
 
-__all__ = ["ComputeEnvironment", "DynamoBackend", "RNGType", "SageMakerDistributedType"]
-
 
 class ComputeEnvironment(OpenEnum):
     """Where the job runs, as written in config files."""
 
     _known: ClassVar[list[str]] = ["LOCAL_MACHINE", "AMAZON_SAGEMAKER"]
     _upper: ClassVar[bool] = True
-
 
 class DynamoBackend(OpenEnum):
     """A compiler of `torch.compile`; any name it knows may be used, `NO` is none."""

@@ -14,23 +14,7 @@ from typing import Any
 
 from accelerate_core.config.truth import OFF, ON, flag, truth
 from accelerate_core.errors import ConfigurationError, listing
-
-__all__ = [
-    "CPUInformation",
-    "are_libraries_initialized",
-    "check_cuda_fp8_capability",
-    "check_cuda_p2p_ib_support",
-    "clear_environment",
-    "convert_dict_to_env_variables",
-    "get_cpu_distributed_information",
-    "get_current_device_type",
-    "get_gpu_info",
-    "get_int_from_env",
-    "parse_choice_from_env",
-    "parse_flag_from_env",
-    "purge_accelerate_environment",
-    "str_to_bool",
-]
+from accelerate_launch.mpi import FLAVOURS
 
 logger = logging.getLogger(__name__)
 
@@ -165,28 +149,9 @@ class CPUInformation:
 
 def get_cpu_distributed_information() -> CPUInformation:
     """Read ranks and sizes from the variables of torchrun, MPI and their like."""
-    return CPUInformation(
-        rank=get_int_from_env(
-            ["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0
-        ),
-        world_size=get_int_from_env(
-            ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1
-        ),
-        local_rank=get_int_from_env(
-            [
-                *("LOCAL_RANK", "MPI_LOCALRANKID"),
-                *("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
-            ],
-            0,
-        ),
-        local_world_size=get_int_from_env(
-            [
-                *("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS"),
-                *("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
-            ],
-            1,
-        ),
-    )
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    keys = zip(names, *(flavour.ranks for flavour in FLAVOURS), strict=True)
+    return CPUInformation(*map(get_int_from_env, keys, (0, 1, 0, 1)))
 
 
 def get_gpu_info() -> tuple[list[str], int]:

@@ -22,16 +22,6 @@ from accelerate_core.distributed.process import current_user
 from accelerate_core.distributed.tree import convert_to_fp32
 from accelerate_core.training.forward import unwrap_forward
 
-__all__ = [
-    "convert_outputs_to_fp32",
-    "extract_model_from_parallel",
-    "get_grad_scaler",
-    "get_mixed_precision_context_manager",
-    "has_4bit_bnb_layers",
-    "has_compiled_regions",
-    "is_peft_model",
-]
-
 _PARALLEL = "torch.nn.parallel."
 
 

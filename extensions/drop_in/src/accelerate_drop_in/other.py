@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import socket
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,20 +11,6 @@ from typing import Any
 
 import torch
 from packaging.version import InvalidVersion, Version
-
-__all__ = [
-    "check_os_kernel",
-    "convert_bytes",
-    "get_free_port",
-    "get_module_children_bottom_up",
-    "get_pretty_name",
-    "is_port_in_use",
-    "load",
-    "merge_dicts",
-    "model_has_dtensor",
-    "recursive_getattr",
-    "save",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +42,6 @@ def convert_bytes(size: float) -> str:
             return f"{round(size, 2)} {unit}"
         size /= 1024
     return f"{round(size, 2)} PB"
-
-
-def is_port_in_use(port: int | None = None) -> bool:
-    """Say whether something listens on a port of this host; 29500, torch's own, by default."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
-
-
-def get_free_port() -> int:
-    """Return a port that nothing used a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def get_pretty_name(obj: Any) -> str:

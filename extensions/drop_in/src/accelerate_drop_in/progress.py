@@ -10,8 +10,6 @@ from accelerate_core.contract.topology import read_topology
 from accelerate_core.distributed import process as runtime
 from accelerate_core.errors import MissingPluginError
 
-__all__ = ["tqdm"]
-
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """Make a `tqdm.auto.tqdm`, by default disabled except on the first process of a machine.

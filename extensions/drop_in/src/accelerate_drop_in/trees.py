@@ -16,19 +16,6 @@ from accelerate_core.distributed.tree import (
     rebuild,
 )
 
-__all__ = [
-    "concatenate",
-    "find_batch_size",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "listify",
-    "pad_input_tensors",
-    "recursively_apply",
-    "slice_tensors",
-]
-
 
 def is_torch_tensor(tensor: Any) -> bool:
     """Say whether the object is a `torch.Tensor`."""

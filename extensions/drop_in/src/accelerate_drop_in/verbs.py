@@ -18,19 +18,6 @@ from accelerate_core.errors import ConfigurationError, DistributedOperationExcep
 from accelerate_core.state import current_communicator
 from accelerate_drop_in.trees import initialize_tensors
 
-__all__ = [
-    "broadcast",
-    "broadcast_object_list",
-    "copy_tensor_to_devices",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "reduce",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-    "wait_for_everyone",
-]
-
 
 def gather(tensor: Any) -> Any:
     """Join the tensors of all processes on their first dimension; see `Accelerator.gather`."""

@@ -10,8 +10,6 @@ from packaging.version import Version
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_drop_in.constants import STR_OPERATION_TO_FUNC
 
-__all__ = ["compare_versions", "is_torch_version"]
-
 
 def compare_versions(
     library_or_version: str | Version, operation: str, requirement_version: str

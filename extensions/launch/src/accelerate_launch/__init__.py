@@ -6,27 +6,18 @@ function instead. Nothing here imports torch before a function is launched.
 A launcher of a plugin needs `LaunchPlan`, `Target` and `target_command`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from accelerate_launch.notebook import (
-        PrepareForLaunch,
-        debug_launcher,
-        notebook_launcher,
-    )
-    from accelerate_launch.paths import default_config_path
-    from accelerate_launch.plan import LaunchPlan, Target
-    from accelerate_launch.planning import make_plan
-    from accelerate_launch.simple import target_command
-    from accelerate_launch.start import (
-        FunctionLauncher,
-        Launcher,
-        child_environment,
-        choose_launcher,
-        start,
-    )
+from accelerate_launch.notebook import PrepareForLaunch, debug_launcher, notebook_launcher
+from accelerate_launch.paths import default_config_path
+from accelerate_launch.plan import LaunchPlan, Target
+from accelerate_launch.planning import make_plan
+from accelerate_launch.simple import target_command
+from accelerate_launch.start import (
+    FunctionLauncher,
+    Launcher,
+    child_environment,
+    choose_launcher,
+    start,
+)
 
 __all__ = [
     "FunctionLauncher",
@@ -43,27 +34,3 @@ __all__ = [
     "start",
     "target_command",
 ]
-
-_HOME = {
-    "default_config_path": "paths",
-    "LaunchPlan": "plan",
-    "Target": "plan",
-    "make_plan": "planning",
-    "target_command": "simple",
-    "FunctionLauncher": "start",
-    "Launcher": "start",
-    "child_environment": "start",
-    "choose_launcher": "start",
-    "start": "start",
-    "PrepareForLaunch": "notebook",
-    "debug_launcher": "notebook",
-    "notebook_launcher": "notebook",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

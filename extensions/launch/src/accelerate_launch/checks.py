@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
 
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.provenance import Because
@@ -16,28 +16,22 @@ from accelerate_core.plugins.discovery import installed
 from accelerate_launch import devices, peer
 from accelerate_launch.cluster import ClusterEnvironment
 from accelerate_launch.options import LAUNCH_OPTIONS, known_yaml_keys
+from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.schemas import WITH_SETTINGS
-
-__all__ = [
-    "FOLLOWS",
-    "backend_of",
-    "check_formats",
-    "check_keys",
-    "check_machines",
-    "check_port",
-    "cpu_of",
-    "gpu_ids",
-    "known_keys",
-    "obsolete_in",
-    "processes",
-]
 
 #: Begins the origin of a value that follows from another key of the config file.
 FOLLOWS = "follows from "
 
 _RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
-_TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
-_CONF = re.compile(r"[^=,\s]+=[^=,]*(,[^=,\s]+=[^=,]*)*")
+#: Option -> the texts it may have, and how an error says so.
+_FORMS = {
+    "rdzv_conf": (
+        r"[^=,\s]+=[^=,]*(,[^=,\s]+=[^=,]*)*",
+        "have the form key=value,key=value",
+    ),
+    "tee": (r"[0-3]|\d+:[0-3](,\d+:[0-3])*", "have the form 0 to 3, or 0:1,1:3"),
+    "main_process_ip": (r"[\w.:%-]+", "be an address or a host name"),
+}
 
 
 def known_keys() -> list[str]:
@@ -57,49 +51,50 @@ def obsolete_in(config: ConfigFile) -> str:
 
 
 def check_keys(config: ConfigFile) -> None:
-    """Refuse keys that nobody reads, here or in a section of the core's own.
+    """Refuse keys that nobody reads, here or in the one section of launch's own.
 
     Raises:
         ConfigurationError: with file, line and the nearest right name.
     """
     _check_environment(config)  # first: files for a cloud have keys of their own
-    known = known_keys()
-    for key in config:
-        if key not in known:
-            hint = did_you_mean(str(key), known)
-            raise ConfigurationError(f"Unknown key {str(key)!r} in {config.where(str(key))}.{hint}")
-    sections: dict[str, list[str]] = {"mpirun_config": ["mpirun_ccl"]}
-    for option in LAUNCH_OPTIONS:
-        for name in option.yaml:
-            section, _, inner = name.rpartition(".")
-            sections.setdefault(section, []).append(inner)
+    check_known(config, list(config), known_keys())
     section = "mpirun_config"
-    inside = config.get(section)
-    if inside is None:
-        return
-    if not isinstance(inside, dict):
-        raise ConfigurationError(
-            f"{section}: {inside!r} ({config.where(section)}) must be a mapping of keys to values."
-        )
-    for key in inside:
-        if key not in sections[section]:
+    if config.get(section) is not None:
+        check_mapping(config, section)
+        known = [f"{section}.mpirun_ccl", *(name for one in LAUNCH_OPTIONS for name in one.yaml)]
+        inside = [name.partition(".")[2] for name in known if name.startswith(f"{section}.")]
+        check_known(config, config[section], inside, section)
+
+
+def check_known(
+    config: ConfigFile, keys: Iterable[object], known: Sequence[str], section: str = ""
+) -> None:
+    """Refuse keys, of a section or of the top of a file, that are not among those known."""
+    for key in map(str, keys):
+        if key not in known:
+            inside, full = (f"{section} of ", f"{section}.{key}") if section else ("", key)
             raise ConfigurationError(
-                f"Unknown key {str(key)!r} in {section} of {config.where(f'{section}.{key}')}."
-                f"{did_you_mean(str(key), sections[section])}"
+                f"Unknown key {key!r} in {inside}{config.where(full)}.{did_you_mean(key, known)}"
             )
 
 
+def check_mapping(config: ConfigFile, section: str) -> None:
+    """Refuse a section that is something else."""
+    if not isinstance(config[section], dict):
+        raise ConfigurationError(
+            f"{section}: {config[section]!r} ({config.where(section)}) must be a mapping of keys "
+            "to values."
+        )
+
+
 def _check_environment(config: ConfigFile) -> None:
-    said = config.get("compute_environment")
-    allowed = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
-    if said is None:
-        return
+    said, allowed = config.get("compute_environment"), ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
     where = config.where("compute_environment")
-    if said == allowed[1]:
+    if said == "AMAZON_SAGEMAKER":
         raise ConfigurationError(
             f"compute_environment: {said} ({where}). {peer.REFUSED_OPTIONS['aws_access_key_id']}"
         )
-    if said != allowed[0]:
+    if said not in (None, *allowed):
         raise ConfigurationError(
             f"compute_environment: {said!r} ({where}) is not one of {listing(allowed)}."
             f"{did_you_mean(str(said), allowed)}"
@@ -138,32 +133,20 @@ def cpu_of(config: ConfigFile, cpu: Because) -> Because:
 def check_formats(chosen: Mapping[str, Because]) -> None:
     """Check texts that torch would refuse, or misread, later."""
     backend = chosen["rdzv_backend"]
-    if backend.value not in _RENDEZVOUS:
-        from importlib.metadata import entry_points
-
-        known = [*_RENDEZVOUS, *(one.name for one in entry_points(group="torchrun.handlers"))]
-        if backend.value not in known:
-            raise ConfigurationError(
-                f"rdzv_backend={backend.value!r} ({backend.origin}) is not one of {listing(known)}."
-                f"{did_you_mean(str(backend.value), known)}"
-            )
-    patterns = {"rdzv_conf": (_CONF, "key=value,key=value"), "tee": (_TEE, "0 to 3, or 0:1,1:3")}
-    for name, (pattern, form) in patterns.items():
-        said = chosen[name]
-        if said.value is not None and not pattern.fullmatch(str(said.value)):
-            raise ConfigurationError(
-                f"{name}={said.value!r} ({said.origin}) must have the form {form}."
-            )
-    address = chosen["main_process_ip"]
-    if address.value is not None and not re.fullmatch(r"[\w.:%-]+", str(address.value)):
+    known = [*_RENDEZVOUS, *(one.name for one in entry_points(group="torchrun.handlers"))]
+    if backend.value not in known:
         raise ConfigurationError(
-            f"main_process_ip={address.value!r} ({address.origin}) must be an address or a host name."
+            f"rdzv_backend={backend} is not one of {listing(known)}."
+            f"{did_you_mean(str(backend.value), known)}"
         )
+    for name, (pattern, form) in _FORMS.items():
+        said = chosen[name]
+        if said.value is not None and not re.fullmatch(pattern, str(said.value)):
+            raise ConfigurationError(f"{name}={said} must {form}.")
     interval = chosen["monitor_interval"]
     if not 0 < interval.value < 3600:
         raise ConfigurationError(
-            f"monitor_interval={interval.value} ({interval.origin}) must be a positive number of "
-            "seconds."
+            f"monitor_interval={interval} must be a positive number of seconds."
         )
 
 
@@ -174,15 +157,15 @@ def processes(
     said, machines = chosen["num_processes"], chosen["num_machines"].value
     if around.ranks and said.value != int(around.ranks["WORLD_SIZE"]):
         raise ConfigurationError(
-            f"num_processes={said.value} ({said.origin}) contradicts what is around: "
+            f"num_processes={said} contradicts what is around: "
             f"{around.values['num_processes'].origin}. Leave it out."
         )
-    on_cpu = _on(chosen["cpu"].value)
+    on_cpu = truth(chosen["cpu"].value)
+    ids = gpu_ids(chosen["gpu_ids"])
     if chosen["multi_gpu"].value and on_cpu:
         raise ConfigurationError(
             f"--multi_gpu contradicts running on the CPU ({chosen['cpu'].origin})."
         )
-    ids = gpu_ids(chosen["gpu_ids"])
     if chosen["multi_gpu"].value and not ids and devices.count_accelerators(environ) == 0:
         raise ConfigurationError(
             "--multi_gpu was given, but torch sees no accelerator on this machine. For several "
@@ -193,8 +176,8 @@ def processes(
     if said.value is not None:
         if said.value % machines:
             raise ConfigurationError(
-                f"num_processes={said.value} ({said.origin}) cannot be shared out evenly over "
-                f"num_machines={machines}; it counts the processes of all machines together."
+                f"num_processes={said} cannot be shared out evenly over num_machines={machines}; "
+                "it counts the processes of all machines together."
             )
         return said
     if on_cpu:
@@ -207,10 +190,6 @@ def processes(
     return Because(machines, "no accelerator is visible")
 
 
-def _on(value: Any) -> bool:
-    return value is True or bool(truth(value))
-
-
 def gpu_ids(because: Because) -> list[str]:
     """Return the numbers of the devices to use; empty for all."""
     if because.value is None or str(because.value).lower() == "all":
@@ -218,60 +197,50 @@ def gpu_ids(because: Because) -> list[str]:
     ids = [part.strip() for part in str(because.value).split(",") if part.strip()]
     if len(set(ids)) != len(ids) or not all(part.isdigit() for part in ids):
         raise ConfigurationError(
-            f"gpu_ids={because.value!r} ({because.origin}) must be different numbers joined by "
-            "commas, such as 0,2, or 'all'."
+            f"gpu_ids={because} must be different numbers joined by commas, such as 0,2, or 'all'."
         )
     return ids
 
 
 def check_machines(chosen: Mapping[str, Because], around: ClusterEnvironment) -> None:
-    """Check what is said about machines and ports against each other."""
+    """Check what is said about processes and machines against each other."""
+    launcher, processes = chosen["launcher"], chosen["num_processes"]
     if around.ranks:
-        named = chosen["launcher"]
-        if named.value == "torchrun" and int(around.ranks["WORLD_SIZE"]) > 1:
+        if launcher.value == "torchrun" and int(around.ranks["WORLD_SIZE"]) > 1:
             raise ConfigurationError(
-                f"launcher=torchrun ({named.origin}) inside of {around.ranks['WORLD_SIZE']} ranks that "
+                f"launcher={launcher} inside of {around.ranks['WORLD_SIZE']} ranks that "
                 "are started already would make as many worlds of them: leave it out."
             )
         return
-    value = {name: because.value for name, because in chosen.items()}
-    machines, rank = value["num_machines"], value["machine_rank"]
-    if value["launcher"] == "simple" and value["num_processes"] > 1:
+    if launcher.value == "simple" and processes.value > 1:
         raise ConfigurationError(
-            f"launcher=simple ({chosen['launcher'].origin}) starts one process, and "
-            f"{value['num_processes']} are asked for ({chosen['num_processes'].origin}): leave it "
-            "out, or name torchrun."
+            f"launcher={launcher} starts one process, and num_processes={processes}: leave it out, "
+            "or name torchrun."
         )
-    if rank >= machines:
+    rank, machines, address = (
+        chosen[name] for name in ("machine_rank", "num_machines", "main_process_ip")
+    )
+    if rank.value >= machines.value:
+        raise ConfigurationError(f"machine_rank={rank} must be less than num_machines={machines}.")
+    if machines.value > 1 and not address.value:
         raise ConfigurationError(
-            f"machine_rank={rank} ({chosen['machine_rank'].origin}) must be less than "
-            f"num_machines={machines} ({chosen['num_machines'].origin})."
+            f"num_machines={machines.value} needs --main_process_ip: the address of machine 0."
         )
-    if machines > 1 and not value["main_process_ip"]:
+    alone = machines.value == 1 and processes.value > 1
+    if alone and address.value and not _is_here(address.value):
         raise ConfigurationError(
-            f"num_machines={machines} needs --main_process_ip: the address of machine 0."
-        )
-    address = value["main_process_ip"]
-    if machines == 1 and address and value["num_processes"] > 1 and not _is_here(address):
-        raise ConfigurationError(
-            f"main_process_ip={address} ({chosen['main_process_ip'].origin}) is no address of this "
-            "machine, the only one of this launch. Leave it out, or give --num_machines."
-        )
-    port = value["main_process_port"]
-    if port and port > 65535:
-        raise ConfigurationError(
-            f"main_process_port={port} ({chosen['main_process_port'].origin}) must be below 65536."
+            f"main_process_ip={address} is no address of this machine, the only one of this launch. "
+            "Leave it out, or give --num_machines."
         )
 
 
-def check_port(chosen: Mapping[str, Because], around: ClusterEnvironment) -> None:
+def check_port(plan: LaunchPlan) -> None:
     """Refuse a port of this machine that somebody listens on already."""
-    value = {name: because.value for name, because in chosen.items()}
-    port, alone = value["main_process_port"], value["num_machines"] == 1
-    several = value["num_processes"] > 1 and not around.ranks
-    if port and several and alone and _in_use(port):
+    port, alone = plan.main_process_port, plan.num_machines == 1
+    several = plan.num_processes > 1 and "RANK" not in plan.environment
+    if port and several and alone and devices.is_port_in_use(port):
         raise ConfigurationError(
-            f"Port {port} ({chosen['main_process_port'].origin}) is in use on this machine. "
+            f"Port {port} ({plan.because['main_process_port'].origin}) is in use on this machine. "
             "Choose another, or leave it out and a free one is taken."
         )
 
@@ -288,15 +257,5 @@ def _is_here(address: str) -> bool:
                 probe.bind(where)
             except OSError:
                 continue
-            return True
-    return False
-
-
-def _in_use(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
             return True
     return False

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from accelerate_core.config.provenance import Because
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch import mpi, slurm
-
-__all__ = ["ClusterEnvironment", "detect_cluster"]
+from accelerate_launch.plan import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,11 @@ def _mpi(flavour: mpi.Flavour, environ: Mapping[str, str]) -> ClusterEnvironment
             "(Open MPI) or -genv MASTER_ADDR (others), or let launch start mpirun: "
             "--mpirun_hostfile FILE."
         )
-    address = environ.get("MASTER_ADDR", "127.0.0.1")
-    port = environ.get("MASTER_PORT", str(mpi.port_of_run(environ)))
+    address = environ.get("MASTER_ADDR", LOOPBACK)
+    port = environ.get("MASTER_PORT", mpi.port_of_run(environ))
     values = {"num_processes": Because(size, origin), "launcher": Because("simple", origin)}
-    return ClusterEnvironment(
-        flavour.name, values, _rank(rank, size, local, local_size, address, port)
-    )
+    made = _rank(rank, size, local, local_size, address, port)
+    return ClusterEnvironment(flavour.name, values, made)
 
 
 def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment:
@@ -105,23 +103,15 @@ def _slurm_rank(
         )
     why = f"{origin}: each of {tasks} tasks is a rank (SLURM_PROCID={rank})"
     values = {"num_processes": Because(tasks, why), "launcher": Because("simple", why)}
-    address = environ.get("MASTER_ADDR") or (hosts[0] if hosts and nodes > 1 else "127.0.0.1")
-    port = environ.get("MASTER_PORT") or str(slurm.port_of_job(environ["SLURM_JOB_ID"]))
+    address = environ.get("MASTER_ADDR") or (hosts[0] if hosts and nodes > 1 else LOOPBACK)
+    port = environ.get("MASTER_PORT") or slurm.port_of_job(environ["SLURM_JOB_ID"])
     made = _rank(rank, tasks, local, tasks // nodes, address, port)
     return ClusterEnvironment("SLURM", values, made)
 
 
-def _rank(
-    rank: int, size: int, local: int, local_size: int, address: str, port: str
-) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(local_size),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-    }
+def _rank(*values: object) -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return dict(zip(names, map(str, values), strict=True))
 
 
 def _first(environ: Mapping[str, str], *names: str) -> int:

@@ -15,22 +15,12 @@ from accelerate_core.errors import ConfigurationError, MissingPluginError, did_y
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch import peer
+from accelerate_launch.checks import check_mapping
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
-__all__ = [
-    "MESH_VARIABLE",
-    "Contributed",
-    "check_sections",
-    "check_value",
-    "contributed_options",
-    "refuse_unknown",
-    "said_by_environment",
-    "take",
-]
-
 #: Asks for a mesh whose sizes stand in the environment.
-MESH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
+_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 @dataclass(frozen=True)
@@ -77,14 +67,18 @@ def _switches(schema: PluginSchema) -> Iterable[SettingField]:
         )
 
 
-def said_by_environment(environ: Mapping[str, str]) -> dict[str, Because]:
-    """Return the variables that are set here for settings of installed plugins."""
-    names = {one.env for one in contributed_options(environ)}
+def said_by_environment(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, Because]:
+    """Return those of the variables that are set here."""
     return {
         name: Because(environ[name], f"environment variable {name}")
         for name in sorted(names)
         if environ.get(name)
     }
+
+
+def said_to_plugins(environ: Mapping[str, str]) -> dict[str, Because]:
+    """Return the variables that are set here for settings of installed plugins."""
+    return said_by_environment({one.env for one in contributed_options(environ)}, environ)
 
 
 def refuse_unknown(name: str, known: Iterable[str]) -> None:
@@ -117,25 +111,31 @@ def take(
     Raises:
         ConfigurationError: a value does not fit, or the option's backend is not the one asked for.
     """
-    wanted = {key: value for key, value in given.items() if key.startswith("plugin:")}
-    wanted = {key: value for key, value in wanted.items() if value is not None}
+    wanted = {
+        key: value
+        for key, value in given.items()
+        if key.startswith("plugin:") and value is not None
+    }
     if not wanted:
         return {}, backend
     options = [one for one in contributed_options(environ) if one.key in wanted]
     made: dict[str, Because] = {}
-    for one in (one for one in options if one.switch):
-        origin = f"command line --{one.field.cli[0]}"
-        if one.schema.kind == "backend":
-            backend = _agreed(backend, Because(one.schema.name, origin))
-        made[one.env] = Because("true", origin)
-    for one in (one for one in options if not one.switch):
-        origin = f"command line --{one.field.cli[0]}"
-        if one.schema.kind == "backend" and backend.value is None:
-            backend = _switched_on(one.schema, environ) or backend
+    for one in sorted(options, key=lambda one: not one.switch):  # those say which backend is meant
+        option, schema = f"--{one.field.cli[0]}", one.schema
+        origin = f"command line {option}"
+        if one.switch:
+            if schema.kind == "backend":
+                backend = _agreed(backend, Because(schema.name, origin))
+            made[one.env] = Because("true", origin)
+            continue
+        if schema.kind == "backend" and backend.value is None:
+            for variable in schema.switches:
+                if truth(environ.get(variable, "")):
+                    backend = Because(schema.name, f"environment variable {variable}")
         _check_asked_for(one, backend)
-        if one.schema.section == "parallelism_config":
-            made.setdefault(MESH_VARIABLE, Because("true", origin))
-        check_value(one.field, wanted[one.key], f"--{one.field.cli[0]} {wanted[one.key]}")
+        if schema.section == "parallelism_config":
+            made.setdefault(_MESH, Because("true", origin))
+        check_value(one.field, wanted[one.key], f"{option} {wanted[one.key]}")
         made[one.env] = Because(str(wanted[one.key]), origin)
     return made, backend
 
@@ -147,13 +147,6 @@ def _agreed(backend: Because, asked: Because) -> Because:
             f"{backend.value!r}. Leave one of them out."
         )
     return backend if backend.value is not None else asked
-
-
-def _switched_on(schema: PluginSchema, environ: Mapping[str, str]) -> Because | None:
-    for variable in schema.switches:
-        if truth(environ.get(variable, "")):
-            return Because(schema.name, f"environment variable {variable}")
-    return None
 
 
 def _check_asked_for(one: Contributed, backend: Because) -> None:
@@ -200,18 +193,10 @@ def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, 
     for key in here:
         schemas = [one for one in by_section.get(key, ()) if not one.problem]
         if key in by_section or key in catalog.SECTIONS:
-            _check_mapping(config, key)
+            check_mapping(config, key)
         if schemas:
             said.update(_check_section(config, key, schemas))
     return said
-
-
-def _check_mapping(config: ConfigFile, section: str) -> None:
-    if not isinstance(config[section], dict):
-        raise ConfigurationError(
-            f"{section}: {config[section]!r} ({config.where(section)}) must be a mapping of keys "
-            "to values."
-        )
 
 
 def _check_section(

@@ -11,17 +11,10 @@ from collections.abc import Mapping
 from importlib import metadata, util
 from pathlib import Path
 
-from accelerate_core.errors import ConfigurationError
+import psutil
 
-__all__ = [
-    "count_accelerators",
-    "interface_of",
-    "is_address_of",
-    "local_address",
-    "threads_for",
-    "torch_build",
-    "visible_devices_variable",
-]
+from accelerate_core.errors import ConfigurationError
+from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK
 
 _BUILD = re.compile(r"^(cuda|hip|rocm|xpu)\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 _COUNT = "import torch; a = torch.accelerator; print(a.device_count() if a.is_available() else 0)"
@@ -117,9 +110,20 @@ def is_address_of(address: str, name: str) -> bool:
 
 def interface_of(address: str) -> str | None:
     """Return the network interface that has an address."""
-    import psutil
-
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.split("%")[0] == address for one in addresses):
             return str(name)
     return None
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Say whether something listens on a port of this host; 29500, torch's own, by default."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex((LOOPBACK, DEFAULT_PORT if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """Return a port that nothing used a moment ago."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])

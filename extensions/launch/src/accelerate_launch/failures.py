@@ -8,8 +8,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe", "remember"]
-
 #: Process -> the file it was to write its error into; torch forgets the name of one not written.
 _files: dict[int, str] = {}
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate_core.errors import RuntimeConflictError
-from accelerate_launch.plan import LaunchPlan
-from accelerate_launch.torchrun import DEFAULT_PORT, LOOPBACK
+from accelerate_launch.devices import get_free_port
+from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 
 #: Tells a child that it was forked by us; the peer's name for the same thing.
 FORK_VARIABLE = "FORK_LAUNCHED"
@@ -41,7 +39,7 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
         conf.setdefault("rank", plan.machine_rank)
     port = plan.main_process_port or DEFAULT_PORT
     if alone and port == DEFAULT_PORT:
-        port = _free_port()
+        port = get_free_port()
     with patch_environment(TORCHELASTIC_SIGNALS_TO_HANDLE=_SIGNALS), _signal_handlers_kept():
         made = LaunchConfig(
             start_method=plan.start_method,
@@ -115,13 +113,7 @@ def _check_forkable() -> None:
         )
 
 
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
+@contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
     """Put back the handlers that torch's agent replaces and leaves replaced."""
     if threading.current_thread() is not threading.main_thread():

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["LostRendezvous"]
+import psutil
 
 #: Seconds without an answer after which an agent whose ranks have ended gives up.
 PATIENCE = 15.0
@@ -71,13 +71,9 @@ class LostRendezvous:
         self._leave(1)
 
 
-def _ranks() -> list[Any]:
-    import psutil
-
+def _ranks() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
 def _a_rank_has_ended() -> bool:
-    import psutil
-
     return any(rank.status() == psutil.STATUS_ZOMBIE for rank in _ranks())

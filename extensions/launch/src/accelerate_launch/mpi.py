@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate_core.errors import ConfigurationError
-from accelerate_launch.plan import LaunchPlan
+from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 from accelerate_launch.simple import target_command
-
-__all__ = ["FLAVOURS", "Flavour", "MpirunLauncher", "around", "hosts_of", "port_of_run"]
 
 #: Variables of the launcher that ranks on other hosts must get.
 _CARRIED = ("ACCELERATE_", "MASTER_", "OMP_NUM_THREADS", "PARALLELISM_CONFIG_", "GLOO_")
@@ -130,8 +128,8 @@ class MpirunLauncher:
 
     def launch_environment(self, plan: LaunchPlan) -> dict[str, str]:
         """Return where rank 0 waits for the others."""
-        address = plan.main_process_ip or "127.0.0.1"
-        return {"MASTER_ADDR": address, "MASTER_PORT": str(plan.main_process_port or 29500)}
+        port = plan.main_process_port or DEFAULT_PORT
+        return {"MASTER_ADDR": plan.main_process_ip or LOOPBACK, "MASTER_PORT": str(port)}
 
 
 def _installed() -> tuple[str, Flavour]:

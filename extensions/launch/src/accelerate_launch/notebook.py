@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from accelerate_core.config.provenance import Because
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugins.discovery import find
 from accelerate_launch.functions import patch_environment
-from accelerate_launch.plan import LaunchPlan, Target
+from accelerate_launch.plan import LOOPBACK, LaunchPlan, Target
 from accelerate_launch.planning import asks_launchers, refuse_nesting
 from accelerate_launch.start import choose_launcher
-from accelerate_launch.torchrun import LOOPBACK
 
 
 class PrepareForLaunch:
@@ -96,23 +98,19 @@ def notebook_launcher(
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
             failed; the text has the rank and its traceback.
     """
-    from accelerate_core.plugins.discovery import find
-
     if not callable(function):
         raise ConfigurationError(f"function must be callable, not {type(function).__name__}.")
-    find("precision", str(mixed_precision).lower(), because="argument mixed_precision")
+    precision = str(mixed_precision).lower()
+    find("precision", precision, because="argument mixed_precision")
     if not 0 <= node_rank < num_nodes:
         raise ConfigurationError(f"node_rank={node_rank} must be from 0 to {num_nodes - 1}.")
     if num_processes is None:
         num_processes = _visible_accelerators() or 1
-    if num_processes < 1:
-        raise ConfigurationError(f"num_processes={num_processes} must be at least 1.")
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise ConfigurationError(
             f"notebook_launcher(function, args={args!r}): args are the function's arguments, as a "
             "tuple such as (1,); the number of processes is num_processes."
         )
-    _check_start_method(start_method, function, args)
     if num_processes * num_nodes > 1:
         refuse_nesting(os.environ)
     plan = LaunchPlan(
@@ -128,14 +126,13 @@ def notebook_launcher(
         max_restarts=max_restarts,
         monitor_interval=monitor_interval,
         launcher=launcher,
-        environment={"ACCELERATE_MIXED_PRECISION": str(mixed_precision).lower()},
+        environment={"ACCELERATE_MIXED_PRECISION": precision},
         contributed=asks_launchers(os.environ),
-        because=_because("notebook_launcher", launcher),
         rdzv_endpoint=rdzv_endpoint or None,
         log_line_prefix_template=log_line_prefix_template,
         start_method=start_method,
     )
-    start_function(function, args, plan)
+    _start("notebook_launcher", function, args, plan)
 
 
 def debug_launcher(
@@ -153,9 +150,6 @@ def debug_launcher(
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
             failed; the text has the rank and its traceback.
     """
-    if num_processes < 1:
-        raise ConfigurationError(f"num_processes={num_processes} must be at least 1.")
-    _check_start_method(start_method, function, args)
     refuse_nesting(os.environ)
     plan = LaunchPlan(
         _target(function),
@@ -163,28 +157,28 @@ def debug_launcher(
         rdzv_id="debug",
         launcher=launcher,
         environment={"ACCELERATE_USE_CPU": "true"},
-        because=_because("debug_launcher", launcher),
         start_method=start_method,
     )
-    start_function(function, args, plan)
-
-
-def start_function(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan) -> None:
-    """Let the launcher of `plan` run `function(*args)` in its processes, and wait for their end.
-
-    Raises:
-        ConfigurationError: the launcher that is named takes no functions.
-    """
-    launcher: Any = choose_launcher(plan)
-    launcher.launch_function(PrepareForLaunch(function, environment=plan.environment), args, plan)
+    _start("debug_launcher", function, args, plan)
 
 
 def _target(function: Callable[..., Any]) -> Target:
     return Target(getattr(function, "__qualname__", type(function).__name__), kind="function")
 
 
-def _because(caller: str, launcher: str | None) -> dict[str, Because]:
-    return {} if launcher is None else {"launcher": Because(launcher, f"{caller}(launcher=...)")}
+def _start(
+    caller: str, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
+) -> None:
+    """Let the launcher of `plan` run `function(*args)` in its processes, and wait for their end."""
+    if plan.num_processes < 1:
+        number = plan.processes_per_machine
+        raise ConfigurationError(f"num_processes={number} must be at least 1.")
+    _check_start_method(plan.start_method, function, args)
+    if plan.launcher is not None:
+        because = Because(plan.launcher, f"{caller}(launcher=...)")
+        plan = replace(plan, because={"launcher": because})
+    launcher: Any = choose_launcher(plan)
+    launcher.launch_function(PrepareForLaunch(function, environment=plan.environment), args, plan)
 
 
 def _check_start_method(name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -196,8 +190,6 @@ def _check_start_method(name: str, function: Callable[..., Any], args: Sequence[
         )
     if name == "fork":
         return
-    import pickle
-
     main = sys.modules.get("__main__")
     if getattr(function, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
         raise ConfigurationError(

@@ -10,8 +10,6 @@ from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.handlers import TorchDynamoPlugin
 from accelerate_core.config.schema import SettingField, option, settings, settings_fields
 
-__all__ = ["LAUNCH_OPTIONS", "OWN", "TRAINING", "known_yaml_keys"]
-
 TRAINING = "Training"
 
 
@@ -66,6 +64,7 @@ class Machines:
         default=None,
         help="port on machine 0; default: a free one, or 29500 for several machines",
         ge=0,
+        le=65535,
     )
     rdzv_backend: str = option(
         default="static",

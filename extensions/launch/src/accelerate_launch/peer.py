@@ -8,16 +8,6 @@ from __future__ import annotations
 
 from accelerate_core.plugins import catalog
 
-__all__ = [
-    "IGNORED_KEYS",
-    "KEYS",
-    "OBSOLETE_KEYS",
-    "OPTIONS",
-    "REFUSED_OPTIONS",
-    "SWITCHES",
-    "owner_of_option",
-]
-
 #: Options that ask for a backend.
 SWITCHES = {**catalog.SWITCHES, "use_megatron_lm": "megatron", "tpu": "xla"}
 

@@ -8,7 +8,8 @@ from typing import Literal
 
 from accelerate_core.config.provenance import Because
 
-__all__ = ["LaunchPlan", "Target"]
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)

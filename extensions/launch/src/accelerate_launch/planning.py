@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,17 @@ from accelerate_core.errors import ConfigurationError
 from accelerate_core.plugins.discovery import find, installed
 from accelerate_launch import checks, devices, mpi
 from accelerate_launch.cluster import ClusterEnvironment, detect_cluster
-from accelerate_launch.contributed import check_sections, take
+from accelerate_launch.contributed import check_sections, said_by_environment, take
 from accelerate_launch.options import LAUNCH_OPTIONS, OWN
 from accelerate_launch.paths import default_config_path, peers_config
 from accelerate_launch.plan import LaunchPlan, Target
 from accelerate_launch.target import find_target
 
-__all__ = [
-    "Decision",
-    "decide",
-    "draft_plan",
-    "find_config",
-    "make_plan",
-    "refuse_nesting",
-]
-
 logger = logging.getLogger(__name__)
 
-_MPI_SIZES = tuple(flavour.ranks[1] for flavour in mpi.FLAVOURS)
-
 _THREADS = "OMP_NUM_THREADS"
+#: Option -> the kind of the plugin it names.
+_PLUGINS = {"mixed_precision": "precision", "backend": "backend", "launcher": "launcher"}
 
 
 def make_plan(
@@ -56,23 +47,28 @@ def make_plan(
         ConfigurationError: a value is wrong, two contradict each other, the target
             does not exist, or this process is already a rank of a launch.
     """
-    made = decide(given, environ, config)
-    chosen, around = made.chosen, made.around
-    value = {name: because.value for name, because in chosen.items()}
-    if not around.ranks:
-        _refuse_rank(environ, value["num_machines"])
-    target = find_target(
-        script,
-        arguments,
-        environ,
-        module=bool(value["module"]),
-        no_python=bool(value["no_python"]),
-    )
-    checks.check_port(chosen, around)
-    local_addr = None
-    if value["num_machines"] > 1 and value["launcher"] in (None, "torchrun"):
-        local_addr = devices.local_address(value["main_process_ip"], value["main_process_port"])
-    return _plan(made, target, environ, config, local_addr)
+    plan = draft_plan(given, environ, config)
+    flags = {name: bool(plan.because[name].value) for name in ("module", "no_python")}
+    plan = replace(plan, target=find_target(script, arguments, environ, **flags))
+    checks.check_port(plan)
+    if plan.num_machines > 1 and plan.launcher in (None, "torchrun"):
+        return _with_address(plan, environ)
+    return plan
+
+
+def _with_address(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
+    """Say under which address and on which interface the other machines reach this one."""
+    address = devices.local_address(str(plan.main_process_ip), plan.main_process_port)
+    if address is None:
+        return plan
+    conf, environment = plan.rdzv_conf, dict(plan.environment)
+    if plan.rdzv_backend == "c10d" and "is_host=" not in conf:
+        # Whether this machine is where the store is: torch asks a name service for it.
+        here = devices.is_address_of(address, str(plan.main_process_ip))
+        conf = ",".join(filter(None, (conf, f"is_host={str(here).lower()}")))
+    if "GLOO_SOCKET_IFNAME" not in environ and (interface := devices.interface_of(address)):
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return replace(plan, local_addr=address, rdzv_conf=conf, environment=environment)
 
 
 def draft_plan(
@@ -84,52 +80,23 @@ def draft_plan(
         ConfigurationError: as `make_plan`.
     """
     made = decide(given, environ, config)
-    if not made.around.ranks:
-        _refuse_rank(environ, made.chosen["num_machines"].value)
-    return _plan(made, Target("SCRIPT"), environ, config, None)
-
-
-def _plan(
-    made: Decision,
-    target: Target,
-    environ: Mapping[str, str],
-    config: ConfigFile | None,
-    local_addr: str | None,
-) -> LaunchPlan:
     chosen = made.chosen
-    value = {name: because.value for name, because in chosen.items()}
+    if not made.around.ranks:
+        _refuse_rank(environ, chosen["num_machines"].value)
+    same = {field.name for field in fields(LaunchPlan)} & chosen.keys()
+    values = {name: chosen[name].value for name in same}
+    values |= {
+        "main_process_port": chosen["main_process_port"].value or None,
+        "rdzv_conf": chosen["rdzv_conf"].value or "",
+        "quiet": bool(chosen["quiet"].value),
+    }
     return LaunchPlan(
-        target=target,
-        num_processes=value["num_processes"],
-        num_machines=value["num_machines"],
-        machine_rank=value["machine_rank"],
-        launcher=value["launcher"],
-        main_process_ip=value["main_process_ip"],
-        main_process_port=value["main_process_port"] or None,
-        rdzv_backend=value["rdzv_backend"],
-        rdzv_conf=_rendezvous_conf(value, local_addr),
-        rdzv_id=value["rdzv_id"],
-        local_addr=local_addr,
-        mpirun_hostfile=value["mpirun_hostfile"],
-        max_restarts=value["max_restarts"],
-        monitor_interval=value["monitor_interval"],
-        log_dir=value["log_dir"],
-        tee=value["tee"],
-        role=value["role"],
-        quiet=bool(value["quiet"]),
-        environment=_environment(made, environ, config, local_addr),
+        Target("SCRIPT"),
+        environment=_environment(made, config),
         contributed={**made.contributed, **made.plugins},
         because={**chosen, **made.plugins},
+        **values,
     )
-
-
-def _rendezvous_conf(value: Mapping[str, Any], local_addr: str | None) -> str:
-    """Say whether this machine is where c10d's store is: torch asks a name service for it."""
-    conf = str(value["rdzv_conf"] or "")
-    if value["rdzv_backend"] != "c10d" or local_addr is None or "is_host=" in conf:
-        return conf
-    here = devices.is_address_of(local_addr, value["main_process_ip"])
-    return ",".join(part for part in (conf, f"is_host={str(here).lower()}") if part)
 
 
 @dataclass(frozen=True)
@@ -162,10 +129,8 @@ def decide(
         if said := checks.obsolete_in(config):
             logger.warning(said)
     # The children's own variables are stronger than the file.
-    for name in contributed:
-        if environ.get(name):
-            contributed[name] = Because(environ[name], f"environment variable {name}")
-    contributed.update(asks_launchers(environ))
+    contributed |= said_by_environment(contributed, environ)
+    contributed |= asks_launchers(environ)
     sources = Sources(environ, config)
     around = _heeded(detect_cluster(environ), given, sources)
     chosen = {option.name: _choose(option, given, sources, around) for option in LAUNCH_OPTIONS}
@@ -173,7 +138,10 @@ def decide(
         chosen["backend"] = checks.backend_of(config, chosen["backend"])
         chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
     plugins, chosen["backend"] = take(given, chosen["backend"], environ)
-    _check_names(chosen)
+    for name, kind in _PLUGINS.items():
+        because = chosen[name]
+        if because.value is not None and because.origin != "default":
+            find(kind, str(because.value).lower(), because=because.origin)
     _take_hosts(chosen)
     chosen["num_processes"] = checks.processes(chosen, environ, around)
     checks.check_machines(chosen, around)
@@ -205,23 +173,22 @@ def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | N
     return None
 
 
-def refuse_nesting(environ: Mapping[str, str], num_machines: int = 1) -> None:
+def refuse_nesting(environ: Mapping[str, str]) -> None:
     """Raise ConfigurationError if this process is already one rank of many."""
-    for name in _MPI_SIZES:
+    for name in (flavour.ranks[1] for flavour in mpi.FLAVOURS):
         if environ.get(name, "1") != "1":
             raise _nested(f"one of {environ[name]} processes of an MPI run ({name})")
-    _refuse_rank(environ, num_machines)
+    _refuse_rank(environ, 1)
 
 
 def _refuse_rank(environ: Mapping[str, str], num_machines: int) -> None:
-    outer = ""
-    if "TORCHELASTIC_RUN_ID" in environ or ("WORLD_SIZE" in environ and "LOCAL_RANK" in environ):
-        outer = f"rank {environ.get('RANK', '?')} of {environ.get('WORLD_SIZE', '?')} of a launch"
+    if "TORCHELASTIC_RUN_ID" in environ or {"WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
+        rank, size = environ.get("RANK", "?"), environ.get("WORLD_SIZE", "?")
+        raise _nested(f"rank {rank} of {size} of a launch")
     # Schedulers of containers set WORLD_SIZE to the number of machines, for the launcher to read.
-    elif "WORLD_SIZE" in environ and num_machines == 1:
-        outer = f"part of a world of {environ['WORLD_SIZE']} (environment variable WORLD_SIZE)"
-    if outer:
-        raise _nested(outer)
+    if "WORLD_SIZE" in environ and num_machines == 1:
+        size = environ["WORLD_SIZE"]
+        raise _nested(f"part of a world of {size} (environment variable WORLD_SIZE)")
 
 
 def _nested(outer: str) -> ConfigurationError:
@@ -259,9 +226,8 @@ def _heeded(
 
 def asks_launchers(environ: Mapping[str, str]) -> dict[str, Because]:
     """Return the variables set here by which launchers of plugins are asked for."""
-    records = [record for record in installed().of_kind("launcher") if record.triggers]
-    names = {name for record in records for name in record.triggers if environ.get(name)}
-    return {name: Because(environ[name], f"environment variable {name}") for name in names}
+    triggers = (record.triggers for record in installed().of_kind("launcher"))
+    return said_by_environment(set().union(*triggers), environ)
 
 
 def _take_hosts(chosen: dict[str, Because]) -> None:
@@ -278,16 +244,6 @@ def _take_hosts(chosen: dict[str, Because]) -> None:
         chosen["main_process_ip"] = Because(hosts[0], f"first host in {file.value}")
 
 
-def _check_names(chosen: Mapping[str, Because]) -> None:
-    """Check the names of plugins against what the installed packages declare."""
-    kinds = {"mixed_precision": "precision", "backend": "backend", "launcher": "launcher"}
-    for option, kind in kinds.items():
-        because = chosen[option]
-        if because.value is None or because.origin == "default":
-            continue
-        find(kind, str(because.value).lower(), because=because.origin)
-
-
 def _threads(given: Mapping[str, Any], environ: Mapping[str, str], processes: int) -> Because:
     if given.get("num_cpu_threads_per_process") is not None:
         origin = "command line --num_cpu_threads_per_process"
@@ -299,12 +255,7 @@ def _threads(given: Mapping[str, Any], environ: Mapping[str, str], processes: in
     return Because(devices.threads_for(processes), f"cores shared by {processes} processes")
 
 
-def _environment(
-    decision: Decision,
-    environ: Mapping[str, str],
-    config: ConfigFile | None,
-    local_addr: str | None,
-) -> dict[str, str]:
+def _environment(decision: Decision, config: ConfigFile | None) -> dict[str, str]:
     """Return what children get on top of the launcher's environment."""
     chosen = decision.chosen
     # What the config file says to the core the children read there; what follows from it, and what
@@ -329,10 +280,6 @@ def _environment(
     if made:
         origins = {env: because.origin for env, because in made.items()}
         texts[BECAUSE_VARIABLE] = json.dumps(origins, sort_keys=True)
-    if local_addr is not None and "GLOO_SOCKET_IFNAME" not in environ:
-        interface = devices.interface_of(local_addr)
-        if interface is not None:
-            texts["GLOO_SOCKET_IFNAME"] = interface
     return {**texts, **decision.around.ranks}
 
 

@@ -1,7 +1,7 @@
 """What plugins let users set, known without importing them.
 
 Each plugin is asked once, in a process of its own, what its settings, commands and declarations
-are; the answer is kept in the cache directory under its distribution, version and the time its
+are; the answer is kept in the cache directory with its distribution, version and the time its
 files were written. So the command line shows and checks options of backends without torch.
 """
 
@@ -16,7 +16,7 @@ import pkgutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,15 @@ from accelerate_launch.paths import cache_directory
 #: Kinds of plugins that may have a section of a config file, `<name>_config`.
 WITH_SETTINGS = ("backend", "precision", "checkpointer", "loaders", "extension")
 #: Raised with what is kept: older entries are then asked for anew.
-_FORMAT = 4
+_FORMAT = 5
+#: Between a plugin's target and its folder, in what is kept.
+_IN = " in "
 
 #: The core's own settings that have a group of options, like a plugin's.
 _CORE_CLASSES = {
     "compiler": "accelerate_core.config.handlers:TorchDynamoPlugin",
     "mesh": "accelerate_core.config.parallelism:ParallelismConfig",
 }
-
-_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,6 @@ class PluginSchema:
     mesh: tuple[str, ...] = ()
     problem: str = ""
 
-    def field_of_option(self, name: str) -> SettingField | None:
-        """Return the field an option of `launch` sets."""
-        return next((one for one in self.fields if name in one.cli), None)
-
     def field_of_key(self, key: str) -> SettingField | None:
         """Return the field a key of the section sets."""
         return next((one for one in self.fields if key in one.yaml), None)
@@ -81,35 +77,41 @@ def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSche
     What the cache does not know is asked for in one process; torch is not imported by this one.
     """
     environ = os.environ if environ is None else environ
-    disabled = disabled_names(environ)
-    wanted = {
-        _key(record): record
-        for record in (*_core_records(), *installed().plugins)
-        if record.kind in (*WITH_SETTINGS, "core")
-        and record.name not in disabled
-        and (record.kind == "core" or not record.target.startswith("accelerate_core."))
-    }
+    off = disabled_names(environ)
+    owner = ("accelerate-core", accelerate_core.__version__)
+    records = [PluginRecord("core", *named, *owner) for named in _CORE_CLASSES.items()]
+    records += (
+        record
+        for record in installed().plugins
+        if record.kind in WITH_SETTINGS
+        and record.name not in off
+        and not record.target.startswith("accelerate_core.")
+    )
     file = cache_directory() / "plugins.json"
-    known = _read(file)
-    missing = {key: record for key, record in wanted.items() if key not in known}
-    if missing:
-        answers = _ask(list(missing.values()), environ)
-        fresh = {key: answers.get(record.target, {}) for key, record in missing.items()}
+    kept = _read(file)
+    places = {record.target: _place(record) for record in records}
+    said = {
+        target: kept[place]["said"]
+        for target, (place, stamp) in places.items()
+        if place in kept and kept[place]["stamp"] == stamp
+    }
+    if missing := [record for record in records if record.target not in said]:
+        answers = _ask(missing, environ)
+        said |= answers
         # A plugin that failed is asked again next time: what it lacks may be installed by then.
-        kept = {key: made for key, made in fresh.items() if made and not made.get("problem")}
-        if kept:
-            _write(file, {**_alive(known, kept), **kept})
-        known = {**known, **fresh}
-    made = [_schema(record, known[key]) for key, record in wanted.items()]
-    for key, record in wanted.items():
-        said = known[key].get("more", ())
-        made += [replace(_schema(record, one), switches=()) for one in said]
+        sound = {target: answer for target, answer in answers.items() if not answer.get("problem")}
+        if sound:
+            alive = {p: one for p, one in kept.items() if Path(p.partition(_IN)[2]).is_dir()}
+            for target, answer in sound.items():
+                place, stamp = places[target]
+                alive[place] = {"stamp": stamp, "said": answer}
+            _write(file, alive)
+    made = []
+    for record in records:
+        answer = said.get(record.target, {"problem": "it gave no answer"})
+        made.append(_schema(record, answer))
+        made += [replace(_schema(record, more), switches=()) for more in answer.get("more", ())]
     return tuple(sorted(made, key=lambda one: (one.kind != "core", one.kind, one.name)))
-
-
-def _core_records() -> Iterable[PluginRecord]:
-    for name, target in _CORE_CLASSES.items():
-        yield PluginRecord("core", name, target, "accelerate-core", accelerate_core.__version__)
 
 
 def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
@@ -128,41 +130,27 @@ def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
         summary=said.get("summary", ""),
         fields=tuple(made),
         mesh=tuple(said.get("mesh", ())),
-        problem=said.get("problem", "" if said else "it gave no answer"),
+        problem=said.get("problem", ""),
     )
 
 
-def _key(record: PluginRecord) -> str:
-    """Return what changes when the plugin does: an editable install keeps its version."""
-    package = record.target.partition(":")[0].partition(".")[0]
-    spec = importlib.util.find_spec(package)
+def _place(record: PluginRecord) -> tuple[str, str]:
+    """Return where a plugin is, and what changes when it does: an editable install keeps its version."""
+    spec = importlib.util.find_spec(record.target.partition(":")[0].partition(".")[0])
     folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
     # What is said depends on how the core reads settings, too.
     own = Path(config.__file__).parent.glob("*.py")
     written = [Path(__file__), *own, *(() if record.kind == "core" else folder.glob("*.py"))]
     newest = max(one.stat().st_mtime_ns for one in written)
-    parts = (record.target, record.distribution, record.version, folder, newest, _FORMAT)
-    return "|".join(map(str, parts))
+    return f"{record.target}{_IN}{folder}", f"{_FORMAT} {record.label} {newest}"
 
 
-def _alive(known: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that no fresh one replaces and whose files are still there."""
-    replaced = {(key.split("|")[0], key.split("|")[3]) for key in fresh}
-    return {
-        key: said
-        for key, said in known.items()
-        if (key.split("|")[0], key.split("|")[3]) not in replaced
-        and Path(key.split("|")[3]).is_dir()
-    }
-
-
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, dict[str, Any]]:
     try:
         made = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return {place: one for place, one in made.items() if one.keys() == {"stamp", "said"}}
+    except (OSError, ValueError, AttributeError):  # it is not there, or damaged
         return {}
-    sound = isinstance(made, dict) and all(isinstance(said, dict) for said in made.values())
-    return {key: said for key, said in made.items() if key.count("|") == 5} if sound else {}
 
 
 def _write(file: Path, known: Mapping[str, Any]) -> None:
@@ -184,7 +172,7 @@ def _ask(records: Sequence[PluginRecord], environ: Mapping[str, str]) -> dict[st
         command += [f"{record.name}={record.target}" for record in records]
         try:
             subprocess.run(
-                command, env=dict(environ), capture_output=True, timeout=_SECONDS, check=False
+                command, env=dict(environ), capture_output=True, timeout=120, check=False
             )
             answers: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, subprocess.SubprocessError):

@@ -8,8 +8,6 @@ from typing import Any
 
 from accelerate_launch.plan import LaunchPlan, Target
 
-__all__ = ["SimpleLauncher", "target_command"]
-
 
 class SimpleLauncher:
     """Runs the target itself; no rank variables, no group, no torch in the launcher."""

@@ -10,8 +10,6 @@ from accelerate_core.errors import ConfigurationError
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.torchrun import TorchrunLauncher
 
-__all__ = ["SrunLauncher", "expand_nodes", "in_step", "port_of_job"]
-
 _PART = re.compile(r"([^\[,]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
 
 #: Steps above are SLURM's own: of the batch script, of an interactive shell, of `extern`.

@@ -8,29 +8,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
+from accelerate_core.config.lookup import Sources, resolve_settings
+from accelerate_core.config.provenance import Because
 from accelerate_core.errors import (
     AccelerateError,
     ConfigurationError,
     PluginError,
     PluginVersionError,
 )
+from accelerate_core.plugins.discovery import (
+    PluginRecord,
+    check_api_version,
+    disabled_names,
+    find,
+    installed,
+)
+from accelerate_core.plugins.selection import Considered, Selection
 from accelerate_launch.plan import LaunchPlan
-
-if TYPE_CHECKING:
-    from accelerate_core.plugins.discovery import PluginRecord
-    from accelerate_core.plugins.selection import Considered, Selection
-
-__all__ = [
-    "FunctionLauncher",
-    "Launcher",
-    "child_environment",
-    "choose_launcher",
-    "command_of",
-    "consider_launchers",
-    "start",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -111,35 +107,32 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
     Raises:
         PluginError, PluginVersionError, ConfigurationError: as `choose_launcher`.
     """
-    from accelerate_core.config.provenance import Because
-    from accelerate_core.plugins.discovery import installed
-    from accelerate_core.plugins.selection import Considered, Selection
-
     made, records = Selection("launcher"), installed().of_kind("launcher")
     if plan.launcher is not None:
-        launcher, origin = _named(plan)
-        made.wanted = Because(plan.launcher, origin)
+        made.wanted = plan.because.get("launcher", Because(plan.launcher, "the launch plan"))
+        origin = made.wanted.origin
+        launcher = _named(plan.launcher, origin, plan)
+        others = f"{plan.launcher!r} is asked for by {origin}"
         made.considered = [
             Considered(record, "active", origin)
             if record.name == plan.launcher
-            else Considered(record, "available", f"{plan.launcher!r} is asked for by {origin}")
+            else Considered(record, "available", others)
             for record in records
         ]
         return launcher, made
     made.fired = {"always": "it asks to be probed always"}
     made.fired |= {name: one.origin for name, one in plan.contributed.items()}
     asked = [_triggered(record, plan) for record in records]
+    made.considered = [one for _, one in asked]
     accepting = [(launcher, one) for launcher, one in asked if launcher is not None]
     if not accepting:
         raise PluginError("No installed launcher takes this launch; name one with --launcher.")
     launcher, chosen = max(accepting, key=lambda pair: getattr(pair[0], "priority", _PRIORITY))
     for _, one in accepting:
         one.because = f"{chosen.record.name!r} accepts the plan and goes before it"
-    chosen.state = "active"
     what = f"{plan.num_processes} process(es) on {plan.num_machines} machine(s)"
-    asked_by = _why_asked(chosen.record, plan)
-    chosen.because = asked_by or f"the first that accepts {what}"
-    made.considered = [one for _, one in asked]
+    chosen.state = "active"
+    chosen.because = _why_asked(chosen.record, plan) or f"the first that accepts {what}"
     return launcher, made
 
 
@@ -148,43 +141,34 @@ def _why_asked(record: PluginRecord, plan: LaunchPlan) -> str:
     return f"asked because of {plan.contributed[hits[0]].origin}" if hits else ""
 
 
-def _named(plan: LaunchPlan) -> tuple[Launcher, str]:
-    """Return the launcher the plan names, and where its name came from."""
-    from accelerate_core.plugins.discovery import find
-
-    name = str(plan.launcher)
-    origin = plan.because["launcher"].origin if "launcher" in plan.because else "the launch plan"
+def _named(name: str, origin: str, plan: LaunchPlan) -> Launcher:
     record = find("launcher", name, because=origin)
     launcher = _asked(record, plan)
-    if launcher is None:
-        if not _takes(record.load(), plan):
-            raise ConfigurationError(
-                f"The launcher {record.label} (asked for by {origin}) starts programs, and no "
-                "functions: it has no launch_function. Write what is to run into a script for "
-                f"accelerate-core launch --launcher {record.name}, or name another launcher."
-            )
+    if launcher is not None:
+        return launcher
+    if not _takes(record.load(), plan):
         raise ConfigurationError(
-            f"The launcher {record.label} (asked for by {origin}) does not take this launch: "
-            f"{plan.num_processes} processes on {plan.num_machines} machine(s)."
+            f"The launcher {record.label} (asked for by {origin}) starts programs, and no "
+            "functions: it has no launch_function. Write what is to run into a script for "
+            f"accelerate-core launch --launcher {record.name}, or name another launcher."
         )
-    return launcher, origin
+    raise ConfigurationError(
+        f"The launcher {record.label} (asked for by {origin}) does not take this launch: "
+        f"{plan.num_processes} processes on {plan.num_machines} machine(s)."
+    )
 
 
 def _triggered(record: PluginRecord, plan: LaunchPlan) -> tuple[Launcher | None, Considered]:
     """Ask a plugin's launcher whether it takes a plan, if one of its triggers is set."""
-    from accelerate_core.plugins.discovery import disabled_names
-    from accelerate_core.plugins.selection import Considered
-
     if record.name in disabled_names():
         return None, Considered(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
     if not record.triggers & {"always", *plan.contributed}:
         return None, Considered(record, "available", "not asked for")
     try:
         launcher = _asked(record, plan)
-    except PluginVersionError as error:
-        return None, Considered(record, "refused", str(error))
     except PluginError as error:
-        return None, Considered(record, "broken", str(error))
+        state = "refused" if isinstance(error, PluginVersionError) else "broken"
+        return None, Considered(record, state, str(error))
     why = "; ".join(filter(None, [_why_asked(record, plan), "it does not take this launch"]))
     return launcher, Considered(record, "passed over", why)
 
@@ -197,11 +181,12 @@ def _asked(record: PluginRecord, plan: LaunchPlan) -> Launcher | None:
         PluginVersionError: it speaks another major version of the contract.
         ConfigurationError: a value of its settings is wrong.
     """
-    from accelerate_core.plugins.discovery import check_api_version
-
     cls = record.load()
     check_api_version(record, cls)
-    settings = _settings_of(cls, record.name, plan)
+    settings: list[Any] = []
+    if getattr(cls, "Settings", None) is not None:
+        sources = Sources.of({**os.environ, **plan.environment})
+        settings.append(resolve_settings(cls.Settings, None, sources, owner=record.name)[0])
     try:
         launcher: Launcher = cls(*settings)
         return launcher if _takes(cls, plan) and launcher.accepts(plan) else None
@@ -216,16 +201,6 @@ def _asked(record: PluginRecord, plan: LaunchPlan) -> Launcher | None:
 def _takes(launcher: Any, plan: LaunchPlan) -> bool:
     """Tell whether a launcher starts what the plan has: anyone a program, some a function."""
     return plan.target.kind != "function" or hasattr(launcher, "launch_function")
-
-
-def _settings_of(launcher: Any, name: str, plan: LaunchPlan) -> list[Any]:
-    """Resolve the `Settings` of a launcher that has some, from environment and config file."""
-    if getattr(launcher, "Settings", None) is None:
-        return []
-    from accelerate_core.config.lookup import Sources, resolve_settings
-
-    sources = Sources.of({**os.environ, **plan.environment})
-    return [resolve_settings(launcher.Settings, None, sources, owner=name)[0]]
 
 
 def command_of(plan: LaunchPlan) -> list[str]:
@@ -252,11 +227,9 @@ def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str,
 def _answer(launcher: Any, method: str, plan: LaunchPlan) -> Any:
     try:
         return getattr(launcher, method)(plan)
+    except AccelerateError:
+        raise
     except Exception as error:
-        if isinstance(error, AccelerateError):
-            raise
-        from accelerate_core.plugins.discovery import find
-
         record = find("launcher", launcher.name, because="this launch")
         raise record.broken(f"its {method}() raised {type(error).__name__}: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,6 @@ from pkgutil import iter_modules
 
 from accelerate_core.errors import ConfigurationError, did_you_mean
 from accelerate_launch.plan import Target
-
-__all__ = ["find_target"]
 
 
 def find_target(
@@ -31,10 +30,17 @@ def find_target(
     if module and no_python:
         raise ConfigurationError("--module and --no_python exclude each other.")
     if module:
-        _check_module(name)
+        try:
+            find_module(name, first=[str(Path.cwd())])
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(f"Cannot launch {name!r}: {error}") from None
         return Target(name, tuple(arguments), "module")
     if no_python:
-        _check_program(name, environ)
+        if shutil.which(name, path=environ.get("PATH")) is None:
+            raise ConfigurationError(
+                f"The program {name!r} was not found, or may not be executed. Without --no_python it "
+                f"is run by the Python interpreter."
+            )
         return Target(name, tuple(arguments), "program")
     _check_script(name)
     return Target(name, tuple(arguments), "script")
@@ -44,9 +50,9 @@ def _check_script(name: str) -> None:
     path = Path(name)
     if path.is_file() or (path / "__main__.py").is_file():
         return
+    folder = path.parent
     if path.is_dir():
         raise ConfigurationError(f"{name!r} is a folder without a __main__.py, not a script.")
-    folder = path.parent
     if not folder.is_dir():
         raise ConfigurationError(
             f"The script {name!r} does not exist: there is no folder {str(folder)!r}."
@@ -59,31 +65,25 @@ def _check_script(name: str) -> None:
     raise ConfigurationError(f"The script {name!r} does not exist in {folder.resolve()}.{hint}")
 
 
-def _check_program(name: str, environ: Mapping[str, str]) -> None:
-    if shutil.which(name, path=environ.get("PATH")) is None:
-        raise ConfigurationError(
-            f"The program {name!r} was not found, or may not be executed. Without --no_python it "
-            f"is run by the Python interpreter."
-        )
+def find_module(name: str, *, first: Sequence[str] = ()) -> ModuleSpec:
+    """Look for a module as an import would, without importing its packages.
 
+    Args:
+        first: folders that are looked into before those of `sys.path`.
 
-def _check_module(name: str) -> None:
-    """Look for the module as `python -m` would, without importing its packages."""
-    places: Sequence[str] = [str(Path.cwd()), *sys.path]
-    walked: list[str] = []
+    Raises:
+        ModuleNotFoundError: with the part that is missing, and the nearest name there.
+    """
+    found, package, places = None, "", [*first, *sys.path]
     for part in name.split("."):
-        found = _find(part, places)
+        found = PathFinder.find_spec(part, places)
+        if found is None and not package:
+            found = importlib.util.find_spec(part)  # built in, or found by a finder of its own
         if found is None:
-            near = did_you_mean(part, {info.name for info in iter_modules(list(places))})
-            where = f" in package {'.'.join(walked)!r}" if walked else ""
-            raise ConfigurationError(
-                f"There is no module {part!r}{where} to launch {name!r}.{near}"
-            )
-        walked.append(part)
-        places = list(found.submodule_search_locations or [])
-
-
-def _find(part: str, places: Sequence[str]) -> ModuleSpec | None:
-    if part in sys.builtin_module_names:
-        return ModuleSpec(part, None)
-    return PathFinder.find_spec(part, list(places))
+            near = did_you_mean(part, {info.name for info in iter_modules(places)})
+            where = f" in package {package!r}" if package else ""
+            raise ModuleNotFoundError(f"There is no module {part!r}{where}.{near}")
+        package = f"{package}.{part}".lstrip(".")
+        places = list(found.submodule_search_locations or ())
+    assert found is not None
+    return found

@@ -6,16 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate_launch.plan import LaunchPlan
+from accelerate_launch.functions import run_elastic
+from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 
-__all__ = ["DEFAULT_PORT", "LOOPBACK", "TorchrunLauncher"]
-
-DEFAULT_PORT = 29500
-LOOPBACK = "127.0.0.1"
-
-#: Runs the agent and, when a rank fails, prints that rank's failure alone.
-_QUIET_MODULE = "accelerate_launch.quiet"
-#: The agent, with the exit status of a run that saved itself and is to be started again.
+#: torch's agent, with the exit status of a run that saved itself and is to be started again.
 _AGENT_MODULE = "accelerate_launch.agent"
 
 
@@ -32,7 +26,9 @@ class TorchrunLauncher:
 
     def launch_command(self, plan: LaunchPlan) -> list[str]:
         """Return the command that starts the plan on this machine."""
-        command = [sys.executable, "-m", _QUIET_MODULE if plan.quiet else _AGENT_MODULE]
+        command = [sys.executable, "-m", _AGENT_MODULE]
+        if plan.quiet:
+            command.append("--quiet")
         command += _rendezvous(plan)
         command += ["--nproc_per_node", str(plan.processes_per_machine)]
         command += ["--max_restarts", str(plan.max_restarts)]
@@ -50,8 +46,6 @@ class TorchrunLauncher:
         self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
     ) -> None:
         """Run a function in the plan's processes on this machine, with the agent in this process."""
-        from accelerate_launch.functions import run_elastic
-
         run_elastic(function, args, plan)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
 
 from accelerate_core.builtin.console import console
+from accelerate_core.config.files import read_config
 from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
@@ -19,8 +20,6 @@ from accelerate_launch.cluster import detect_cluster
 from accelerate_launch.contributed import check_value
 from accelerate_launch.paths import peers_config
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
-
-__all__ = ["Asker", "ask_everything"]
 
 #: What is offered as a compiler; any that torch knows may be typed.
 _COMPILERS = ("no", "inductor", "aot_eager", "eager")
@@ -33,43 +32,18 @@ class Asker:
         self.ask = ask
         self.keys = ask and sys.stdin.isatty() and sys.stdout.isatty()
 
-    def choose(self, question: str, options: Sequence[str], default: str) -> str:
-        """Return one of the options."""
-        if not self.ask or len(options) == 1:
-            return default
-        default = default if default in options else options[0]
-        if self.keys:
-            import questionary
-
-            menu = questionary.select(question, list(options), default)
-            return str(menu.unsafe_ask())
-        said = self.text(f"{question} ({', '.join(options)})", default)
-        while said not in options:
-            if said.isdigit() and int(said) < len(options):
-                return options[int(said)]
-            hint = did_you_mean(said, options)
-            click.echo(f"{said!r} is not one of {listing(options)}.{hint}", err=True)
-            said = self.text(question, default)
-        return said
-
-    def confirm(self, question: str, default: bool) -> bool:
-        """Return yes or no."""
-        return self.choose(question, ("yes", "no"), "yes" if default else "no") == "yes"
-
-    def number(
-        self, question: str, default: int, minimum: int = 1, maximum: int | None = None
-    ) -> int:
-        """Return a whole number."""
-        upto = "" if maximum is None else f" to {maximum}"
+    def text(self, question: str, default: str, read: Callable[[str], Any] = str) -> Any:
+        """Return what `read` makes of a line; what it refuses is asked again."""
         while True:
-            said = self.text(question, str(default))
-            fits = said.isdigit() and int(said) >= minimum
-            if fits and (maximum is None or int(said) <= maximum):
-                return int(said)
-            click.echo(f"{said!r} is not a whole number from {minimum}{upto}.", err=True)
+            said = self._line(question, default)
+            try:
+                return read(said)
+            except ConfigurationError as error:
+                if not self.ask:
+                    raise
+                click.echo(str(error), err=True)
 
-    def text(self, question: str, default: str) -> str:
-        """Return a line."""
+    def _line(self, question: str, default: str) -> str:
         if not self.ask:
             return default
         if self.keys:
@@ -84,6 +58,45 @@ class Asker:
                 f"The input ended at the question {question!r}. Without a terminal give one answer "
                 "per line, or none at all: accelerate-core config --yes."
             ) from None
+
+    def choose(self, question: str, options: Sequence[str], default: str) -> str:
+        """Return one of the options, which may be told by its number, too."""
+        if not self.ask or len(options) == 1:
+            return default
+        default = default if default in options else options[0]
+        if self.keys:
+            import questionary
+
+            menu = questionary.select(question, list(options), default)
+            return str(menu.unsafe_ask())
+
+        def read(said: str) -> str:
+            if said in options:
+                return said
+            if said.isdigit() and int(said) < len(options):
+                return options[int(said)]
+            hint = did_you_mean(said, options)
+            raise ConfigurationError(f"{said!r} is not one of {listing(options)}.{hint}")
+
+        return str(self.text(f"{question} ({', '.join(options)})", default, read))
+
+    def confirm(self, question: str, default: bool) -> bool:
+        """Return yes or no."""
+        return self.choose(question, ("yes", "no"), "yes" if default else "no") == "yes"
+
+    def number(
+        self, question: str, default: int, minimum: int = 1, maximum: int | None = None
+    ) -> int:
+        """Return a whole number."""
+
+        def read(said: str) -> int:
+            fits = said.isdigit() and int(said) >= minimum
+            if fits and (maximum is None or int(said) <= maximum):
+                return int(said)
+            upto = "" if maximum is None else f" to {maximum}"
+            raise ConfigurationError(f"{said!r} is not a whole number from {minimum}{upto}.")
+
+        return int(self.text(question, str(default), read))
 
 
 def ask_everything(environ: Mapping[str, str], *, ask: bool) -> dict[str, Any]:
@@ -127,8 +140,6 @@ def _take_over(asker: Asker, environ: Mapping[str, str]) -> dict[str, Any] | Non
         return None
     if not asker.confirm(f"There is {theirs}, made for another tool. Take it over?", True):
         return None
-    from accelerate_core.config.files import read_config
-
     config = read_config(theirs)
     dropped = (*peer.OBSOLETE_KEYS, *peer.IGNORED_KEYS)
     return {key: config[key] for key in config if key not in dropped}
@@ -142,14 +153,17 @@ def _machines(asker: Asker, made: dict[str, Any], found: Mapping[str, Any]) -> N
     machines = made["num_machines"] = asker.number("How many machines?", 1)
     if machines > 1:
         made["machine_rank"] = asker.number("Number of this machine, from 0?", 0, 0, machines - 1)
-        made["main_process_ip"] = asker.text("Address of machine 0?", "")
-        while asker.ask and not made["main_process_ip"]:
-            click.echo("Machines find each other by that address: it cannot be empty.", err=True)
-            made["main_process_ip"] = asker.text("Address of machine 0?", "")
+        made["main_process_ip"] = asker.text("Address of machine 0?", "", _not_empty)
         made["main_process_port"] = asker.number("Port on machine 0?", 29500)
         made["rdzv_backend"] = asker.choose(
             "How do they find each other?", ("static", "c10d"), "static"
         )
+
+
+def _not_empty(said: str) -> str:
+    if not said:
+        raise ConfigurationError("Machines find each other by that address: it cannot be empty.")
+    return said
 
 
 def _backend(asker: Asker, made: dict[str, Any]) -> str:
@@ -223,13 +237,9 @@ def _field(asker: Asker, field: SettingField) -> Any:
         wanted = default if default in field.choices else field.choices[0]
         said = asker.choose(field.ask, field.choices, wanted)
         return int(said) if field.kind == "int" else said
-    while True:
-        said = asker.text(field.ask, default)
-        try:
-            check_value(field, said, repr(said))
-        except ConfigurationError as error:
-            click.echo(str(error), err=True)
-            continue
-        if said == "":
-            return None
-        return {"int": int, "float": float}.get(field.kind, str)(said)
+
+    def read(said: str) -> Any:
+        check_value(field, said, repr(said))
+        return {"int": int, "float": float}.get(field.kind, str)(said) if said else None
+
+    return asker.text(field.ask, default, read)

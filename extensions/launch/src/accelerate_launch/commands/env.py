@@ -11,11 +11,18 @@ from importlib import metadata
 from typing import Any
 
 import click
+import psutil
 
-from accelerate_core.builtin.console import console
+from accelerate_core.config.core import CORE_SETTINGS
+from accelerate_core.config.files import ConfigFile
+from accelerate_core.config.lookup import Sources, resolve_core
 from accelerate_core.errors import AccelerateError
-
-__all__ = ["command", "environment_report"]
+from accelerate_launch.commands.plugins import print_rows
+from accelerate_launch.commands.tables import print_table
+from accelerate_launch.contributed import contributed_options
+from accelerate_launch.explain.planned_run import planned_run
+from accelerate_launch.explain.report import rows
+from accelerate_launch.planning import decide, find_config
 
 _SECRET = re.compile(
     r"KEY|TOKEN|SECRET|PASS(WORD|WD|PHRASE)?|PWD|CREDENTIAL|AUTH|DSN|(^|_)PAT$", re.IGNORECASE
@@ -28,7 +35,7 @@ _KNOWN = re.compile(
 _OURS = re.compile(r"ACCELERATE_|TORCH")
 #: Numbers, words, paths and lists of them: nothing with a login, a query or an object in it.
 _PLAIN = re.compile(r"[\w.,:+\-/ ]*")
-_DISTRIBUTIONS = ("torch", "numpy", "safetensors", "pydantic", "pluggy")
+_DISTRIBUTIONS = ("accelerate-core", "torch", "numpy", "safetensors", "pydantic", "pluggy")
 
 
 @click.command("env")
@@ -36,39 +43,29 @@ _DISTRIBUTIONS = ("torch", "numpy", "safetensors", "pydantic", "pluggy")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(config_file: str | None, as_json: bool) -> None:
     """Show versions, devices, plugins and the configuration in force."""
-    from accelerate_core.config.files import CONFIG_VARIABLE
-    from accelerate_launch.planning import find_config
-
     environ = dict(os.environ)
-    config = find_config(config_file, environ)
-    if config is not None:
-        environ[CONFIG_VARIABLE] = str(config.path)
-    made = environment_report(environ)
+    made = environment_report(environ, find_config(config_file, environ))
     if as_json:
         click.echo(json.dumps(made, indent=2))
     else:
         _print(made)
 
 
-def environment_report(environ: Mapping[str, str]) -> dict[str, Any]:
+def environment_report(
+    environ: Mapping[str, str], config: ConfigFile | None = None
+) -> dict[str, Any]:
     """Collect everything `env` shows; values that may be secret are left out."""
     return {
         "versions": _versions(),
         "devices": _devices(),
-        "plugins": _plugins(environ),
-        "configuration": _configuration(environ),
+        "plugins": rows(planned_run(environ, config)),
+        "configuration": _configuration(environ, config),
         "variables": _variables(environ),
     }
 
 
 def _versions() -> dict[str, str]:
-    from accelerate_core import __version__
-
-    made = {
-        "accelerate-core": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
+    made = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _DISTRIBUTIONS:
         try:
             made[name] = metadata.version(name)
@@ -78,12 +75,9 @@ def _versions() -> dict[str, str]:
 
 
 def _devices() -> dict[str, Any]:
-    import psutil
     import torch
 
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator is not None else 0
     made: dict[str, Any] = {
         "accelerator": accelerator.type if accelerator is not None else "none",
@@ -102,41 +96,23 @@ def _devices() -> dict[str, Any]:
     return made
 
 
-def _plugins(environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    from accelerate_core.config.files import CONFIG_VARIABLE, read_config
-    from accelerate_launch.explain.planned_run import planned_run
-    from accelerate_launch.explain.report import rows
-
-    named = environ.get(CONFIG_VARIABLE)
-    run = planned_run(environ, read_config(named) if named else None)
-    return [row.as_dict() for row in rows(run)]
-
-
-def _configuration(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    from accelerate_core.config.files import CONFIG_VARIABLE, read_config
-    from accelerate_core.config.lookup import Sources, resolve_core
-    from accelerate_launch.planning import decide
-
-    named = environ.get(CONFIG_VARIABLE)
-    rows = {"config_file": {"value": named or "none", "from": "" if named else "default"}}
+def _configuration(
+    environ: Mapping[str, str], config: ConfigFile | None
+) -> dict[str, dict[str, str]]:
+    named = {"value": "none", "from": "default"}
+    told = {"config_file": named if config is None else {"value": str(config.path), "from": ""}}
     try:
-        config = read_config(named) if named else None
-        values = resolve_core({}, Sources.of(environ), {})
+        values = resolve_core({}, Sources(environ, config), {})
         chosen = decide({}, environ, config).chosen  # as `config show` tells them
     except AccelerateError as error:
-        return {**rows, "error": {"value": str(error), "from": ""}}
-    told = {name: one for name, one in chosen.items() if one.value is not None}
-    rows |= {
-        name: {"value": str(because.value), "from": because.origin}
-        for name, because in {**values, **told}.items()
-    }
-    return rows
+        return {**told, "error": {"value": str(error), "from": ""}}
+    values |= {name: one for name, one in chosen.items() if one.value is not None}
+    for name, because in values.items():
+        told[name] = {"value": str(because.value), "from": because.origin}
+    return told
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    from accelerate_core.config.core import CORE_SETTINGS
-    from accelerate_launch.contributed import contributed_options
-
     known = {name for setting in CORE_SETTINGS for name in setting.env}
     known |= {option.env for option in contributed_options(environ)}
     made = {}
@@ -149,19 +125,9 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _print(made: Mapping[str, Any]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from accelerate_launch.commands.plugins import print_rows
-
     for title in ("versions", "devices", "variables"):
         if made[title]:
-            table = Table("name", "value", title=title, title_justify="left")
-            for name, value in made[title].items():
-                table.add_row(name, Text(str(value), overflow="fold"))
-            console().print(table)
-    table = Table("setting", "value", "from", title="configuration", title_justify="left")
-    for name, row in made["configuration"].items():
-        table.add_row(name, Text(row["value"]), Text(row["from"], overflow="fold"))
-    console().print(table)
+            print_table(("name", "value"), made[title].items(), title=title)
+    settings = ((name, *row.values()) for name, row in made["configuration"].items())
+    print_table(("setting", "value", "from"), settings, title="configuration")
     print_rows(made["plugins"], title="plugins")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from accelerate_core.builtin.console import console
+from accelerate_core.config.provenance import decode
 from accelerate_launch.commands.options import GroupedCommand, launch_options, underscores
+from accelerate_launch.commands.tables import print_table
+from accelerate_launch.contributed import said_to_plugins
 from accelerate_launch.plan import LaunchPlan
-
-__all__ = ["command", "print_command", "print_reasons"]
+from accelerate_launch.planning import find_config, make_plan
+from accelerate_launch.start import child_environment, command_of, start
 
 
 @click.command(
@@ -33,57 +36,40 @@ def command(script: str, arguments: tuple[str, ...], config_file: str | None, **
     Options stand before SCRIPT; what follows it goes to the script untouched.
     One process runs the script directly, more are started by torchrun.
     """
-    from accelerate_launch.planning import find_config, make_plan
-    from accelerate_launch.start import start
-
     environ = dict(os.environ)
     plan = make_plan(script, arguments, given, environ, find_config(config_file, environ))
     if given["explain"]:
         print_reasons(plan, environ)
     if given["dry_run"]:
-        print_command(plan, environ)
+        _print_command(plan, environ)
         return
     start(plan, environ)
 
 
-def print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+def _print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Print the command as a line for the shell, and a table of the variables it gets."""
-    import shlex
-
-    from rich.table import Table
-    from rich.text import Text
-
-    from accelerate_core.config.provenance import decode
-    from accelerate_launch.start import child_environment, command_of
-
     click.echo(shlex.join(command_of(plan)))
-    origins = decode(plan.environment)
-    made = child_environment(plan, environ)
-    added = {name: text for name, text in made.items() if environ.get(name) != text}
-    table = Table("variable", "value", "from", title="environment added for the processes")
-    for name, text in sorted(added.items()):
-        table.add_row(name, Text(text, overflow="fold"), Text(_origin(plan, name, origins)))
+    origins = {name: because.origin for name, because in plan.because.items()}
+    origins |= decode(plan.environment)
+    made = sorted(child_environment(plan, environ).items())
+    added = [
+        (name, text, origins.get(name, "the launcher"))
+        for name, text in made
+        if environ.get(name) != text
+    ]
     if added:
-        console().print(table)
+        title = "environment added for the processes"
+        print_table(("variable", "value", "from"), added, title=title)
     else:
         click.echo("No environment variables are added.")
 
 
-def _origin(plan: LaunchPlan, name: str, origins: Mapping[str, str]) -> str:
-    because = plan.because.get(name)
-    return origins.get(name) or (because.origin if because else "the launcher")
-
-
 def print_reasons(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Print every value and where it came from, to stderr: stdout is the script's."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from accelerate_launch.contributed import said_by_environment
-
-    table = Table("option", "value", "from", title="why")
-    rows = {**plan.because, **said_by_environment(environ), **plan.contributed}
-    for name, because in rows.items():
-        if because.value is not None or because.origin != "default":
-            table.add_row(name, Text(str(because.value)), Text(because.origin))
-    console(stderr=True).print(table)
+    values = {**plan.because, **said_to_plugins(environ), **plan.contributed}
+    rows = (
+        (name, because.value, because.origin)
+        for name, because in values.items()
+        if because.value is not None or because.origin != "default"
+    )
+    print_table(("option", "value", "from"), rows, title="why", stderr=True)

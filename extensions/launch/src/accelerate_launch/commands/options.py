@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import click
 
@@ -12,12 +12,8 @@ from accelerate_core.config.lookup import converted
 from accelerate_core.config.schema import SettingField
 from accelerate_core.config.truth import truth
 from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean
+from accelerate_launch.contributed import Contributed, contributed_options, refuse_unknown
 from accelerate_launch.options import LAUNCH_OPTIONS, TRAINING
-
-if TYPE_CHECKING:
-    from accelerate_launch.contributed import Contributed
-
-__all__ = ["GroupedCommand", "launch_options", "underscores"]
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -72,8 +68,6 @@ class GroupedCommand(click.Command):
     def contributed(self) -> list[click.Parameter]:
         """Return the options of the installed plugins."""
         if self._contributed is None:
-            from accelerate_launch.contributed import contributed_options
-
             self._contributed = [PluginOption(one) for one in contributed_options(os.environ)]
         return self._contributed
 
@@ -84,12 +78,10 @@ class GroupedCommand(click.Command):
         try:
             return super().parse_args(ctx, self._with_switches(ctx, list(args)))
         except click.NoSuchOption as error:
-            name = underscores(error.option_name).lstrip("_")
-            if self._contributed is None:
-                self.contributed()
-                return self.parse_args(ctx, args)
-            self._refuse(ctx, name, error.option_name)
-            raise AssertionError from error
+            if self._contributed is not None:
+                raise self._refusal(ctx, error.option_name) from None
+            self.contributed()
+            return self.parse_args(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
         """Complete options, those of plugins too."""
@@ -97,18 +89,17 @@ class GroupedCommand(click.Command):
             self.contributed()
         return super().shell_complete(ctx, incomplete)
 
-    def _refuse(self, ctx: click.Context, name: str, spelt: str) -> None:
-        from accelerate_launch.contributed import refuse_unknown
-
+    def _refusal(self, ctx: click.Context, spelt: str) -> click.UsageError:
+        name = underscores(spelt).lstrip("_")
         known = [option for parameter in self.get_params(ctx) for option in parameter.opts]
         try:
             refuse_unknown(name, known)
         except AccelerateError as error:
-            raise click.UsageError(str(error), ctx) from None
+            return click.UsageError(str(error), ctx)
         hint = did_you_mean(f"--{name}", known)
         if any(parameter.name == "script" for parameter in self.get_params(ctx)):
             hint += " Options of the script itself stand after its name."
-        raise click.UsageError(f"No such option: {spelt}.{hint}", ctx) from None
+        return click.UsageError(f"No such option: {spelt}.{hint}", ctx)
 
     def _with_switches(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Write `true` after switches of plugins that stand alone, up to the script's name."""
@@ -172,7 +163,8 @@ def _decorate(option: SettingField, function: C) -> C:
     if option.kind == "bool" and option.group == TRAINING:
         declaration += f"/--no_{option.name}"
     elif option.kind != "bool":
-        whole = click.IntRange(min=cast(Any, option.minimum))
+        bounds: dict[str, Any] = {"min": option.minimum, "max": option.maximum}
+        whole = click.IntRange(**bounds)
         more = {"type": {"int": whole, "float": float}.get(option.kind, str)}
         more["metavar"] = _metavar(option)
     if option.choices is not None:

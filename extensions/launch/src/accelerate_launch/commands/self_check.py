@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -17,8 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate_core.accelerator import Accelerator
 from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.distributed.collectives import broadcast
-
-__all__ = ["main"]
 
 SAMPLES = 37  # no multiple of a batch, so that the last one is short on some rank
 STEPS = 4
@@ -58,18 +57,8 @@ def check_collectives(accelerator: Accelerator) -> str:
     return "gather, reduce, broadcast, pad"
 
 
-def check_sharded_loader(accelerator: Accelerator) -> str:
-    """Every sample is seen once when the ranks share a loader out."""
-    return _every_sample_once(accelerator)
-
-
-def check_dispatching_loader(accelerator: Accelerator) -> str:
-    """Every sample is seen once when the main process reads and sends."""
-    config = DataLoaderConfiguration(dispatch_batches=True)
-    return _every_sample_once(Accelerator(dataloader_config=config))
-
-
-def _every_sample_once(accelerator: Accelerator) -> str:
+def check_loader(accelerator: Accelerator) -> str:
+    """Every sample is seen once: the ranks share a loader out, or the main process reads and sends."""
     data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=4, shuffle=True)
     loader = accelerator.prepare(data)
     for _ in range(2):
@@ -78,24 +67,27 @@ def _every_sample_once(accelerator: Accelerator) -> str:
     return f"{SAMPLES} samples, 2 epochs"
 
 
+def check_dispatching_loader(accelerator: Accelerator) -> str:
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    return check_loader(Accelerator(dataloader_config=config))
+
+
 def check_training(accelerator: Accelerator) -> str:
     """Training over the ranks follows plain PyTorch on the whole batch."""
     size = accelerator.num_processes
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(STEPS * BATCH * size, 6, generator=generator)
-    targets = inputs.sum(dim=1, keepdim=True)
-    expected = _train_plainly(inputs, targets, BATCH * size)
+    data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+    plain = _model()
+    _train(plain, _optimizer(plain), DataLoader(data, BATCH * size), torch.autograd.backward)
+    expected = plain.state_dict()
 
     model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    data = DataLoader(TensorDataset(inputs, targets), batch_size=BATCH)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, data)
-    for batch, target in loader:
-        loss = nn.functional.mse_loss(model(batch), target)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = accelerator.get_state_dict(model)
+    wrapped, optimizer, loader = accelerator.prepare(
+        model, _optimizer(model), DataLoader(data, BATCH)
+    )
+    _train(wrapped, optimizer, loader, accelerator.backward)
+    state = accelerator.get_state_dict(wrapped)
     full = accelerator.mixed_precision == "no"
     # Other precisions round, and a gradient scaler may skip its first steps.
     tolerance = 1e-4 if full else 0.5
@@ -112,17 +104,15 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def _train_plainly(
-    inputs: torch.Tensor, targets: torch.Tensor, batch: int
-) -> dict[str, torch.Tensor]:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for start in range(0, len(inputs), batch):
-        chunk = slice(start, start + batch)
-        torch.autograd.backward(nn.functional.mse_loss(model(inputs[chunk]), targets[chunk]))
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def _train(model: Any, optimizer: Any, loader: Any, backward: Callable[..., None]) -> None:
+    for batch, target in loader:
+        backward(nn.functional.mse_loss(model(batch), target))
         optimizer.step()
         optimizer.zero_grad()
-    return model.state_dict()
 
 
 def check_saving(accelerator: Accelerator) -> str:
@@ -145,7 +135,7 @@ def check_saving(accelerator: Accelerator) -> str:
             raise AssertionError("weights differ after save_state and load_state")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        _remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     return "save_state, load_state"
 
 
@@ -156,25 +146,19 @@ def _own_part(parameter: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _remove(folder: str) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _equal(got: object, expected: object, what: str) -> None:
     if got != expected:
         raise AssertionError(f"{what}: {got!r} instead of {expected!r}")
 
 
-CHECKS: tuple[tuple[str, Callable[[Accelerator], str]], ...] = (
-    ("ranks", check_ranks),
-    ("collectives", check_collectives),
-    ("sharded loader", check_sharded_loader),
-    ("dispatching loader", check_dispatching_loader),
-    ("training", check_training),
-    ("saving", check_saving),
-)
+CHECKS: dict[str, Callable[[Accelerator], str]] = {
+    "ranks": check_ranks,
+    "collectives": check_collectives,
+    "sharded loader": check_loader,
+    "dispatching loader": check_dispatching_loader,
+    "training": check_training,
+    "saving": check_saving,
+}
 
 
 def main(output: str) -> int:
@@ -182,7 +166,7 @@ def main(output: str) -> int:
     # One step per batch, whatever is configured: the training check counts them.
     accelerator = Accelerator(gradient_accumulation_steps=1)
     failed = 0
-    for name, check in CHECKS:
+    for name, check in CHECKS.items():
         start = time.perf_counter()
         detail, problem = "", ""
         try:

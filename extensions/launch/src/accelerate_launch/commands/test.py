@@ -7,17 +7,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from accelerate_core.builtin.console import console
+from accelerate_core.plugins.discovery import disabled_names, installed
+from accelerate_launch.commands.launch import print_reasons
 from accelerate_launch.commands.options import GroupedCommand, launch_options, underscores
-
-__all__ = ["command"]
+from accelerate_launch.commands.tables import print_table
+from accelerate_launch.devices import count_accelerators
+from accelerate_launch.planning import find_config, make_plan
+from accelerate_launch.start import child_environment, command_of
 
 _SELF_CHECK = "accelerate_launch.commands.self_check"
 
@@ -39,34 +42,32 @@ def command(
     Checks ranks, collectives on nested data, exactly-once data loading, training
     against plain PyTorch, and saving. Exits with 1 if anything failed.
     """
-    from accelerate_launch.planning import find_config
-
     environ = dict(os.environ)
     config = find_config(config_file, environ)
     if given["num_processes"] is None and (config is None or config.get("num_processes") is None):
-        from accelerate_launch.devices import count_accelerators
-
         forced = given["cpu"] or environ.get("ACCELERATE_USE_CPU")
         if forced or not (given["multi_gpu"] or given["gpu_ids"] or count_accelerators(environ)):
             given["num_processes"], given["cpu"] = 2, True
     given["module"] = True
-    backends = _installed() if matrix else [None]
-    made = {name: _check(given, name, config, environ, timeout) for name in backends}
-    if as_json and matrix:
-        click.echo(json.dumps({str(name): one.as_dict() for name, one in made.items()}, indent=2))
-    elif as_json:
-        click.echo(json.dumps(made[None].as_dict(), indent=2))
+    if not matrix:
+        made = {"": _check(given, config, environ, timeout)}
+    else:
+        made = {
+            name: _check({**given, **more}, config, environ, timeout) for name, more in _backends()
+        }
+    if as_json:
+        said = {name: one.as_dict() for name, one in made.items()}
+        click.echo(json.dumps(said if matrix else said[""], indent=2))
     elif matrix:
         _print_matrix(made)
     else:
-        one = made[None]
-        _print(one.results, one.status, one.output, one.passed)
+        _print(made[""])
     sys.exit(0 if all(one.passed for one in made.values()) else 1)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run of the self-check ended."""
+    """How one run of the self-check ended: a result per check that was finished."""
 
     results: list[dict[str, Any]]
     status: int
@@ -83,110 +84,71 @@ class Outcome:
         return {"passed": self.passed, "checks": self.results, "output": self.output}
 
 
-def _installed() -> list[str | None]:
-    from accelerate_core.plugins.discovery import disabled_names, installed
-
-    off = disabled_names()
-    return [one.name for one in installed().of_kind("backend") if one.name not in off]
+def _backends() -> Iterator[tuple[str, dict[str, Any]]]:
+    """List the installed backends, each with the options that ask for it."""
+    for one in installed().of_kind("backend"):
+        if one.name not in disabled_names():
+            alone = {"num_processes": 1} if one.name == "single" else {}
+            yield one.name, {"backend": one.name, **alone}
 
 
 def _check(
-    given: Mapping[str, Any],
-    backend: str | None,
-    config: Any,
-    environ: Mapping[str, str],
-    timeout: float,
+    given: Mapping[str, Any], config: Any, environ: Mapping[str, str], timeout: float
 ) -> Outcome:
-    options = dict(given)
-    if backend is not None:
-        options["backend"] = backend
-        if backend == "single":
-            options["num_processes"] = 1
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
-        status, output = _run(options, config, environ, file, timeout)
-        return Outcome(_read(file), status, output)
+        plan = make_plan(_SELF_CHECK, [str(file)], given, environ, config)
+        if given["explain"]:
+            print_reasons(plan, environ)
+        child = subprocess.Popen(
+            command_of(plan),
+            env=child_environment(plan, environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            output, _ = child.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            child.terminate()  # torch's agent ends its ranks on this signal
+            try:
+                output, _ = child.communicate(timeout=40)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                output, _ = child.communicate()
+            output += f"\nGiven up after {timeout:g} seconds."
+        # The file grows line by line.
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return Outcome([json.loads(line) for line in lines], child.returncode, output)
 
 
-def _print_matrix(made: Mapping[str | None, Outcome]) -> None:
+def _print(one: Outcome) -> None:
+    rows = ((row["name"], _verdict(row), row["error"] or row["detail"]) for row in one.results)
+    print_table(("check", "result", "detail"), rows, title="self-check")
+    if not one.passed:
+        click.echo(one.output.rstrip(), err=True)
+        click.echo(f"The self-check failed (exit status {one.status}).", err=True)
+
+
+def _verdict(row: Mapping[str, Any] | None) -> tuple[str, str]:
+    if row is None:
+        return "not run", "red"
+    return ("failed", "red") if row["error"] else (f"passed, {row['seconds']:.2f} s", "green")
+
+
+def _print_matrix(made: Mapping[str, Outcome]) -> None:
     """Print one row per check and one column per backend; then what failed, and how it ended."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("check", *(str(name) for name in made), title="self-check of every backend")
-    checks = list(dict.fromkeys(row["name"] for one in made.values() for row in one.results))
-    for check in checks:
-        cells = []
-        for one in made.values():
-            found = next((row for row in one.results if row["name"] == check), None)
-            if found is None:
-                cells.append(Text("not run", style="red"))
-            elif found["error"]:
-                cells.append(Text("failed", style="red"))
-            else:
-                cells.append(Text(f"passed, {found['seconds']:.2f} s", style="green"))
-        table.add_row(check, *cells)
-    console().print(table)
+    found = {(name, row["name"]): row for name, one in made.items() for row in one.results}
+    rows = (
+        (check, *(_verdict(found.get((name, check))) for name in made))
+        for check in dict.fromkeys(check for _, check in found)
+    )
+    print_table(("check", *made), rows, title="self-check of every backend")
     for name, one in made.items():
-        for row in one.results:
-            if row["error"]:
-                click.echo(f"{name}, {row['name']}: {row['error']}", err=True)
-        if not one.passed and not any(row["error"] for row in one.results):
+        errors = [f"{row['name']}: {row['error']}" for row in one.results if row["error"]]
+        for error in errors:
+            click.echo(f"{name}, {error}", err=True)
+        if not one.passed and not errors:
             click.echo(f"{name}: {one.output.rstrip()}", err=True)
         if not one.passed:
             click.echo(f"{name}: the self-check failed (exit status {one.status}).", err=True)
-
-
-def _run(
-    given: Mapping[str, Any],
-    config: Any,
-    environ: Mapping[str, str],
-    file: Path,
-    timeout: float,
-) -> tuple[int, str]:
-    from accelerate_launch.commands.launch import print_reasons
-    from accelerate_launch.planning import make_plan
-    from accelerate_launch.start import child_environment, command_of
-
-    plan = make_plan(_SELF_CHECK, [str(file)], given, environ, config)
-    if given["explain"]:
-        print_reasons(plan, environ)
-    child = subprocess.Popen(
-        command_of(plan),
-        env=child_environment(plan, environ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = child.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        child.terminate()  # torch's agent ends its ranks on this signal
-        try:
-            output, _ = child.communicate(timeout=40)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            output, _ = child.communicate()
-        output += f"\nGiven up after {timeout:g} seconds."
-    return child.returncode, output
-
-
-def _read(file: Path) -> list[dict[str, Any]]:
-    """Return one result per check that was finished; the file grows line by line."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def _print(results: list[dict[str, Any]], status: int, output: str, passed: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("check", "result", "seconds", "detail", title="self-check")
-    for result in results:
-        verdict = Text("failed", style="red") if result["error"] else Text("passed", style="green")
-        detail = Text(result["error"] or result["detail"], overflow="fold")
-        table.add_row(result["name"], verdict, f"{result['seconds']:.2f}", detail)
-    console().print(table)
-    if not passed:
-        click.echo(output.rstrip(), err=True)
-        click.echo(f"The self-check failed (exit status {status}).", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,44 +13,21 @@ from accelerate_core.plugins.selection import NOTHING, RULES, Request, Selection
 from accelerate_launch.planning import draft_plan
 from accelerate_launch.start import child_environment, consider_launchers
 
-__all__ = ["PlannedRun", "planned_run"]
-
 #: Kinds of plugins that a setting names by another word.
 _SETTINGS = {"precision": "mixed_precision"}
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What decides which plugins a run has.
+    """What decides which plugins a run has, and what is chosen of each kind.
 
     Attributes:
         environ: what the run's processes see.
-        launcher: which launcher starts it; None if that was not asked.
-        problem: why none of its plugins can be chosen.
     """
 
     environ: Mapping[str, str]
-    config: ConfigFile | None
     topology: Topology
-    launcher: Selection | None = None
-    problem: AccelerateError | None = None
-
-    @functools.cached_property
-    def selections(self) -> Mapping[str, Selection]:
-        """What is chosen of each kind of plugins; nothing is started.
-
-        Raises:
-            ConfigurationError: a setting has a value it cannot have.
-        """
-        made = {} if self.launcher is None else {"launcher": self.launcher}
-        if self.problem is not None:
-            return {**made, **{kind: Selection(kind, error=self.problem) for kind in RULES}}
-        values = resolve_core({}, Sources(self.environ, self.config), {})
-        cpu = bool(values["cpu"].value)
-        request = Request({}, self.environ, self.topology, self.config, cpu)
-        for kind in RULES:
-            made[kind] = select(kind, request, values.get(_SETTINGS.get(kind, kind), NOTHING))
-        return made
+    selections: Mapping[str, Selection]
 
 
 def planned_run(
@@ -62,30 +38,35 @@ def planned_run(
     """Return the run that `launch` would make of an environment and a config file.
 
     Without a file and a number of processes it is that of a script started here. Its launcher is
-    `launch`'s decision in any case.
+    `launch`'s decision in any case. Nothing is started.
 
     Raises:
-        ConfigurationError: the variables of this process's rank are wrong.
+        ConfigurationError: a variable of this process's rank, or a setting, is wrong.
     """
-    here = read_topology(environ)
-    is_rank = here.because != Topology().because
+    topology, alone = read_topology(environ), Topology().because
+    is_rank = topology.because != alone
     launched = num_processes is not None or (config is not None and not is_rank)
     given = {} if num_processes is None else {"num_processes": num_processes}
     try:
         plan = draft_plan(given, environ, config)
-        launcher = consider_launchers(plan)[1]
+        made = {"launcher": consider_launchers(plan)[1]}
         theirs = child_environment(plan, environ)
     except AccelerateError as error:
+        made = {"launcher": Selection("launcher", error=error)}
         if num_processes is not None:
-            here = Topology(0, num_processes, 0, num_processes, "as asked here")
-            launched = not is_rank
-        problem = error if launched else None
-        return PlannedRun(environ, config, here, Selection("launcher", error=error), problem)
-    if not launched:
-        return PlannedRun(environ, config, here, launcher)
-    topology = read_topology(theirs)
-    if topology.because == Topology().because:
-        origin = plan.because["num_processes"].origin
-        origin = origin if num_processes is None else "as asked here"
-        topology = Topology(0, plan.num_processes, 0, plan.processes_per_machine, origin)
-    return PlannedRun(theirs, config, topology, launcher)
+            topology = Topology(0, num_processes, 0, num_processes, "as asked here")
+        if launched and not is_rank:
+            made |= {kind: Selection(kind, error=error) for kind in RULES}
+            return PlannedRun(environ, topology, made)
+    else:
+        if launched:
+            environ, topology = theirs, read_topology(theirs)
+        if launched and topology.because == alone:
+            asked = num_processes is not None
+            origin = "as asked here" if asked else plan.because["num_processes"].origin
+            topology = Topology(0, plan.num_processes, 0, plan.processes_per_machine, origin)
+    values = resolve_core({}, Sources(environ, config), {})
+    request = Request({}, environ, topology, config, bool(values["cpu"].value))
+    for kind in RULES:
+        made[kind] = select(kind, request, values.get(_SETTINGS.get(kind, kind), NOTHING))
+    return PlannedRun(environ, topology, made)

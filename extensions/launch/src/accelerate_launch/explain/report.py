@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
 
-from accelerate_core.config.lookup import Sources
 from accelerate_core.contract.hooks import API_VERSION
-from accelerate_core.contract.topology import read_topology
 from accelerate_core.errors import PluginError
 from accelerate_core.plugins.discovery import (
     OWN_DISTRIBUTION,
@@ -18,59 +13,44 @@ from accelerate_core.plugins.discovery import (
     installed,
 )
 from accelerate_launch.explain.planned_run import PlannedRun
-from accelerate_launch.explain.static import stated
-
-__all__ = ["PluginRow", "api_of", "problems", "report", "rows", "state_of"]
+from accelerate_launch.explain.source import stated
 
 
-@dataclass(frozen=True)
-class PluginRow:
-    """One line of `accelerate-core plugins`."""
+def rows(run: PlannedRun, *, ask_trackers: bool = False) -> list[dict[str, str]]:
+    """List every installed plugin with its state in a run, and why.
 
-    kind: str
-    name: str
-    distribution: str
-    version: str
-    api_version: str
-    state: str
-    because: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the row as JSON knows it."""
-        return asdict(self)
-
-
-def report(
-    environ: Mapping[str, str] | None = None, *, ask_trackers: bool = False
-) -> list[PluginRow]:
-    """List every installed plugin with its state in a script started with this environment.
-
-    States: active, available, passed over, undecided, refused, broken, disabled.
-    Only what the environment asks for is imported; with `ask_trackers` the trackers too, which
-    then say whether `log_with="all"` can use them, but not their libraries.
-    """
-    environ = dict(os.environ if environ is None else environ)
-    run = PlannedRun(environ, Sources.of(environ).config, read_topology(environ))
-    return rows(run, ask_trackers=ask_trackers)
-
-
-def rows(run: PlannedRun, *, ask_trackers: bool = False) -> list[PluginRow]:
-    """List every installed plugin with its state in a run.
-
-    A kind of which none can be chosen has its plugins undecided, with the error.
+    States: active, available, passed over, undecided, refused, broken, disabled; a kind of which
+    none can be chosen has its plugins undecided, with the error. Only what the run asks for is
+    imported; with `ask_trackers` the trackers too, which then say whether `log_with="all"` can use
+    them, but not their libraries.
     """
     made = []
     for one in installed().plugins:
         state, because = state_of(one, run, ask_trackers=ask_trackers)
-        owner = (one.distribution, one.version)
-        made.append(PluginRow(one.kind, one.name, *owner, api_of(one), state, because))
+        row = {"kind": one.kind, "name": one.name, "distribution": one.distribution}
+        row |= {"version": one.version, "api_version": api_of(one)}
+        made.append({**row, "state": state, "because": because})
     return made
+
+
+def problem_of(kind: str, run: PlannedRun) -> str:
+    """Return what keeps a run from having a plugin of a kind, "" if nothing does."""
+    selection = run.selections.get(kind)
+    if selection is None:
+        return ""
+    if selection.error is not None:
+        return str(selection.error)
+    for one in selection.active:
+        state, because = state_of(one.record, run)
+        if state in ("broken", "refused"):  # it is imported when it is made, and not to choose it
+            asked = f"asked for by {one.because}"
+            return f"The {kind} plugin {one.record.label} ({asked}) is {state}: {because}."
+    return ""
 
 
 def problems(run: PlannedRun) -> list[str]:
     """Return what keeps plugins of some kind from being chosen."""
-    errors = (str(made.error) for made in run.selections.values() if made.error is not None)
-    return list(dict.fromkeys(errors))
+    return list(dict.fromkeys(filter(None, (problem_of(kind, run) for kind in run.selections))))
 
 
 def state_of(

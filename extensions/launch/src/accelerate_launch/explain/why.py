@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from accelerate_core.errors import MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
@@ -13,10 +11,8 @@ from accelerate_core.plugins.discovery import PluginRecord, installed, without_e
 from accelerate_core.plugins.manager import PARTS
 from accelerate_core.plugins.selection import RULES, Rule, Selection
 from accelerate_launch.explain.planned_run import PlannedRun
-from accelerate_launch.explain.report import api_of, state_of
-from accelerate_launch.explain.static import stated
-
-__all__ = ["Explanation", "missing", "why"]
+from accelerate_launch.explain.report import api_of, problem_of, state_of
+from accelerate_launch.explain.source import stated
 
 _ASK_FOR_IT = {
     "backend": "Accelerator(backend={name!r}), ACCELERATE_BACKEND={name}, or launch --backend {name}",
@@ -37,7 +33,7 @@ _ASK_FOR_IT = {
 class Explanation:
     """What becomes of one plugin, and each step on the way there.
 
-    `problem` is what keeps the choice of its kind from being made; "" if it can be.
+    `problem` is what keeps the run from having a plugin of its kind, "" if nothing does.
     """
 
     kind: str
@@ -47,10 +43,6 @@ class Explanation:
     steps: list[tuple[str, str]] = field(default_factory=list)
     advice: str = ""
     problem: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the explanation as JSON knows it."""
-        return dataclasses.asdict(self)
 
 
 def why(name: str, run: PlannedRun) -> list[Explanation]:
@@ -67,15 +59,13 @@ def why(name: str, run: PlannedRun) -> list[Explanation]:
 
 def missing(name: str) -> MissingPluginError:
     """Return the error for a plugin that is not installed."""
-    kinds = ("backend", "precision", "tracker")
-    extras = [extra for kind in kinds if (extra := catalog.extra_for(kind, name))]
-    if extras:
+    tables = catalog.NAMES.values()
+    if extra := next((names[name] for names in tables if name in names), None):
         return MissingPluginError(
-            f"{name!r} is not installed. Install it with: {catalog.pip_command(extras[0])}",
-            name=name,
+            f"{name!r} is not installed. Install it with: {catalog.pip_command(extra)}", name=name
         )
     names = sorted({record.name for record in installed().plugins})
-    known = [*names, *(one for kind in kinds for one in catalog.known_names(kind))]
+    known = [*names, *(one for table in tables for one in table)]
     hint = without_entry_point(name, near=did_you_mean(name, known))
     return MissingPluginError(
         f"No plugin named {name!r} is installed. There are {listing(names)}.{hint}", name=name
@@ -101,8 +91,8 @@ def _explained(record: PluginRecord, run: PlannedRun) -> Explanation:
         made.steps.append(("kept out", "ACCELERATE_DISABLED_PLUGINS names it"))
         made.advice = "take it out of ACCELERATE_DISABLED_PLUGINS"
     elif selection is not None:
-        made.problem = str(selection.error or "")
-        made.steps += _steps(record, run, selection)
+        made.problem = problem_of(record.kind, run)
+        made.steps += _steps(made, record, run, selection)
     elif record.kind == "tracker":
         made.steps.append(("log_with='all'", because))
     return made
@@ -112,15 +102,20 @@ def _release(record: PluginRecord) -> str:
     return f"{record.distribution} {record.version}"
 
 
-def _steps(record: PluginRecord, run: PlannedRun, made: Selection) -> Iterator[tuple[str, str]]:
+def _steps(
+    told: Explanation, record: PluginRecord, run: PlannedRun, made: Selection
+) -> Iterator[tuple[str, str]]:
     """Tell how a plugin fared where those of its kind were chosen."""
     wanted, rule = made.wanted, RULES.get(record.kind, Rule())
-    usual = (
-        f": {rule.usual!r} is taken where it is installed" if rule.usual else ": the core does it"
-    )
-    usual = usual if record.kind in PARTS else ""
-    named = f"{wanted.value!r}, {wanted.origin}" if wanted.value is not None else ""
-    yield "asked for by name", named or f"none is named{usual}"
+    named = "none is named"
+    if wanted.value is not None:
+        named = f"{wanted.value!r}, {wanted.origin}"
+    elif record.kind in PARTS:
+        usual = (
+            f"{rule.usual!r} is taken where it is installed" if rule.usual else "the core does it"
+        )
+        named = f"{named}: {usual}"
+    yield "asked for by name", named
     if record.kind == "backend":
         yield "processes", f"{run.topology.num_processes}, {run.topology.because}"
     for name in sorted(record.triggers):
@@ -133,7 +128,9 @@ def _steps(record: PluginRecord, run: PlannedRun, made: Selection) -> Iterator[t
         return
     for one in made.considered:
         if one.record is record:
-            yield "claim", f"{one.state}: {one.because}"
+            chosen = one.state == "active" != told.state  # it is not imported to be chosen
+            asked = f", though chosen because of {one.because}" if chosen else ""
+            yield "decision", f"{told.state}{asked}: {told.because}"
         elif one.state != "available":
             yield f"against {one.record.name}", f"{one.state}: {one.because}"
     for one in made.active:

@@ -1,0 +1,103 @@
+"""`accelerate-core plugins`: what is installed, what is active, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+
+import click
+
+from accelerate_core.builtin.console import console
+from accelerate_core.cli import Commands
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugins.discovery import GROUPS
+from accelerate_launch.commands.tables import print_table
+from accelerate_launch.explain.planned_run import planned_run
+from accelerate_launch.explain.report import problems, rows
+from accelerate_launch.explain.why import Explanation, why
+from accelerate_launch.planning import find_config
+
+_STYLES = dict.fromkeys(("broken", "refused", "undecided"), "red")
+_STYLES |= {"active": "green", "disabled": "yellow"}
+_COLUMNS = ("kind", "name", "state", "distribution", "version", "api_version", "because")
+
+
+@click.group("plugins", cls=Commands, prefix="plugins.", invoke_without_command=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--kind", default=None, help="Only plugins of this kind.")
+@click.option("--config_file", metavar="FILE", help="Decide with this config file, as launch.")
+@click.pass_context
+def command(ctx: click.Context, as_json: bool, kind: str | None, config_file: str | None) -> None:
+    """Show which plugins are installed, which are active in this environment, and why."""
+    if ctx.invoked_subcommand is not None:
+        return
+    if kind is not None and kind not in GROUPS.values():
+        hint = did_you_mean(kind, GROUPS.values())
+        raise ConfigurationError(f"--kind {kind!r} is not one of {listing(GROUPS.values())}.{hint}")
+    environ = dict(os.environ)
+    run = planned_run(environ, find_config(config_file, environ))
+    made = rows(run, ask_trackers=kind in (None, "tracker"))
+    shown = [row for row in made if kind in (None, row["kind"])]
+    if as_json:
+        click.echo(json.dumps(shown, indent=2))
+    else:
+        print_rows(shown)
+    for problem in problems(run):
+        click.echo(f"Error: {problem}", err=True)
+    if problems(run):
+        sys.exit(1)
+
+
+def print_rows(rows: Iterable[Mapping[str, str]], title: str | None = None) -> None:
+    """Print one line per plugin."""
+    styled = ({**row, "state": (row["state"], _STYLES.get(row["state"], ""))} for row in rows)
+    cells = ([row[column] for column in _COLUMNS] for row in styled)
+    columns = [column.replace("api_version", "api") for column in _COLUMNS]
+    print_table(columns, cells, title=title)
+
+
+@click.command("why")
+@click.argument("name")
+@click.option("--num_processes", type=click.IntRange(min=1), help="Decide as in a run of so many.")
+@click.option("--config_file", metavar="FILE", help="Decide with this config file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def why_command(
+    name: str, num_processes: int | None, config_file: str | None, as_json: bool
+) -> None:
+    """Tell the whole decision about the plugin NAME, for this environment and configuration.
+
+    Exits with 1, as the table does, if nothing of its kind can be chosen here, or if what is chosen
+    cannot be used.
+    """
+    environ = dict(os.environ)
+    # What `launch` would hand on: a file named here or by the environment, or the default one.
+    config = find_config(config_file, environ)
+    explanations = why(name, planned_run(environ, config, num_processes))
+    if as_json:
+        click.echo(json.dumps([asdict(one) for one in explanations], indent=2))
+    else:
+        for one in explanations:
+            _print(one, None if config is None else f"{config.path} (as launch reads it)")
+    if any(one.problem for one in explanations):
+        sys.exit(1)
+
+
+def _print(one: Explanation, config: str | None) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    head = Text(f"{one.kind} {one.name}: ")
+    head.append(one.state, style=_STYLES.get(one.state, "bold"))
+    out.print(head.append(f", {one.because}"))
+    table = Table.grid(padding=(0, 2))
+    for what, said in one.steps:
+        table.add_row(Text(f"  {what}"), Text(said, overflow="fold"))
+    out.print(table)
+    if config is not None:
+        out.print(Text(f"  config file: {config}"))
+    if one.state != "active":
+        out.print(Text(f"  to have it: {one.advice}"))

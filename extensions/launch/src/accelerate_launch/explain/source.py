@@ -1,0 +1,84 @@
+"""What a plugin's source says about it, read without importing anything."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate_launch.target import find_module
+
+_DEPTH = 5  # re-exports that are followed
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What could be read; None stands for "cannot be told without importing it"."""
+
+    #: Why the target of the entry point cannot be there; "" if it is, or may be.
+    missing: str = ""
+    api_version: tuple[int, int] | None = None
+
+
+@functools.cache
+def stated(target: str) -> Stated:
+    """Read the class an entry point names (`package.module:Class`) from its source."""
+    module, _, attribute = target.partition(":")
+    try:
+        text = _text(find_module(module).origin)
+    except (ImportError, ValueError, OSError):
+        return Stated(f"there is no module {module!r}")
+    if text is None or not attribute or "." in attribute:
+        return Stated()
+    # It is written down there, or made by what we cannot follow.
+    if not re.search(rf"\b{attribute}\b|__getattr__|import \*", text):
+        return Stated(f"{module!r} has no {attribute!r}")
+    return Stated("", _version(module, attribute, _DEPTH))
+
+
+def _text(origin: str | None) -> str | None:
+    """Return the source of a module; None if it has none that can be read."""
+    if origin is None or not origin.endswith(".py"):
+        return None
+    try:
+        return Path(origin).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
+def _version(module: str, name: str, depth: int) -> tuple[int, int] | None:
+    """Return the version that a class of a module states, itself or in a base or where it is from."""
+    try:
+        spec = find_module(module)
+        tree = ast.parse(_text(spec.origin) or "")
+    except (ImportError, ValueError, OSError, SyntaxError):
+        return None  # importing it will say
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            stated = [one for one in map(_stated, node.body) if one is not None]
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name) and depth]
+            inherited = (_version(module, base, depth - 1) for base in bases)
+            return stated[0] if stated else next(filter(None, inherited), None)
+        if isinstance(node, ast.ImportFrom) and depth:
+            package = module if spec.submodule_search_locations else module.rpartition(".")[0]
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    relative = "." * node.level + (node.module or "")
+                    source = importlib.util.resolve_name(relative, package)
+                    return _version(source, alias.name, depth - 1)
+    return None
+
+
+def _stated(statement: ast.stmt) -> tuple[int, int] | None:
+    """Return what a statement of a class body assigns to `api_version`, if that is a version."""
+    targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+    if not any(isinstance(one, ast.Name) and one.id == "api_version" for one in targets):
+        return None
+    try:
+        major, minor = ast.literal_eval(statement.value)  # type: ignore[attr-defined]
+        return int(major), int(minor)
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,123 @@
+"""`is_…_available()` that ask for more than a library: versions, devices, what torch was built with.
+
+Those that ask for a library alone are the core's. None of them raises.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+
+def _installed(library: str, min_version: str | None) -> bool:
+    try:
+        spec = importlib.util.find_spec(library)
+        # A folder of that name on the path is found too, but it has no origin.
+        if spec is None or spec.origin is None:
+            return False
+        if min_version is None:
+            return True
+        return Version(importlib.metadata.version(library)) >= Version(min_version)
+    except (ImportError, ValueError, InvalidVersion):
+        return False
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Say whether bitsandbytes is installed, not older than a version."""
+    return _installed("bitsandbytes", min_version)
+
+
+is_8bit_bnb_available = partial(is_bnb_available, "0.37.2")
+is_4bit_bnb_available = partial(is_bnb_available, "0.39.0")
+is_bitsandbytes_multi_backend_available = partial(is_bnb_available, "0.46.0")
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Say whether torchdata is installed and new enough for its `StatefulDataLoader`."""
+    return _installed("torchdata", "0.8.0")
+
+
+def is_weights_only_available() -> bool:
+    """Say whether `torch.load` can refuse code; every supported torch can."""
+    return True
+
+
+def _device(kind: str, *_: Any, **__: Any) -> bool:
+    import torch
+
+    try:
+        return bool(getattr(torch, kind).is_available())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def __getattr__(name: str) -> Callable[..., bool]:
+    """Make the probe of a device by its name in torch, such as `is_npu_available`."""
+    kind = name.removeprefix("is_").removesuffix("_available")
+    if name != f"is_{kind}_available":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = partial(_device, kind)
+    made.__doc__ = f"Say whether torch, or an extension of it, has a {kind} device here."
+    return made
+
+
+def is_rocm_available() -> bool:
+    """Say whether torch is built for ROCm and has a device."""
+    import torch
+
+    return torch.version.hip is not None and torch.cuda.is_available()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Say whether Apple's GPU can be used, with a torch not older than a version."""
+    import torch
+
+    return (
+        Version(Version(torch.__version__).base_version) >= Version(min_version)
+        and torch.backends.mps.is_available()
+    )
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Say whether the current device computes in bfloat16; CPUs do."""
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return True
+    supported = getattr(torch.get_device_module(device.type), "is_bf16_supported", None)
+    return bool(supported()) if supported is not None else True
+
+
+def is_fp16_available() -> bool:
+    """Say whether the current device computes in float16; CPUs do since torch 2.3."""
+    return not is_habana_gaudi1()
+
+
+def is_habana_gaudi1() -> bool:
+    """Say whether the device is a first generation Gaudi."""
+    if not _device("hpu"):
+        return False
+    import torch
+
+    name = str(torch.get_device_module("hpu").get_device_name()).strip()
+    return name.upper() == "GAUDI"
+
+
+def is_xccl_available() -> bool:
+    """Say whether torch has Intel's collectives built in."""
+    import torch.distributed as dist
+
+    return dist.is_available() and bool(getattr(dist, "is_xccl_available", bool)())
+
+
+def is_pippy_available() -> bool:
+    """Say whether torch has `torch.distributed.pipelining`; every supported torch does."""
+    import torch.distributed as dist
+
+    return dist.is_available()
