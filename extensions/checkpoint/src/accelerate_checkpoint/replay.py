@@ -18,8 +18,6 @@ import torch
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState
 
-__all__ = ["CycleStart"]
-
 
 class CycleStart:
     """What moves between two optimizer steps, as it stood before the cycle that has begun."""

@@ -18,6 +18,7 @@ from accelerate_core.contract.parts import RunParts
 
 #: Under this key a rank's state has what no other library would read.
 OWN = "accelerate_core"
+_OF_PLUGIN = ("kind", "name", "distribution", "version")
 
 
 class TrainingState:
@@ -39,18 +40,11 @@ class TrainingState:
     """
 
     def __init__(self, run: RunParts) -> None:
-        accelerator, training, prepared, saving = (
-            run.accelerator,
-            run.training,
-            run.prepared,
-            run.saving,
-        )
-        hooks = accelerator.hooks
-        self._accelerator = accelerator
-        self._training = training
-        self._prepared = prepared
-        self._saving = saving
+        self._accelerator = accelerator = run.accelerator
+        self._training = training = run.training
+        self._prepared = prepared = run.prepared
         self._tracking = run.tracking
+        hooks, saving = accelerator.hooks, run.saving
         self.process = run.process
         self.collectives: Any = accelerator.communicator
         self.project: Any = saving.project
@@ -104,13 +98,15 @@ class TrainingState:
 
     def contributors(self) -> list[Contributor]:
         """Return the plugins that have `on_save` or `on_load`, by name."""
+        plugins = self._prepared.plugins
         found: dict[str, Contributor] = {}
         for hook in ("on_save", "on_load"):
-            for key, function, names in self._prepared.plugins.implementations(hook):
-                one = found.setdefault(
-                    key, Contributor(key, self._accelerator, self._prepared.plugins)
+            for key, function, names in plugins.implementations(hook):
+                call = partial(
+                    plugins.call_one, hook, key, function, names, accelerator=self._accelerator
                 )
-                one.hooks[hook] = function, names
+                one = found.setdefault(key, Contributor(key))
+                one.calls[hook] = call, "directory" in names
         return [one for _, one in sorted(found.items())]
 
     # --- what is this rank's own --------------------------------------------------------------
@@ -174,9 +170,11 @@ class TrainingState:
                 runs = own[OWN].get("trackers") or {}
                 self._tracking.load_state_dict(runs)
         self._load_gradients(gradients, saved_by)
-        if own is not None and (generators := own.get(OWN, {}).get("generators")):
+        if own is None:
+            return
+        if generators := own.get(OWN, {}).get("generators"):
             accelerator.hooks.load_rng_state(accelerator, generators)
-        if own is not None and (missed := rng_state.restore(own)):
+        if missed := rng_state.restore(own):
             accelerator.note_once(
                 f"No random state could be set on rank {rank} for {', '.join(missed)}.",
                 every_rank=True,
@@ -292,10 +290,9 @@ class TrainingState:
         accelerator = self._accelerator
         mesh = accelerator.torch_device_mesh
         epochs = [int(getattr(loader, "iteration", 0)) for loader in self._prepared.loaders]
+        steps = [optimizer.steps_taken for optimizer in self._prepared.optimizers]
         return {
-            "step": max(
-                (optimizer.steps_taken for optimizer in self._prepared.optimizers), default=0
-            ),
+            "step": max(steps, default=0),
             "epoch": max(epochs, default=0),
             "world_size": self.process.num_processes,
             "mesh": None
@@ -307,12 +304,7 @@ class TrainingState:
                 "torch": torch.__version__,
                 "python": platform.python_version(),
                 "plugins": [
-                    {
-                        "kind": record.kind,
-                        "name": record.name,
-                        "distribution": record.distribution,
-                        "version": record.version,
-                    }
+                    {name: getattr(record, name) for name in _OF_PLUGIN}
                     for record, _, _ in self._prepared.plugins.plugins
                 ],
             },
@@ -329,24 +321,18 @@ class TrainingState:
 
 @dataclass
 class Contributor:
-    """One plugin's `on_save` and `on_load`, whichever it has."""
+    """One plugin's `on_save` and `on_load`, whichever it has, and whether it takes a directory."""
 
     key: str
-    accelerator: Any
-    plugins: Any
-    hooks: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = field(default_factory=dict)
+    calls: dict[str, tuple[Callable[..., Any], bool]] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
-        if "directory" in self.hooks.get("on_save", ((), ()))[1]:
-            directory.mkdir(exist_ok=True)
-        self._call("on_save", directory)
+        if "on_save" in self.calls:
+            call, wants_directory = self.calls["on_save"]
+            if wants_directory:
+                directory.mkdir(exist_ok=True)
+            call(directory=directory)
 
     def load(self, directory: Path) -> None:
-        self._call("on_load", directory)
-
-    def _call(self, hook: str, directory: Path) -> None:
-        if hook in self.hooks:
-            function, names = self.hooks[hook]
-            self.plugins.call_one(
-                hook, self.key, function, names, accelerator=self.accelerator, directory=directory
-            )
+        if "on_load" in self.calls:
+            self.calls["on_load"][0](directory=directory)
