@@ -12,16 +12,19 @@ import torch
 from torch import nn
 
 from accelerate_big_model.sizes import (
+    DeviceName,
     as_list,
     compute_module_sizes,
     get_max_layer_size,
     get_max_memory,
 )
-from accelerate_big_model.tensors import find_tied_parameters, named_module_tensors
+from accelerate_big_model.tensors import (
+    find_tied_parameters,
+    joined,
+    named_module_tensors,
+    within,
+)
 
-__all__ = ["clean_device_map", "infer_auto_device_map"]
-
-Place = int | str
 Item = tuple[str, Any]
 
 
@@ -32,61 +35,56 @@ class _Plan:
     sizes: Mapping[str, int]
     no_split: list[str]
     tied: list[list[str]]
-    room: dict[Place, float]
-    placed: dict[str, Place] = field(default_factory=dict)
+    room: dict[DeviceName, float]
+    placed: dict[str, DeviceName] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
 
-    def extra(self, name: str, device: Place) -> int:
+    def extra(self, name: str, device: DeviceName) -> int:
         """Return the bytes a piece adds to a device that may hold what it is tied to."""
         size = self.sizes.get(name, 0)
         for group in self.tied:
-            inside = [tied for tied in group if _within(tied, name)]
+            inside = [tied for tied in group if within(tied, name)]
             if inside and any(self._is_on(tied, device) for tied in group):
                 size -= self.sizes.get(inside[0], 0)
         return size
 
-    def _is_on(self, tensor: str, device: Place) -> bool:
-        return any(place == device and _within(tensor, name) for name, place in self.placed.items())
+    def _is_on(self, tensor: str, device: DeviceName) -> bool:
+        return any(place == device and within(tensor, name) for name, place in self.placed.items())
 
-    def device_of_twin(self, name: str) -> Place | None:
+    def fits(self, name: str, device: DeviceName) -> bool:
+        return self.extra(name, device) <= self.room[device]
+
+    def device_of_twin(self, name: str) -> DeviceName | None:
         """Return the device of something tied to a piece, if the piece fits there too."""
         for group in self.tied:
-            if any(_within(tied, name) for tied in group):
+            if any(within(tied, name) for tied in group):
                 for device in self.room:
-                    if any(self._is_on(tied, device) for tied in group) and (
-                        self.extra(name, device) <= self.room[device]
-                    ):
+                    shared = any(self._is_on(tied, device) for tied in group)
+                    if shared and self.fits(name, device):
                         return device
         return None
 
-    def put(self, name: str, device: Place) -> None:
+    def put(self, name: str, device: DeviceName) -> None:
         size = self.extra(name, device)
         self.room[device] -= size
         self.placed[name] = device
         self.log.append(f"{name} ({size} bytes) goes to {device}.")
 
     def can_split(self, module: Any) -> bool:
-        return (
-            isinstance(module, nn.Module)
-            and type(module).__name__ not in self.no_split
-            and any(True for _ in module.children())
-        )
-
-
-def _within(tensor: str, module: str) -> bool:
-    return tensor == module or module == "" or tensor.startswith(f"{module}.")
+        whole = not isinstance(module, nn.Module) or type(module).__name__ in self.no_split
+        return not whole and any(True for _ in module.children())
 
 
 def _pieces(name: str, module: nn.Module) -> list[Item]:
     parts = [*named_module_tensors(module), *module.named_children()]
-    return [(f"{name}.{n}" if name else n, part) for n, part in parts]
+    return [(joined(name, n), part) for n, part in parts]
 
 
-def _take_first_fitting(plan: _Plan, queue: list[Item], device: Place) -> list[Item] | None:
+def _take_first_fitting(plan: _Plan, queue: list[Item], device: DeviceName) -> list[Item] | None:
     """Place the first piece, largest pieces first, that fits; return the rest, None if none."""
     while True:
         for position, (name, _) in enumerate(queue):
-            if 0 < plan.extra(name, device) <= plan.room[device]:
+            if plan.extra(name, device) > 0 and plan.fits(name, device):
                 plan.put(name, device)
                 return queue[:position] + queue[position + 1 :]
         if not any(plan.can_split(module) for _, module in queue):
@@ -106,7 +104,7 @@ def _fill(plan: _Plan, model: nn.Module, fallback: bool) -> None:
         twin = plan.device_of_twin(name)
         if twin is not None:
             plan.put(name, twin)
-        elif plan.extra(name, device) <= plan.room[device]:
+        elif plan.fits(name, device):
             plan.put(name, device)
         elif plan.can_split(module):
             queue = _pieces(name, module) + queue
@@ -119,7 +117,7 @@ def _fill(plan: _Plan, model: nn.Module, fallback: bool) -> None:
 
 def infer_auto_device_map(
     model: nn.Module,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[DeviceName, int | str] | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,
@@ -127,7 +125,7 @@ def infer_auto_device_map(
     clean_result: bool = True,
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
-) -> dict[str, int | str]:
+) -> dict[str, DeviceName]:
     """Spread a model over accelerators, then the CPU, then the disk, in the order of its parts.
 
     Only sizes of weights count, not those of activations. If something must be offloaded,
@@ -154,11 +152,11 @@ def infer_auto_device_map(
         no_split_module_classes = getattr(model, "_no_split_modules", None)
     no_split = as_list(no_split_module_classes)
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    room: dict[Place, float] = {**get_max_memory(max_memory)}
+    room: dict[DeviceName, float] = {**get_max_memory(max_memory)}
     room.setdefault("disk", math.inf)
     main = next(iter(room))
     layer, _ = get_max_layer_size(_pieces("", model), sizes, no_split)
-    kept_free: set[Place] = set()
+    kept_free: set[DeviceName] = set()
     while True:
         limits = {d: size - (layer if d in kept_free else 0) for d, size in room.items()}
         plan = _Plan(sizes, no_split, find_tied_parameters(model), limits)
@@ -178,7 +176,7 @@ def infer_auto_device_map(
     return clean_device_map(dict(plan.placed)) if clean_result else dict(plan.placed)
 
 
-def _warn_of_buffers(model: nn.Module, plan: _Plan, main: Place, layer: int) -> None:
+def _warn_of_buffers(model: nn.Module, plan: _Plan, main: DeviceName, layer: int) -> None:
     sizes = compute_module_sizes(model, buffers_only=True)
     away = {"cpu", "disk"} - {main}
     staying = sum(sizes.get(name, 0) for name, place in plan.placed.items() if place in away)
@@ -192,16 +190,14 @@ def _warn_of_buffers(model: nn.Module, plan: _Plan, main: Place, layer: int) -> 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
     """Merge the entries of every module that is on one device, in place; return the map."""
-    prefix = f"{module_name}." if module_name else ""
+    prefix = joined(module_name, "")
     inside = [name for name in device_map if name.startswith(prefix) and name != module_name]
-    if not inside:
-        return device_map
     devices = {device_map[name] for name in inside}
     if len(devices) == 1:
         for name in inside:
             del device_map[name]
         device_map[module_name] = devices.pop()
-        return device_map
-    for child in dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in inside):
-        clean_device_map(device_map, prefix + child)
+    else:
+        for child in dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in inside):
+            clean_device_map(device_map, prefix + child)
     return device_map

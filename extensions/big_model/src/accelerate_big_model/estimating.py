@@ -11,8 +11,6 @@ from typing import Any
 from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
 from accelerate_core.plugins.discovery import PluginRecord, disabled_names, installed
 
-__all__ = ["DTYPES", "by_backend", "by_dtype", "largest_layer", "shapes_of", "world_sizes"]
-
 #: Bytes of an element. What has less than two is not trained as it is.
 DTYPES = {
     "float32": 4.0,
@@ -157,16 +155,13 @@ def by_dtype(
     sizes: Mapping[str, int], dtypes: Sequence[str], optimizer: str
 ) -> list[dict[str, Any]]:
     """Return one row per dtype, in bytes; None where a dtype is not trained as it is."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for dtype in dtypes:
-        parts = _parts(sizes, dtype, optimizer)
-        trains = DTYPES[dtype] >= 2
-        row: dict[str, Any] = {"dtype": dtype, "weights": parts["weights"]}
-        row["largest_layer"] = parts["largest_layer"]
-        for name in ("gradients", "optimizer"):
-            row[name] = parts[name] if trains else None
-        total = parts["weights"] + parts["gradients"] + parts["optimizer"]
-        rows.append({**row, "training": total if trains else None})
+        parts: dict[str, Any] = _parts(sizes, dtype, optimizer)
+        parts["training"] = parts["weights"] + parts["gradients"] + parts["optimizer"]
+        if DTYPES[dtype] < 2:
+            parts |= dict.fromkeys(("gradients", "optimizer", "training"))
+        rows.append({"dtype": dtype, **parts})
     return rows
 
 
@@ -190,9 +185,9 @@ def by_backend(
         for mode, divided in _shards(record).items()
     ]
     rows = []
-    for dtype in (dtype for dtype in dtypes if DTYPES[dtype] >= 2):
+    for dtype in dtypes:
         parts = _parts(sizes, dtype, optimizer)
-        for name, divided in modes:
+        for name, divided in modes if DTYPES[dtype] >= 2 else ():
             taken = {str(world): _rank(parts, divided, world) for world in worlds}
             rows.append({"dtype": dtype, "backend": name, "bytes": taken})
     return rows
@@ -226,7 +221,7 @@ def _parts(sizes: Mapping[str, int], dtype: str, optimizer: str) -> dict[str, in
     weights = math.ceil(sum(sizes.values()) * DTYPES[dtype])
     return {
         "weights": weights,
+        "largest_layer": math.ceil(largest_layer(sizes)[1] * DTYPES[dtype]),
         "gradients": weights,
         "optimizer": weights * _OPTIMIZERS[optimizer.lower()],
-        "largest_layer": math.ceil(largest_layer(sizes)[1] * DTYPES[dtype]),
     }

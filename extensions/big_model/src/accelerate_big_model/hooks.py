@@ -15,26 +15,14 @@ from torch import nn
 from accelerate_big_model.tensors import (
     Device,
     TiedMap,
-    as_device,
     default_device,
     find_device,
     named_module_tensors,
     set_module_tensor_to_device,
 )
+from accelerate_checkpoint.weights import as_device
 from accelerate_core.builtin.memory import clear_device_cache
 from accelerate_core.distributed.tree import send_to_device
-
-__all__ = [
-    "AlignDevicesHook",
-    "CpuOffload",
-    "LayerwiseCastingHook",
-    "ModelHook",
-    "SequentialHook",
-    "UserCpuOffloadHook",
-    "add_hook_to_module",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -223,33 +211,24 @@ class AlignDevicesHook(ModelHook):
         return [name for name, _ in tensors]
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        if not self.offload:
-            if self.execution_device is not None:
-                self._place(module)
-            return module
         tensors = dict(
             named_module_tensors(module, recurse=self.place_submodules, remove_duplicate=False)
         )
-        offloaded = self._names(module)
-        self.original_devices = {name: tensors[name].device for name in offloaded}
-        if self.weights_map is None:
+        offloaded = self._names(module) if self.offload else []
+        if self.offload and self.weights_map is None:
             self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
-        for name in tensors:
+        self.original_devices = {name: tensors[name].device for name in offloaded}
+        for name, tensor in tensors.items():
             if name in self.original_devices:
                 set_module_tensor_to_device(module, name, "meta")
             elif self.execution_device is not None:
-                self._moved[name] = tensors[name].device
-                set_module_tensor_to_device(module, name, self.execution_device)
+                if self.offload:
+                    self._moved[name] = tensor.device
+                shared = None if self.offload else self.tied_params_map
+                set_module_tensor_to_device(
+                    module, name, self.execution_device, tied_params_map=shared
+                )
         return module
-
-    def _place(self, module: nn.Module) -> None:
-        assert self.execution_device is not None
-        for name, _ in named_module_tensors(
-            module, recurse=self.place_submodules, remove_duplicate=False
-        ):
-            set_module_tensor_to_device(
-                module, name, self.execution_device, tied_params_map=self.tied_params_map
-            )
 
     def load(self, module: nn.Module) -> None:
         """Bring the offloaded weights to the execution device."""

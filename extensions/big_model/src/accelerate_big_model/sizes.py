@@ -5,25 +5,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from accelerate_big_model.tensors import named_module_tensors, torch_dtype
+from accelerate_big_model.tensors import joined, named_module_tensors, torch_dtype
 from accelerate_checkpoint.weights import convert_file_size_to_int
 from accelerate_core.errors import ConfigurationError, did_you_mean
 
-__all__ = [
-    "calculate_maximum_sizes",
-    "compute_module_sizes",
-    "compute_module_total_buffer_size",
-    "convert_file_size_to_int",
-    "dtype_byte_size",
-    "get_balanced_memory",
-    "get_max_layer_size",
-    "get_max_memory",
-]
+#: Index of an accelerator, `"mps"`, `"cpu"` or `"disk"`.
+DeviceName: TypeAlias = int | str
 
 _SUB_BYTE = {"fp8": 1.0, "int4": 0.5, "int2": 0.25}
 
@@ -103,7 +95,7 @@ def get_max_layer_size(
         children = list(module.named_children()) if isinstance(module, nn.Module) else []
         if children and type(module).__name__ not in no_split_module_classes:
             own = module.named_parameters(recurse=False)
-            queue = [(f"{name}.{n}" if name else n, m) for n, m in [*own, *children]] + queue
+            queue = [(joined(name, n), part) for n, part in [*own, *children]] + queue
             continue
         size = module_sizes.get(name, 0)
         if size > largest:
@@ -141,22 +133,21 @@ def _free_on_host() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _measure_memory() -> dict[int | str, int]:
-    memory: dict[int | str, int] = {}
+def _measure_memory() -> dict[DeviceName, int]:
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None and device.type == "mps":
         # It shares the host's memory, and has no index.
         return {"mps": _free_on_host()}
-    if device is not None:
-        for index in range(torch.accelerator.device_count()):
-            memory[index] = _free_on_accelerator(index)
-    memory["cpu"] = _free_on_host()
-    return memory
+    count = 0 if device is None else torch.accelerator.device_count()
+    return {
+        **{index: _free_on_accelerator(index) for index in range(count)},
+        "cpu": _free_on_host(),
+    }
 
 
 def get_max_memory(
-    max_memory: Mapping[int | str, int | str] | None = None,
-) -> dict[int | str, int]:
+    max_memory: Mapping[DeviceName, int | str] | None = None,
+) -> dict[DeviceName, int]:
     """Return the bytes each device may take, accelerators first, then `mps`, `cpu`, `disk`.
 
     Without an argument the free memory is measured. Sizes given as text (`"10GiB"`) are
@@ -168,7 +159,7 @@ def get_max_memory(
     if max_memory is None:
         return _measure_memory()
     order = ["mps", "cpu", "disk"]
-    given: dict[int | str, int] = {}
+    given: dict[DeviceName, int] = {}
     for key, size in max_memory.items():
         device = int(key.rpartition(":")[2]) if isinstance(key, str) and ":" in key else key
         if not isinstance(device, int) and device not in order:
@@ -183,12 +174,12 @@ def get_max_memory(
 
 def get_balanced_memory(
     model: nn.Module,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[DeviceName, int | str] | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,
     low_zero: bool = False,
-) -> dict[int | str, int]:
+) -> dict[DeviceName, int]:
     """Return a `max_memory` under which the accelerators get about the same share of a model.
 
     Each but the last is limited to its share and room for one more layer. Never more than

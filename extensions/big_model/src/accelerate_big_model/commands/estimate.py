@@ -11,8 +11,6 @@ import click
 
 from accelerate_core.builtin.console import console
 
-__all__ = ["command"]
-
 
 def _words(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     return tuple(value.replace(",", " ").split())
@@ -90,18 +88,14 @@ def _print(
 ) -> None:
     from rich.table import Table
 
+    names = ("weights", "largest_layer", "gradients", "optimizer", "training")
     count = sum(sizes.values())
-    table = Table(
-        *("dtype", "weights", "largest layer", "gradients", "optimizer", "training", ""),
-        title=f"{model}: {count:,} parameters",
-    )
+    heads = ("dtype", *(name.replace("_", " ") for name in names), "")
+    table = Table(*heads, title=f"{model}: {count:,} parameters")
     most = max(row["training"] or row["weights"] for row in rows)
     for row in rows:
-        cells = [
-            _size(row[name])
-            for name in ("weights", "largest_layer", "gradients", "optimizer", "training")
-        ]
-        table.add_row(row["dtype"], *cells, _bar(row["training"] or row["weights"], most))
+        bar = _bar(row["training"] or row["weights"], most)
+        table.add_row(row["dtype"], *(_size(row[name]) for name in names), bar)
     console().print(table)
     table = Table("dtype", "backend", *(f"on {n}" for n in worlds), "", title="training, each rank")
     most = max((value for row in ranks for value in row["bytes"].values()), default=1)
@@ -118,14 +112,12 @@ def _bar(value: float, most: float) -> str:
 
 
 def _size(count: float | None) -> str:
+    from rich.filesize import pick_unit_and_suffix
+
     if count is None:
         return "-"
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+    unit, suffix = pick_unit_and_suffix(int(count), ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
+    return f"{count / unit:.{0 if unit == 1 else 2}f} {suffix}"
 
 
 def _draw(png: Path, model: str, ranks: list[dict[str, Any]]) -> None:
