@@ -1,30 +1,153 @@
-"""The arithmetic of `estimate-memory`: tensors by name and number of elements, and who divides them."""
+"""`accelerate-core estimate-memory`: what a model takes, from the shapes of its tensors alone."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import click
+
+from accelerate_core.builtin.console import console
 from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
-from accelerate_core.plugins.discovery import PluginRecord, disabled_names, installed
+from accelerate_core.plugins.discovery import disabled_names, installed
 
 #: Bytes of an element. What has less than two is not trained as it is.
-DTYPES = {
-    "float32": 4.0,
-    "float16": 2.0,
-    "bfloat16": 2.0,
-    "float8": 1.0,
-    "int8": 1.0,
-    "int4": 0.5,
-}
+DTYPES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
 
 #: States of the weights' size that an optimizer keeps.
 _OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
 
 _BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
+
+
+def _words(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(value.replace(",", " ").split())
+
+
+class _ManyDtypes(click.Command):
+    """Takes `--dtypes float32 float16` as well as `--dtypes float32,float16`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        made: list[str] = []
+        for word in args:
+            if made and word in DTYPES and made[-1].split(",")[0] in DTYPES:
+                made[-1] += f",{word}"
+            else:
+                made.append(word)
+        return super().parse_args(ctx, made)
+
+
+@click.command(
+    "estimate-memory",
+    cls=_ManyDtypes,
+    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
+)
+@click.argument("model")
+@click.option(
+    "--dtypes", callback=_words, default="float32,bfloat16,int8,int4", help="Types of the weights."
+)
+@click.option(
+    "--world_sizes",
+    callback=_words,
+    default="1,2,8",
+    help="Numbers of processes, for the backends.",
+)
+@click.option("--optimizer", default="adamw", metavar="NAME", help="adamw, sgd or momentum.")
+@click.option("--library_name", metavar="NAME", help="Accepted: shapes need no library.")
+@click.option("--trust_remote_code", is_flag=True, help="Let code of the model's folder run.")
+@click.option("--png", metavar="FILE", type=click.Path(path_type=Path), help="Draw a bar chart.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def command(
+    model: str,
+    dtypes: tuple[str, ...],
+    world_sizes: tuple[str, ...],
+    optimizer: str,
+    library_name: str | None,
+    trust_remote_code: bool,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Show the memory MODEL takes: to hold it, to train it, and on each rank of each backend.
+
+    MODEL is a checkpoint (safetensors, or torch's), a folder with one or with a config.json, or a
+    name on the Hugging Face hub. Activations come on top: they depend on the batch.
+    """
+    sizes = shapes_of(model, trust_remote_code=trust_remote_code)
+    if not world_sizes or not all(word.isdigit() and int(word) for word in world_sizes):
+        raise ConfigurationError(f"world_sizes={' '.join(world_sizes)!r} must be positive numbers.")
+    worlds = sorted({int(word) for word in world_sizes})
+    rows = by_dtype(sizes, dtypes, optimizer)
+    ranks = by_backend(sizes, dtypes, optimizer, worlds, os.environ)
+    if as_json:
+        click.echo(json.dumps({"model": model, "dtypes": rows, "per_rank": ranks}, indent=2))
+    else:
+        _print(model, sizes, rows, ranks, worlds)
+    if png is not None:
+        _draw(png, model, ranks)
+
+
+def _print(
+    model: str, sizes: Any, rows: list[dict[str, Any]], ranks: list[dict[str, Any]], worlds: Any
+) -> None:
+    from rich.table import Table
+
+    names = ("weights", "largest_layer", "gradients", "optimizer", "training")
+    count = sum(sizes.values())
+    heads = ("dtype", *(name.replace("_", " ") for name in names), "")
+    table = Table(*heads, title=f"{model}: {count:,} parameters")
+    most = max(row["training"] or row["weights"] for row in rows)
+    for row in rows:
+        bar = _bar(row["training"] or row["weights"], most)
+        table.add_row(row["dtype"], *(_size(row[name]) for name in names), bar)
+    console().print(table)
+    table = Table("dtype", "backend", *(f"on {n}" for n in worlds), "", title="training, each rank")
+    most = max((value for row in ranks for value in row["bytes"].values()), default=1)
+    for row in ranks:
+        values = [row["bytes"][str(n)] for n in worlds]
+        table.add_row(row["dtype"], row["backend"], *map(_size, values), _bar(values[-1], most))
+    if ranks:
+        console().print(table)
+        console().print("Bars: the last column. Activations come on top.", style="dim")
+
+
+def _bar(value: float, most: float) -> str:
+    return "█" * max(1, round(24 * value / most)) if most else ""
+
+
+def _size(count: float | None) -> str:
+    from rich.filesize import pick_unit_and_suffix
+
+    if count is None:
+        return "-"
+    unit, suffix = pick_unit_and_suffix(int(count), ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
+    return f"{count / unit:.{0 if unit == 1 else 2}f} {suffix}"
+
+
+def _draw(png: Path, model: str, ranks: list[dict[str, Any]]) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise click.UsageError("--png needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(8, 0.6 + 0.35 * sum(len(row["bytes"]) for row in ranks)))
+    axes = figure.subplots()
+    labels = [f"{r['dtype']}, {r['backend']}, on {n}" for r in ranks for n in r["bytes"]]
+    values = [value / 2**30 for row in ranks for value in row["bytes"].values()]
+    axes.barh(labels[::-1], values[::-1])
+    axes.set_xlabel("GiB on each rank, training, without activations")
+    axes.set_title(model)
+    try:
+        figure.savefig(png, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--png {png} cannot be drawn: {error}") from None
+
+
+# --- the arithmetic -----------------------------------------------------------------------------------
 
 
 def shapes_of(model: str, *, trust_remote_code: bool = False) -> dict[str, int]:
@@ -62,8 +185,8 @@ def _of_file(path: Path) -> dict[str, int]:
         try:
             state = torch.load(path, map_location="meta", weights_only=True, mmap=True)
         except Exception as error:  # torch raises many kinds for what is no checkpoint
-            reason = str(error).splitlines()[0]
-            raise ConfigurationError(f"{path} is not a checkpoint of torch: {reason}") from None
+            text = f"{path} is not a checkpoint of torch: {_reason(error)}"
+            raise ConfigurationError(text) from None
         tensors = {name: value for name, value in dict(state).items() if hasattr(value, "numel")}
         return {str(name): int(value.numel()) for name, value in tensors.items()}
     raise ConfigurationError(
@@ -104,10 +227,8 @@ def _of_config(path: Path, trust_remote_code: bool) -> dict[str, int]:
             else:
                 model = auto.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many kinds for a config it cannot build
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigurationError(
-            f"transformers cannot build {path}/config.json: {reason}"
-        ) from None
+        text = f"transformers cannot build {path}/config.json: {_reason(error)}"
+        raise ConfigurationError(text) from None
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
@@ -122,15 +243,18 @@ def _of_hub(name: str) -> dict[str, int]:
     try:
         found = huggingface_hub.get_safetensors_metadata(name)
     except Exception as error:  # no network, no such name, no safetensors: each has its class
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigurationError(
             f"There is no file or folder {name!r}, and the Hugging Face hub did not tell its "
-            f"shapes: {reason}"
+            f"shapes: {_reason(error)}"
         ) from None
     files = found.files_metadata.values()
     return {
         tensor: math.prod(about.shape) for file in files for tensor, about in file.tensors.items()
     }
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def largest_layer(sizes: Mapping[str, int]) -> tuple[str, int]:
@@ -141,14 +265,6 @@ def largest_layer(sizes: Mapping[str, int]) -> tuple[str, int]:
         block = found.group(1) if found else name.rpartition(".")[0] or name
         blocks[block] = blocks.get(block, 0) + count
     return max(blocks.items(), key=lambda item: item[1]) if blocks else ("", 0)
-
-
-def world_sizes(words: Iterable[str]) -> list[int]:
-    """Return the numbers of processes asked about."""
-    words = list(words)
-    if not words or not all(word.isdigit() and int(word) for word in words):
-        raise ConfigurationError(f"world_sizes={' '.join(words)!r} must be positive numbers.")
-    return sorted({int(word) for word in words})
 
 
 def by_dtype(
@@ -178,12 +294,12 @@ def by_backend(
     layer is whole for as long as it computes.
     """
     disabled = disabled_names(environ)
-    modes = [
-        (f"{record.name} {mode}".strip(), frozenset(divided))
-        for record in installed().of_kind("backend")
-        if record.name not in disabled
-        for mode, divided in _shards(record).items()
-    ]
+    modes: list[tuple[str, Sequence[str]]] = []
+    for record in installed().of_kind("backend"):
+        if record.name not in disabled:
+            with suppress(PluginError):  # `plugins` shows what is broken
+                shards = getattr(record.load(), "shards", None) or {}
+                modes += [(f"{record.name} {mode}".strip(), shards[mode]) for mode in shards]
     rows = []
     for dtype in dtypes:
         parts = _parts(sizes, dtype, optimizer)
@@ -193,14 +309,7 @@ def by_backend(
     return rows
 
 
-def _shards(record: PluginRecord) -> Mapping[str, Sequence[str]]:
-    try:
-        return getattr(record.load(), "shards", None) or {}
-    except PluginError:
-        return {}  # `plugins` shows what is broken
-
-
-def _rank(parts: Mapping[str, int], divided: frozenset[str], world: int) -> int:
+def _rank(parts: Mapping[str, int], divided: Sequence[str], world: int) -> int:
     total = sum(
         math.ceil(parts[name] / world) if name in divided else parts[name]
         for name in ("weights", "gradients", "optimizer")
