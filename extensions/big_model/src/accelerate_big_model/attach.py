@@ -61,7 +61,6 @@ def attach_align_device_hook(
     """Hook every submodule that has tensors of its own; each handles just these.
 
     Args:
-        module: the module.
         module_name: its full name, the prefix of its names in `weights_map`.
         preload_module_classes: names of classes whose tensors are handled at once, because
             they use the weights of their submodules without calling them.

@@ -13,7 +13,11 @@ from accelerate_big_model.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from accelerate_big_model.device_map import infer_auto_device_map
+from accelerate_big_model.device_map import (
+    DeviceName,
+    get_balanced_memory,
+    infer_auto_device_map,
+)
 from accelerate_big_model.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -27,7 +31,6 @@ from accelerate_big_model.offload import (
     load_offload_index,
 )
 from accelerate_big_model.offload import offload_state_dict as write_state_dict
-from accelerate_big_model.sizes import DeviceName, get_balanced_memory
 from accelerate_big_model.tensors import (
     Device,
     TiedMap,
@@ -58,7 +61,6 @@ def cpu_offload(
     """Keep all weights in host memory and bring each module's to a device while it runs.
 
     Args:
-        model: the model.
         execution_device: by default the device of its first parameter.
         offload_buffers: offload buffers too.
         state_dict: the weights, if they are in memory already.
@@ -165,7 +167,6 @@ def dispatch_model(
     the main device, and their weights are there only meanwhile.
 
     Args:
-        model: the model.
         device_map: device by module name, covering every tensor; index of an accelerator,
             device, `"cpu"`, `"disk"` or `"meta"`.
         main_device: where offloaded parts run; the first accelerator of the map by default.
@@ -323,9 +324,23 @@ def load_checkpoint_and_dispatch(
         ...     model = Model(config)
         >>> model = load_checkpoint_and_dispatch(model, "weights", device_map="auto")
     """
-    chosen = _resolve_map(
-        model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
-    )
+    no_split = no_split_module_classes
+    chosen: Any = device_map
+    if device_map in _STRATEGIES:
+        if device_map != "sequential":
+            sparing = device_map == "balanced_low_0"
+            max_memory = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=sparing)
+        chosen = infer_auto_device_map(
+            model, max_memory, no_split, dtype, offload_buffers=offload_buffers
+        )
+    elif device_map is not None and not isinstance(device_map, Mapping):
+        try:
+            chosen = {"": device_map if device_map == "disk" else as_device(device_map)}
+        except RuntimeError:
+            raise ConfigurationError(
+                f"device_map={device_map!r} is neither a device nor a strategy; strategies are"
+                f" {listing(_STRATEGIES)}.{did_you_mean(device_map, _STRATEGIES)}"
+            ) from None
     load_checkpoint_in_model(
         model,
         checkpoint,
@@ -348,33 +363,6 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
-    )
-
-
-def _resolve_map(
-    model: nn.Module,
-    device_map: Any,
-    max_memory: Mapping[DeviceName, int | str] | None,
-    no_split: Sequence[str] | str | None,
-    dtype: str | torch.dtype | None,
-    offload_buffers: bool,
-) -> Mapping[str, Any] | None:
-    if device_map is None or isinstance(device_map, Mapping):
-        return device_map
-    if device_map not in _STRATEGIES:
-        try:
-            return {"": device_map if device_map == "disk" else as_device(device_map)}
-        except RuntimeError:
-            raise ConfigurationError(
-                f"device_map={device_map!r} is neither a device nor a strategy; strategies are"
-                f" {listing(_STRATEGIES)}.{did_you_mean(device_map, _STRATEGIES)}"
-            ) from None
-    if device_map != "sequential":
-        max_memory = get_balanced_memory(
-            model, max_memory, no_split, dtype, low_zero=device_map == "balanced_low_0"
-        )
-    return infer_auto_device_map(
-        model, max_memory, no_split, dtype, offload_buffers=offload_buffers
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,25 +154,16 @@ def load_checkpoint_in_model(
         raise ConfigurationError(
             "The device map puts weights on 'disk': name a folder for them with offload_folder."
         )
-    loader = _Loader(
-        model,
-        device_map,
-        None if offload_folder is None else Path(offload_folder),
-        wanted,
-        list(keep_in_fp32_modules or ()),
-        offload_buffers,
-    )
-    if loader.offload_folder is not None:
-        loader.offload_folder.mkdir(parents=True, exist_ok=True)
-    for name, value in _all_tensors(checkpoint_files(checkpoint)):
-        loader.put(name, value)
+    folder = None if offload_folder is None else Path(offload_folder)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    keep = keep_in_fp32_modules or ()
+    loader = _Loader(model, device_map, folder, wanted, keep, offload_buffers)
+    for file in checkpoint_files(checkpoint):
+        for name, value in iter_state_dict(file):
+            loader.put(name, value)
     _judge(loader.missing(), loader.unexpected, checkpoint, strict)
     loader.finish()
-
-
-def _all_tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in files:
-        yield from iter_state_dict(file)
 
 
 def _judge(missing: list[str], unexpected: list[str], checkpoint: Any, strict: bool) -> None:
@@ -205,7 +196,19 @@ def _load_from_rank0(
     verdict = [""]
     if get_rank() == 0:
         try:
-            state = _matching_state(model, checkpoint, dtype, tied, strict)
+            found = {
+                k: v for file in checkpoint_files(checkpoint) for k, v in iter_state_dict(file)
+            }
+            for group in tied:
+                known = [name for name in group if name in found]
+                found |= {name: found[known[0]] for name in group if known and name not in found}
+            names = model.state_dict().keys()
+            missing, unexpected = sorted(names - found.keys()), sorted(found.keys() - names)
+            _judge(missing, unexpected, checkpoint, strict)
+            for name, tensor in found.items():
+                if name in names:
+                    cast = dtype is not None and tensor.is_floating_point()
+                    state[name] = tensor.to(dtype) if cast else tensor
         except Exception as error:
             verdict[0] = f"Rank 0 could not read the checkpoint: {error}"
     # Without it the others would wait for weights that never come.
@@ -217,25 +220,3 @@ def _load_from_rank0(
     )
     set_model_state_dict(model, state, options=options)
     retie_parameters(model, tied)
-
-
-def _matching_state(
-    model: nn.Module,
-    checkpoint: str | Path,
-    dtype: torch.dtype | None,
-    tied: Sequence[Sequence[str]],
-    strict: bool,
-) -> dict[str, torch.Tensor]:
-    """Read all tensors the model has a name for, tied ones under every name."""
-    found = dict(_all_tensors(checkpoint_files(checkpoint)))
-    for group in tied:
-        known = [name for name in group if name in found]
-        found.update({name: found[known[0]] for name in group if known and name not in found})
-    names = model.state_dict().keys()
-    missing, unexpected = sorted(names - found.keys()), sorted(found.keys() - names)
-    _judge(missing, unexpected, checkpoint, strict)
-    return {
-        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in found.items()
-        if name in names
-    }

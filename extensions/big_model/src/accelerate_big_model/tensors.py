@@ -73,7 +73,6 @@ def named_module_tensors(
     """Yield names and tensors: parameters first, then buffers.
 
     Args:
-        module: the module.
         include_buffers: yield buffers too.
         recurse: also those of submodules, by dotted names.
         remove_non_persistent: without the buffers that state dicts leave out.
@@ -175,15 +174,8 @@ def rebuilt(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     floating = value.is_floating_point() or value.is_complex()
     kind: Any = type(old)
     new: nn.Parameter = kind(value, requires_grad=old.requires_grad and floating)
-    if kind is not nn.Parameter:
-        new.__dict__.update(old.__dict__)
+    new.__dict__.update(old.__dict__)
     return new
-
-
-def _cast(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if dtype is None:
-        return value.to(like.dtype)
-    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _move(
@@ -247,9 +239,10 @@ def set_module_tensor_to_device(
         )
     if value is None and old.device == target and dtype is None and not tied_params_map:
         return
-    wanted = torch_dtype(dtype) if dtype is not None else None
-    source = old.detach() if value is None else value.detach()
-    source = source if value is None and wanted is None else _cast(source, old, wanted)
+    wanted = old.dtype if dtype is None else torch_dtype(dtype)
+    source = (old if value is None else value).detach()
+    if dtype is None or source.is_floating_point():
+        source = source.to(wanted)
     new = rebuilt(old, _move(source, target, tied_params_map, non_blocking))
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
