@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import mmap
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from accelerate_core.distributed.tree import map_leaves
 
 
 class Background:
@@ -73,22 +75,10 @@ class Staging:
         """Return a copy of a state that shares nothing with it; containers keep their types."""
         # Only while its own state holds a tensor is its address nobody else's.
         self._memo = {}
-        return self._copy(state)
+        return map_leaves(self._leaf, state)
 
-    def _copy(self, state: Any) -> Any:
-        if isinstance(state, torch.Tensor):
-            return self._tensor(state)
-        kind = type(state)
-        if isinstance(state, Mapping) and kind.__module__ in ("builtins", "collections"):
-            made = copy.copy(state)  # keeps the order, and what hangs on a state dict (_metadata)
-            for key, value in state.items():
-                made[key] = self._copy(value)  # type: ignore[index]
-            return made
-        if kind in (list, tuple):
-            return kind(self._copy(value) for value in state)
-        if isinstance(state, tuple) and hasattr(state, "_fields"):
-            return kind(*(self._copy(value) for value in state))
-        return copy.deepcopy(state)
+    def _leaf(self, leaf: Any) -> Any:
+        return self._tensor(leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach()

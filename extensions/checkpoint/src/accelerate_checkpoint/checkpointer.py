@@ -18,7 +18,7 @@ import torch
 
 from accelerate_checkpoint.background import Background
 from accelerate_checkpoint.directories import SaveInProgress, clean_up, target_of
-from accelerate_checkpoint.files import FileEntry, checksum
+from accelerate_checkpoint.files import FileEntry, checksum, write_text
 from accelerate_checkpoint.load import (
     Source,
     agreed,
@@ -27,7 +27,7 @@ from accelerate_checkpoint.load import (
     read_states,
     take_over,
 )
-from accelerate_checkpoint.manifest import Manifest, problems
+from accelerate_checkpoint.manifest import MANIFEST, Manifest, problems
 from accelerate_checkpoint.model import save_object, save_weights
 from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.preemption import Preemption, read_signals
@@ -318,7 +318,7 @@ def _commit(
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     manifest = Manifest(listed, facts)
-    manifest.write(directory)
+    write_text(directory / MANIFEST, manifest.render())
     wrong = problems(directory, manifest, contents=False)
     if wrong:
         raise CheckpointError(wrong[0])

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,7 +18,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from accelerate_checkpoint import files
-from accelerate_checkpoint.files import FileEntry, checksum, write_text
+from accelerate_checkpoint.files import FileEntry, checksum
 from accelerate_core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -37,8 +37,8 @@ class Manifest:
     `world_size`, `mesh`, `written_by`, `objects`.
     """
 
-    files: dict[str, FileEntry] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, FileEntry]
+    facts: dict[str, Any]
 
     @property
     def content(self) -> dict[str, Any]:
@@ -59,10 +59,6 @@ class Manifest:
         own = xxhash.xxh3_128_hexdigest(body.encode())
         rendered = {"content": self.content, "xxh3_128": own}
         return json.dumps(rendered, indent=2, sort_keys=True) + "\n"
-
-    def write(self, directory: Path) -> None:
-        """Write `manifest.json` and have it on the disk."""
-        write_text(directory / MANIFEST, self.render())
 
     @property
     def size(self) -> int:

@@ -203,11 +203,8 @@ class TrainingState:
 
     # --- the accumulation cycle that has begun ------------------------------------------------
 
-    def waits_for_step(self) -> bool:
-        """Whether an optimizer has not stepped since the last backward."""
-        return bool(self._waiting())
-
-    def _waiting(self) -> list[Any]:
+    def waiting(self) -> list[Any]:
+        """Return the optimizers that have not stepped since the last backward."""
         events = self.events
         return [
             optimizer
@@ -221,7 +218,7 @@ class TrainingState:
             return {}
         waiting = {
             id(parameter)
-            for optimizer in self._waiting()
+            for optimizer in self.waiting()
             for group in optimizer.param_groups
             for parameter in group["params"]
         }

@@ -1,4 +1,4 @@
-"""`accelerate-core checkpoints`: list, verify and show what `save_state` wrote."""
+"""`accelerate-core checkpoints`, which lists, verifies and shows them, and `merge-weights`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FOREIGN = "written by Hugging Face Accelerate, without checksums."
 
 
 @click.group("checkpoints")
-def command() -> None:
+def checkpoints_command() -> None:
     """List, verify and show checkpoints that save_state wrote."""
 
 
@@ -69,7 +69,7 @@ def _examine(path: Path, **how: Any) -> tuple[Manifest | None, str, list[str]]:
     return manifest, "whole" if manifest else "unverified", []
 
 
-@command.command("list")
+@checkpoints_command.command("list")
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
 def list_command(directory: Path, as_json: bool) -> None:
@@ -105,7 +105,7 @@ def list_command(directory: Path, as_json: bool) -> None:
             console().print(row["why"], style="red", markup=False)
 
 
-@command.command("verify")
+@checkpoints_command.command("verify")
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
 @click.pass_context
@@ -137,7 +137,7 @@ def verify_command(ctx: click.Context, directory: Path, as_json: bool) -> None:
         ctx.exit(1)
 
 
-@command.command("show")
+@checkpoints_command.command("show")
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
 def show_command(directory: Path, as_json: bool) -> None:
@@ -189,3 +189,36 @@ def _size(count: int) -> str:
     from rich.filesize import decimal
 
     return decimal(count)
+
+
+@click.command(
+    "merge-weights",
+    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
+)
+@click.argument("checkpoint", metavar="DIR", type=_DIRECTORY)
+@click.argument("output", metavar="OUT", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--unsafe_serialization",
+    is_flag=True,
+    help="Write pytorch_model.bin instead of model.safetensors.",
+)
+@click.option(
+    "--remove_checkpoint_dir", is_flag=True, help="Remove DIR once the merged file stands."
+)
+def merge_weights_command(
+    checkpoint: Path, output: Path, unsafe_serialization: bool, remove_checkpoint_dir: bool
+) -> None:
+    """Merge the sharded weights in DIR into one file in the folder OUT.
+
+    DIR is what save_state or save_model wrote, or a torch.distributed.checkpoint directory.
+    """
+    from accelerate_checkpoint.merging import merge_weights
+
+    with console(stderr=True).status(f"Merging {checkpoint}"):
+        made = merge_weights(
+            checkpoint,
+            output,
+            safe_serialization=not unsafe_serialization,
+            remove=remove_checkpoint_dir,
+        )
+    click.echo(f"Merged weights: {made}")
