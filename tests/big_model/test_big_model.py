@@ -13,22 +13,28 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate_big_model import (
+from accelerate_core.errors import CheckpointError, ConfigurationError
+from accelerate_core.utils import (
     AlignDevicesHook,
     ModelHook,
     OffloadedWeightsLoader,
     PrefixedDataset,
     SequentialHook,
     add_hook_to_module,
+    align_module_device,
     attach_align_device_hook,
     attach_layerwise_casting_hooks,
     clean_device_map,
+    clean_state_dict_for_safetensors,
+    compute_module_sizes,
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
     extract_submodules_state_dict,
+    find_tied_parameters,
     get_state_dict_offloaded_model,
+    has_offloaded_params,
     infer_auto_device_map,
     init_empty_weights,
     init_on_device,
@@ -41,14 +47,6 @@ from accelerate_big_model import (
     remove_hook_from_module,
     remove_hook_from_submodules,
     save_offload_index,
-)
-from accelerate_core.errors import CheckpointError, ConfigurationError
-from accelerate_core.utils import (
-    align_module_device,
-    clean_state_dict_for_safetensors,
-    compute_module_sizes,
-    find_tied_parameters,
-    has_offloaded_params,
     shard_state_dict,
 )
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate_big_model.estimating import by_backend, largest_layer, shapes_of
+from accelerate_big_model.estimate import by_backend, largest_layer, shapes_of
 from accelerate_core.cli import cli
 
 

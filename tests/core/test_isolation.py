@@ -19,6 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_core import Accelerator
 from accelerate_core.distributed.process import running
+from accelerate_core.errors import CheckpointError
+from accelerate_core.plugins import selection
+from accelerate_core.plugins.discovery import PluginRecord, find
 from accelerate_core.utils import GradScalerKwargs
 from accelerate_tracking import GeneralTracker
 
@@ -237,6 +240,44 @@ def test_an_exception_reaches_the_trackers(error):
     assert "finished" not in diary.lines
     accelerator.end_training()
     assert diary.lines.count("failed") == 1
+
+
+class Unclosable:
+    """A checkpointer whose last save fails at the end."""
+
+    name = "unclosable"
+    api_version = (1, 0)
+    preemption_requested = False
+
+    def __init__(self, project: Any, signals: str | None) -> None:
+        pass
+
+    def attach(self, run: Any) -> None:
+        pass
+
+    def close(self, failed: bool) -> None:
+        raise CheckpointError("the disk is full")
+
+
+@pytest.mark.parametrize("by_error", [False, True])
+def test_all_is_ended_if_the_checkpointer_cannot_close(by_error, monkeypatch):
+    record = PluginRecord("checkpointer", "unclosable", f"{__name__}:Unclosable", "tests", "1.0")
+
+    def found(kind: str, name: str, **more: Any) -> PluginRecord:
+        return record if kind == "checkpointer" else find(kind, name, **more)
+
+    monkeypatch.setattr(selection, "find", found)
+    diary = Diary()
+    accelerator = Accelerator(cpu=True, log_with=diary, checkpointer="unclosable")
+    accelerator.init_trackers("project")
+    with pytest.raises(CheckpointError, match="the disk is full") as caught, accelerator:
+        1 / (0 if by_error else 1)
+    assert diary.lines[-1] == ("failed" if by_error else "finished")
+    assert isinstance(caught.value.__context__, ZeroDivisionError) == by_error
+    users = [] if running() is None else [ref() for ref in running().users]
+    assert (accelerator in users) == by_error  # after an error the other ranks are not met
+    accelerator.end_training()  # a second end does nothing
+    assert diary.lines.count("finished") + diary.lines.count("failed") == 1
 
 
 def test_another_device_is_refused_while_one_runs():

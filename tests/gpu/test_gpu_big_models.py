@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate_big_model import (
+from accelerate_core.utils import (
     cpu_offload,
     dispatch_model,
     infer_auto_device_map,

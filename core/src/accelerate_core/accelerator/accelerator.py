@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from typing import Any, cast
 
@@ -139,11 +139,11 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.dataloader_config = built.dataloader
         self.project_configuration = built.project
         self.dynamo_plugin = built.dynamo
-        of = built.handlers.get
-        self.autocast_handler: AutocastKwargs | None = of(AutocastKwargs)
-        self.profile_handler: ProfileKwargs | None = of(ProfileKwargs)
-        self.init_handler: InitProcessGroupKwargs | None = of(InitProcessGroupKwargs)
-        self.scaler_handler: GradScalerKwargs | None = of(GradScalerKwargs)
+        handler = built.handlers.get
+        self.autocast_handler: AutocastKwargs | None = handler(AutocastKwargs)
+        self.profile_handler: ProfileKwargs | None = handler(ProfileKwargs)
+        self.init_handler: InitProcessGroupKwargs | None = handler(InitProcessGroupKwargs)
+        self.scaler_handler: GradScalerKwargs | None = handler(GradScalerKwargs)
         said = self.autocast_handler and self.autocast_handler.upcast_outputs
         self.upcast_outputs = bool(self.because["upcast_outputs"].value if said is None else said)
         with blaming("check", built.backend_record):
@@ -422,27 +422,29 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         if self._closed:
             self._tracking.finish(failed)
             return
-        self._saving.close(failed=True)
-        self._plugins.call_each("on_error", accelerator=self, error=error)
-        self._tracking.finish(failed)
         self._closed = True
         # The other ranks may be waiting for this one: leave without meeting them.
+        with ExitStack() as rest:  # is called backwards, whatever the one before has raised
+            rest.callback(self._tracking.finish, failed)
+            rest.callback(self._plugins.call_each, "on_error", accelerator=self, error=error)
+            self._saving.close(failed=True)
 
     def end_training(self) -> None:
         """Finish trackers and plugins; the last Accelerator ends the process group.
 
         Called while an exception is handled or on its way out (in `except` or `finally`), it
-        marks the trackers' runs as failed.
+        marks the trackers' runs as failed. Each is ended, whatever another raises.
         """
         failed = self._tracking.is_failing()
         if self._closed:
             self._tracking.finish(failed)  # of a run that was started after the first end
             return
-        self._saving.close(failed=False)
-        self._tracking.finish(failed)
-        self._plugins.call_each("on_end", accelerator=self)
         self._closed = True
-        runtimes.release(self)
+        with ExitStack() as rest:
+            rest.callback(runtimes.release, self)
+            rest.callback(self._plugins.call_each, "on_end", accelerator=self)
+            rest.callback(self._tracking.finish, failed)
+            self._saving.close(failed=False)
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release everything prepared, reset `step`, and return None for each object given."""
@@ -452,10 +454,9 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self._training.settle()
         self.gradient_state.forget()
         self.step = 0
-        count = len(objects)
-        del objects
+        objects = (None,) * len(objects)
         clear_device_cache(garbage_collection=True)
-        return [None] * count
+        return list(objects)
 
     clear = free_memory
 

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
-from accelerate_big_model.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate_big_model.hooks import AlignDevicesHook, LayerwiseCastingHook, add_hook_to_module
 from accelerate_big_model.offload import PrefixedDataset
-from accelerate_big_model.tensors import Device, TiedMap, named_module_tensors
-
-__all__ = [
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-]
+from accelerate_big_model.tensors import Device, TiedMap, joined, named_module_tensors
 
 
-def _taken_whole(module: nn.Module, preload_module_classes: Sequence[str] | None) -> bool:
+def _walk(
+    name: str, module: nn.Module, preload_module_classes: Sequence[str] | None
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield every module with its full name, and whether it is taken with all that is inside."""
     # Attention reads the weights of its output layer without calling that layer.
-    return isinstance(module, nn.MultiheadAttention) or (
+    whole = isinstance(module, nn.MultiheadAttention) or (
         type(module).__name__ in (preload_module_classes or ())
     )
-
-
-def _child_name(module_name: str, name: str) -> str:
-    return f"{module_name}.{name}" if module_name else name
+    yield name, module, whole
+    for child_name, child in () if whole else module.named_children():
+        yield from _walk(joined(name, child_name), child, preload_module_classes)
 
 
 def attach_execution_device_hook(
@@ -41,17 +39,12 @@ def attach_execution_device_hook(
 
     Modules that have a hook keep it. For the arguments see `AlignDevicesHook`.
     """
-    if not hasattr(module, "_hf_hook") and any(True for _ in named_module_tensors(module)):
-        hook = AlignDevicesHook(
-            execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map
-        )
-        add_hook_to_module(module, hook)
-    if _taken_whole(module, preload_module_classes):
-        return
-    for child in module.children():
-        attach_execution_device_hook(
-            child, execution_device, skip_keys, preload_module_classes, tied_params_map
-        )
+    for _, part, _ in _walk("", module, preload_module_classes):
+        if not hasattr(part, "_hf_hook") and any(True for _ in named_module_tensors(part)):
+            hook = AlignDevicesHook(
+                execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map
+            )
+            add_hook_to_module(part, hook)
 
 
 def attach_align_device_hook(
@@ -68,42 +61,27 @@ def attach_align_device_hook(
     """Hook every submodule that has tensors of its own; each handles just these.
 
     Args:
-        module: the module.
         module_name: its full name, the prefix of its names in `weights_map`.
         preload_module_classes: names of classes whose tensors are handled at once, because
             they use the weights of their submodules without calling them.
         execution_device, offload, weights_map, offload_buffers, skip_keys, tied_params_map:
             see `AlignDevicesHook`.
     """
-    whole = _taken_whole(module, preload_module_classes)
-    if any(True for _ in named_module_tensors(module, recurse=whole)):
-        own_map = weights_map
-        if weights_map is not None and module_name:
-            own_map = PrefixedDataset(weights_map, f"{module_name}.")
-        hook = AlignDevicesHook(
-            execution_device,
-            offload,
-            weights_map=own_map,
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(module, hook, append=True)
-    if whole:
-        return
-    for name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            _child_name(module_name, name),
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
+    for name, part, whole in _walk(module_name, module, preload_module_classes):
+        if any(True for _ in named_module_tensors(part, recurse=whole)):
+            own = weights_map
+            if weights_map is not None and name:
+                own = PrefixedDataset(weights_map, f"{name}.")
+            hook = AlignDevicesHook(
+                execution_device,
+                offload,
+                weights_map=own,
+                offload_buffers=offload_buffers,
+                place_submodules=whole,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(part, hook, append=True)
 
 
 def attach_align_device_hook_on_blocks(
@@ -123,17 +101,12 @@ def attach_align_device_hook_on_blocks(
     model comes to the device of its input. For the other arguments see
     `attach_align_device_hook`.
     """
-    if not isinstance(execution_device, Mapping):
-        names = list(offload) if isinstance(offload, Mapping) else [""]
-        devices: dict[str, Any] = dict.fromkeys(names, execution_device)
-    else:
-        devices = dict(execution_device)
-    flags = dict(offload) if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    shared: dict[str, Any] = {
-        "skip_keys": skip_keys,
-        "preload_module_classes": preload_module_classes,
-        "tied_params_map": tied_params_map,
-    }
+    devices: Mapping[str, Any] = (
+        execution_device
+        if isinstance(execution_device, Mapping)
+        else dict.fromkeys(offload if isinstance(offload, Mapping) else [""], execution_device)
+    )
+    flags = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     if not hasattr(module, "_hf_hook"):
         # The first of the module's hooks, so that it sees where the input comes from.
         outer = AlignDevicesHook(io_same_device=True, skip_keys=skip_keys)
@@ -141,41 +114,74 @@ def attach_align_device_hook_on_blocks(
     queue = [(module_name, module)]
     while queue:
         name, block = queue.pop()
-        if name in devices:
-            offloaded = flags.get(name, False)
-            maps = (weights_map, offload_buffers) if offloaded else (None, False)
-            _hook_block(block, name, devices[name], offloaded, *maps, shared)
+        if name not in devices:
+            queue += [(joined(name, n), child) for n, child in block.named_children()]
+            continue
+        if flags.get(name, False):
+            attach_align_device_hook(
+                block,
+                devices[name],
+                True,
+                weights_map,
+                offload_buffers,
+                name,
+                skip_keys,
+                preload_module_classes,
+                tied_params_map,
+            )
         else:
-            queue += [(_child_name(name, n), child) for n, child in block.named_children()]
+            hook = AlignDevicesHook(
+                devices[name],
+                place_submodules=True,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(block, hook, append=True)
+        if devices[name] is not None:
+            # Inner modules may be called past the block: a ModuleList never runs itself.
+            attach_execution_device_hook(
+                block, devices[name], skip_keys, preload_module_classes, tied_params_map
+            )
 
 
-def _hook_block(
-    block: nn.Module,
-    name: str,
-    device: Device | None,
-    offload: bool,
-    weights_map: Mapping[str, torch.Tensor] | None,
-    offload_buffers: bool,
-    shared: Mapping[str, Any],
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Iterable[str] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
 ) -> None:
-    if offload:
-        attach_align_device_hook(
-            block,
-            device,
-            offload=True,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            module_name=name,
-            **shared,
-        )
-    else:
-        hook = AlignDevicesHook(
-            device,
-            place_submodules=True,
-            skip_keys=shared["skip_keys"],
-            tied_params_map=shared["tied_params_map"],
-        )
-        add_hook_to_module(block, hook, append=True)
-    if device is not None:
-        # Inner modules may be called past the block: a ModuleList never runs itself.
-        attach_execution_device_hook(block, device, **shared)
+    """Store linear layers and convolutions in one dtype and compute them in another.
+
+    For inference with, say, `torch.float8_e4m3fn` weights and bfloat16 arithmetic.
+
+    Args:
+        module: the model.
+        storage_dtype: of the weights between forwards.
+        compute_dtype: of the weights during a layer's forward; inputs must have it.
+        skip_modules_pattern: regular expressions, searched for in full names; with all that
+            is inside, a module that matches is left alone. Norms are best named here.
+        skip_modules_classes: classes left alone, with all that is inside.
+        non_blocking: do not wait for the casts.
+
+    Example:
+        >>> attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.bfloat16, "head")
+    """
+    patterns = (
+        (skip_modules_pattern,)
+        if isinstance(skip_modules_pattern, str)
+        else tuple(skip_modules_pattern or ())
+    )
+    queue = [("", module)]
+    while queue:
+        name, current = queue.pop()
+        if isinstance(current, skip_modules_classes or ()):
+            continue
+        if any(re.search(pattern, name) for pattern in patterns):
+            continue
+        if isinstance(current, (nn.Linear, _ConvNd)):
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(current, hook, append=True)
+            continue
+        queue += [(joined(name, n), child) for n, child in current.named_children()]

@@ -13,7 +13,11 @@ from accelerate_big_model.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from accelerate_big_model.device_map import infer_auto_device_map
+from accelerate_big_model.device_map import (
+    DeviceName,
+    get_balanced_memory,
+    infer_auto_device_map,
+)
 from accelerate_big_model.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -22,39 +26,27 @@ from accelerate_big_model.hooks import (
 )
 from accelerate_big_model.loading import load_checkpoint_in_model
 from accelerate_big_model.offload import (
-    INDEX_NAME,
     OffloadedWeightsLoader,
     extract_submodules_state_dict,
     load_offload_index,
 )
-from accelerate_big_model.offload import (
-    offload_state_dict as write_state_dict,
-)
-from accelerate_big_model.sizes import get_balanced_memory
+from accelerate_big_model.offload import offload_state_dict as write_state_dict
 from accelerate_big_model.tensors import (
     Device,
     TiedMap,
-    as_device,
     check_device_map,
     check_tied_parameters_on_same_device,
     default_device,
-    device_of,
     find_tied_parameters,
+    joined,
     named_module_tensors,
     offload_hook,
+    on_one_device,
     retie_parameters,
     set_module_tensor_to_device,
 )
+from accelerate_checkpoint.weights import as_device, device_of
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-
-__all__ = [
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "disk_offload",
-    "dispatch_model",
-    "get_state_dict_offloaded_model",
-    "load_checkpoint_and_dispatch",
-]
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -69,7 +61,6 @@ def cpu_offload(
     """Keep all weights in host memory and bring each module's to a device while it runs.
 
     Args:
-        model: the model.
         execution_device: by default the device of its first parameter.
         offload_buffers: offload buffers too.
         state_dict: the weights, if they are in memory already.
@@ -108,9 +99,8 @@ def _offload_all(
     preload_module_classes: Sequence[str] | None,
 ) -> nn.Module:
     if execution_device is None:
-        first = next(model.parameters(), None)
-        on_meta = first is None or first.device.type == "meta"
-        execution_device = default_device() if on_meta else first.device  # type: ignore[union-attr]
+        first = next((parameter.device for parameter in model.parameters()), None)
+        execution_device = default_device() if first is None or first.type == "meta" else first
     outer = _EntryHook(execution_device, io_same_device=True)
     add_hook_to_module(model, outer, append=True)
     attach_align_device_hook(
@@ -127,7 +117,7 @@ def _offload_all(
 def _write_missing(model: nn.Module, state: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write what has data; what is on meta must be in the folder already."""
     real = {name: tensor for name, tensor in state.items() if tensor.device.type != "meta"}
-    known = load_offload_index(folder) if (folder / INDEX_NAME).is_file() else {}
+    known = load_offload_index(folder, missing_ok=True)
     absent = sorted(state.keys() - real.keys() - known.keys())
     if absent:
         raise ConfigurationError(
@@ -177,7 +167,6 @@ def dispatch_model(
     the main device, and their weights are there only meanwhile.
 
     Args:
-        model: the model.
         device_map: device by module name, covering every tensor; index of an accelerator,
             device, `"cpu"`, `"disk"` or `"meta"`.
         main_device: where offloaded parts run; the first accelerator of the map by default.
@@ -197,30 +186,37 @@ def dispatch_model(
         ConfigurationError: the map does not fit the model, or a folder is needed.
     """
     check_device_map(model, device_map)
-    places = {name: _place(device) for name, device in device_map.items()}
-    only = next(iter(set(places.values()))) if len(set(places.values())) == 1 else None
-    if only is not None and only != "disk" and not force_hooks:
-        # With weights on meta this raises by name, where `to` would speak of storages.
-        _move_all(model, as_device(only))
+    places: dict[str, Any] = {
+        name: str(device) if str(device) in ("disk", "cpu") else as_device(device)
+        for name, device in device_map.items()
+    }
+    only = {*places.values()}
+    if len(only) == 1 and "disk" not in only and not force_hooks:
+        target = as_device(only.pop())
+        for name, tensor in named_module_tensors(model, recurse=True):
+            if tensor.device.type == "meta" and target.type != "meta":
+                # This raises by name, where `to` would speak of storages.
+                set_module_tensor_to_device(model, name, target)
+        model.to(target)
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
-    main = _main_device(places) if main_device is None else as_device(main_device)
+    devices = [d for d in places.values() if isinstance(d, torch.device) and d.type != "meta"]
+    main = as_device(next(iter(devices), "cpu") if main_device is None else main_device)
     away = {"disk"} if main.type == "cpu" else {"disk", "cpu"}
     offload = {name: device in away for name, device in places.items()}
     tied = find_tied_parameters(model)
     check_tied_parameters_on_same_device(tied, places)
-    weights, tied_map = _offloaded_weights(
-        model, places, offload, tied, state_dict, offload_dir, offload_index
-    )
-    devices: dict[str, Any] = {
-        name: main if offload[name] else as_device(device) for name, device in places.items()
-    }
-    _place_lone_tensors(model, devices, weights)
+    weights = _offloaded_weights(model, places, offload, state_dict, offload_dir, offload_index)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    shared = [parameters[name] for group in tied for name in group]
+    tied_map: TiedMap = {p.data_ptr(): {} for p in shared if p.device.type != "meta"}
+    runs_on = {n: main if offload[n] else as_device(device) for n, device in places.items()}
+    _place_lone_tensors(model, runs_on, weights)
     outer = _EntryHook(main, io_same_device=True, skip_keys=skip_keys)
     add_hook_to_module(model, outer, append=True)
     attach_align_device_hook_on_blocks(
         model,
-        devices,
+        runs_on,
         offload,
         weights,
         offload_buffers,
@@ -228,83 +224,40 @@ def dispatch_model(
         preload_module_classes=preload_module_classes,
         tied_params_map=tied_map,
     )
-    _forget_moved(tied_map, weights)
-    retie_parameters(model, [group for group in tied if _on_one_device(group, places, offload)])
+    # Only addresses of tensors that live on: others may be given to new tensors.
+    living = {tensor.data_ptr() for tensor in weights.state_dict.values()} if weights else set()
+    for address in tied_map.keys() - living:
+        del tied_map[address]
+    whole = [group for group in tied if on_one_device(group, places)]
+    retie_parameters(model, [g for g in whole if not any(device_of(name, offload) for name in g)])
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
-
-
-def _place(device: Any) -> Any:
-    """Normalise an entry: `"disk"` and `"cpu"` as such, everything else as a device."""
-    if str(device) in ("disk", "cpu"):
-        return str(device)
-    return as_device(device)
-
-
-def _main_device(places: Mapping[str, Any]) -> torch.device:
-    devices = [d for d in places.values() if isinstance(d, torch.device) and d.type != "meta"]
-    return devices[0] if devices else torch.device("cpu")
-
-
-def _move_all(model: nn.Module, device: torch.device) -> None:
-    for name, tensor in named_module_tensors(model, recurse=True):
-        if tensor.device.type == "meta" and device.type != "meta":
-            set_module_tensor_to_device(model, name, device)
-    model.to(device)
-
-
-def _on_one_device(
-    group: Sequence[str], places: Mapping[str, Any], offload: Mapping[str, bool]
-) -> bool:
-    return len({device_of(name, places) for name in group}) == 1 and not any(
-        device_of(name, offload) for name in group
-    )
 
 
 def _offloaded_weights(
     model: nn.Module,
     places: Mapping[str, Any],
     offload: Mapping[str, bool],
-    tied: Sequence[Sequence[str]],
     state_dict: Mapping[str, torch.Tensor] | None,
     offload_dir: str | Path | None,
     offload_index: Mapping[str, Any] | None,
-) -> tuple[OffloadedWeightsLoader | None, TiedMap]:
+) -> OffloadedWeightsLoader | None:
     """Collect the weights of offloaded parts, writing to disk what is to be there."""
     on_disk = [name for name, device in places.items() if device == "disk"]
     in_memory = [name for name, away in offload.items() if away and places[name] != "disk"]
-    own = model.state_dict()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    tied_map: TiedMap = {
-        parameters[name].data_ptr(): {}
-        for group in tied
-        for name in group
-        if parameters[name].device.type != "meta"
-    }
     if not on_disk and not in_memory:
-        return None, tied_map
+        return None
     if on_disk and offload_dir is None and offload_index is None and state_dict is None:
         raise ConfigurationError(
             f"The device map puts {', '.join(on_disk)} on 'disk': name a folder with offload_dir."
         )
+    own = model.state_dict()
     if on_disk and offload_dir is not None and offload_index is None:
         _write_missing(model, extract_submodules_state_dict(own, on_disk), Path(offload_dir))
-    kept = dict(state_dict or {})
-    if in_memory and state_dict is None:
-        kept = {
-            name: tensor.to("cpu")
-            for name, tensor in extract_submodules_state_dict(own, in_memory).items()
-        }
-    folder = offload_dir if on_disk else None
-    return OffloadedWeightsLoader(kept, folder, offload_index), tied_map
-
-
-def _forget_moved(tied_map: TiedMap, weights: OffloadedWeightsLoader | None) -> None:
-    """Keep only addresses of tensors that live on: others may be given to new tensors."""
-    living = {tensor.data_ptr() for tensor in weights.state_dict.values()} if weights else set()
-    for address in list(tied_map):
-        if address not in living:
-            del tied_map[address]
+    if state_dict is None:
+        kept = extract_submodules_state_dict(own, in_memory)
+        state_dict = {name: tensor.to("cpu") for name, tensor in kept.items()}
+    return OffloadedWeightsLoader(state_dict, offload_dir if on_disk else None, offload_index)
 
 
 def _place_lone_tensors(
@@ -335,7 +288,7 @@ def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | Path,
     device_map: str | Mapping[str, Any] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[DeviceName, int | str] | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
     offload_folder: str | Path | None = None,
     offload_buffers: bool = False,
@@ -371,9 +324,23 @@ def load_checkpoint_and_dispatch(
         ...     model = Model(config)
         >>> model = load_checkpoint_and_dispatch(model, "weights", device_map="auto")
     """
-    chosen = _resolve_map(
-        model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
-    )
+    no_split = no_split_module_classes
+    chosen: Any = device_map
+    if device_map in _STRATEGIES:
+        if device_map != "sequential":
+            sparing = device_map == "balanced_low_0"
+            max_memory = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=sparing)
+        chosen = infer_auto_device_map(
+            model, max_memory, no_split, dtype, offload_buffers=offload_buffers
+        )
+    elif device_map is not None and not isinstance(device_map, Mapping):
+        try:
+            chosen = {"": device_map if device_map == "disk" else as_device(device_map)}
+        except RuntimeError:
+            raise ConfigurationError(
+                f"device_map={device_map!r} is neither a device nor a strategy; strategies are"
+                f" {listing(_STRATEGIES)}.{did_you_mean(device_map, _STRATEGIES)}"
+            ) from None
     load_checkpoint_in_model(
         model,
         checkpoint,
@@ -399,33 +366,6 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _resolve_map(
-    model: nn.Module,
-    device_map: Any,
-    max_memory: Mapping[int | str, int | str] | None,
-    no_split: Sequence[str] | str | None,
-    dtype: str | torch.dtype | None,
-    offload_buffers: bool,
-) -> Mapping[str, Any] | None:
-    if device_map is None or isinstance(device_map, Mapping):
-        return device_map
-    if device_map not in _STRATEGIES:
-        try:
-            return {"": device_map if device_map == "disk" else as_device(device_map)}
-        except RuntimeError:
-            raise ConfigurationError(
-                f"device_map={device_map!r} is neither a device nor a strategy; strategies are"
-                f" {listing(_STRATEGIES)}.{did_you_mean(device_map, _STRATEGIES)}"
-            ) from None
-    if device_map != "sequential":
-        max_memory = get_balanced_memory(
-            model, max_memory, no_split, dtype, low_zero=device_map == "balanced_low_0"
-        )
-    return infer_auto_device_map(
-        model, max_memory, no_split, dtype, offload_buffers=offload_buffers
-    )
-
-
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a model with offloaded parts, every tensor with its data.
 
@@ -438,7 +378,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
         if hook is None:
             continue
         for name in hook.weights_map:
-            full = f"{prefix}.{name}" if prefix else name
+            full = joined(prefix, name)
             if full in state and state[full].device.type == "meta":
                 state[full] = hook.weights_map[name]
     empty = [name for name, tensor in state.items() if tensor.device.type == "meta"]

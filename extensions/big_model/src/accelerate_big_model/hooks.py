@@ -7,6 +7,7 @@ through torch's own forward hooks, so the module keeps its class and its `forwar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,26 +16,14 @@ from torch import nn
 from accelerate_big_model.tensors import (
     Device,
     TiedMap,
-    as_device,
     default_device,
     find_device,
     named_module_tensors,
     set_module_tensor_to_device,
 )
+from accelerate_checkpoint.weights import as_device
 from accelerate_core.builtin.memory import clear_device_cache
 from accelerate_core.distributed.tree import send_to_device
-
-__all__ = [
-    "AlignDevicesHook",
-    "CpuOffload",
-    "LayerwiseCastingHook",
-    "ModelHook",
-    "SequentialHook",
-    "UserCpuOffloadHook",
-    "add_hook_to_module",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -165,6 +154,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
         remove_hook_from_module(child, recurse=True)
 
 
+@dataclass(eq=False)
 class AlignDevicesHook(ModelHook):
     """Have weights and inputs on one device for the length of a forward.
 
@@ -180,36 +170,22 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: copies of shared weights, see `set_module_tensor_to_device`.
     """
 
-    def __init__(
-        self,
-        execution_device: Device | None = None,
-        offload: bool = False,
-        io_same_device: bool = False,
-        weights_map: Mapping[str, torch.Tensor] | None = None,
-        offload_buffers: bool = False,
-        place_submodules: bool = False,
-        skip_keys: str | Sequence[str] | None = None,
-        tied_params_map: TiedMap | None = None,
-    ) -> None:
-        self.execution_device = None if execution_device is None else as_device(execution_device)
-        self.offload = offload
-        self.io_same_device = io_same_device
-        self.weights_map = weights_map
-        self.offload_buffers = offload_buffers
-        self.place_submodules = place_submodules
-        self.skip_keys = skip_keys
-        self.tied_params_map = tied_params_map
+    execution_device: Device | None = None
+    offload: bool = False
+    io_same_device: bool = False
+    weights_map: Mapping[str, torch.Tensor] | None = field(default=None, repr=False)
+    offload_buffers: bool = False
+    place_submodules: bool = False
+    skip_keys: str | Sequence[str] | None = None
+    tied_params_map: TiedMap | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.execution_device is not None:
+            self.execution_device = as_device(self.execution_device)
         self.original_devices: dict[str, torch.device] = {}
         self._moved: dict[str, torch.device] = {}
         self.input_device: torch.device | None = None
         self._loaded_copies: list[tuple[int, torch.device]] = []
-
-    def __repr__(self) -> str:
-        return (
-            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload},"
-            f" io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers},"
-            f" place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
-        )
 
     def _names(self, module: nn.Module) -> list[str]:
         tensors = named_module_tensors(
@@ -223,38 +199,30 @@ class AlignDevicesHook(ModelHook):
         return [name for name, _ in tensors]
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        if not self.offload:
-            if self.execution_device is not None:
-                self._place(module)
-            return module
         tensors = dict(
             named_module_tensors(module, recurse=self.place_submodules, remove_duplicate=False)
         )
-        offloaded = self._names(module)
-        self.original_devices = {name: tensors[name].device for name in offloaded}
-        if self.weights_map is None:
+        offloaded = self._names(module) if self.offload else []
+        if self.offload and self.weights_map is None:
             self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
-        for name in tensors:
+        self.original_devices = {name: tensors[name].device for name in offloaded}
+        for name, tensor in tensors.items():
             if name in self.original_devices:
                 set_module_tensor_to_device(module, name, "meta")
             elif self.execution_device is not None:
-                self._moved[name] = tensors[name].device
-                set_module_tensor_to_device(module, name, self.execution_device)
+                if self.offload:
+                    self._moved[name] = tensor.device
+                shared = None if self.offload else self.tied_params_map
+                set_module_tensor_to_device(
+                    module, name, self.execution_device, tied_params_map=shared
+                )
         return module
-
-    def _place(self, module: nn.Module) -> None:
-        assert self.execution_device is not None
-        for name, _ in named_module_tensors(
-            module, recurse=self.place_submodules, remove_duplicate=False
-        ):
-            set_module_tensor_to_device(
-                module, name, self.execution_device, tied_params_map=self.tied_params_map
-            )
 
     def load(self, module: nn.Module) -> None:
         """Bring the offloaded weights to the execution device."""
         assert self.weights_map is not None
-        device = self.execution_device or default_device()
+        on = self.execution_device
+        device = default_device() if on is None else as_device(on)
         for name in self._names(module):
             value = self.weights_map[name]
             key = value.data_ptr()
@@ -299,7 +267,7 @@ class AlignDevicesHook(ModelHook):
                 # What was on meta before comes back where the weights are kept.
                 home = torch.device("cpu") if device.type == "meta" else device
                 set_module_tensor_to_device(module, name, home, value=self.weights_map[name])
-        if self.execution_device is not None and self.execution_device.type != "meta":
+        if self.execution_device != torch.device("meta"):
             for name, device in self._moved.items():
                 set_module_tensor_to_device(module, name, device)
         return module
@@ -320,9 +288,8 @@ class CpuOffload(ModelHook):
         execution_device: Device | None = None,
         prev_module_hook: UserCpuOffloadHook | None = None,
     ) -> None:
-        self.execution_device = (
-            default_device() if execution_device is None else as_device(execution_device)
-        )
+        here = default_device() if execution_device is None else as_device(execution_device)
+        self.execution_device = here
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -340,12 +307,12 @@ class CpuOffload(ModelHook):
         )
 
 
+@dataclass(eq=False, repr=False)
 class UserCpuOffloadHook:
     """The handle that `cpu_offload_with_hook` returns: send the model back, or free it."""
 
-    def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
-        self.model = model
-        self.hook = hook
+    model: nn.Module
+    hook: CpuOffload
 
     def offload(self) -> None:
         """Move the model to the CPU."""
@@ -357,18 +324,16 @@ class UserCpuOffloadHook:
         remove_hook_from_module(self.model)
 
 
+@dataclass(eq=False)
 class LayerwiseCastingHook(ModelHook):
     """Store a module's weights in a small dtype, and cast them up for each forward.
 
     For inference: between forwards the weights are only as exact as the storage dtype.
     """
 
-    def __init__(
-        self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool
-    ) -> None:
-        self.storage_dtype = storage_dtype
-        self.compute_dtype = compute_dtype
-        self.non_blocking = non_blocking
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    non_blocking: bool
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)

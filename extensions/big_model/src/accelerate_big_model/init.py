@@ -10,10 +10,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from accelerate_big_model.tensors import Device, as_device
+from accelerate_big_model.tensors import Device, rebuilt
+from accelerate_checkpoint.weights import as_device
 from accelerate_core.config.truth import flag
-
-__all__ = ["init_empty_weights", "init_on_device"]
 
 _INCLUDE_BUFFERS = "ACCELERATE_INIT_INCLUDE_BUFFERS"
 
@@ -54,10 +53,7 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
         # One that is there already is kept as it is, and so stays tied.
         if not isinstance(parameter, nn.Parameter) or parameter.device == target:
             return None
-        rebuild: Any = type(parameter)
-        new = rebuild(parameter.detach().to(target), requires_grad=parameter.requires_grad)
-        new.__dict__.update(parameter.__dict__)
-        return new
+        return rebuilt(parameter, parameter.detach().to(target))
 
     handle = register_module_parameter_registration_hook(moved)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,16 @@ from accelerate_big_model.offload import Index, offload_weight, save_offload_ind
 from accelerate_big_model.tensors import (
     check_device_map,
     check_tied_parameters_on_same_device,
-    device_of,
     find_tied_parameters,
     named_module_tensors,
     non_persistent_buffers,
+    on_one_device,
     retie_parameters,
     set_module_tensor_to_device,
     torch_dtype,
 )
-from accelerate_checkpoint.weights import checkpoint_files, iter_state_dict
+from accelerate_checkpoint.weights import checkpoint_files, device_of, iter_state_dict
 from accelerate_core.errors import CheckpointError, ConfigurationError
-
-__all__ = ["load_checkpoint_in_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,29 +47,25 @@ class _Loader:
         self.tensors = dict(named_module_tensors(self.model, recurse=True, remove_duplicate=False))
         self.tied = find_tied_parameters(self.model)
 
-    def twins(self, name: str) -> list[str]:
-        """Return the names a weight is known by, itself first."""
-        group = next((group for group in self.tied if name in group), [name])
-        return [name, *(other for other in group if other != name)]
-
     def put(self, name: str, value: torch.Tensor) -> None:
+        """Put a weight under every name it is known by, itself first."""
         if name not in self.tensors:
             self.unexpected.append(name)
             return
         old = self.tensors[name]
         value = self._cast(name, value, old)
         written = None
-        for twin in self.twins(name):
-            device = device_of(twin, self.device_map)
+        group = next((group for group in self.tied if name in group), [])
+        for twin in dict.fromkeys([name, *group]):
             if twin in self.loaded:
                 continue
-            if str(device) != "disk":
-                set_module_tensor_to_device(self.model, twin, device, value, value.dtype)
-            elif isinstance(old, nn.Parameter) or self.offload_buffers:
-                set_module_tensor_to_device(self.model, twin, "meta", value, value.dtype)
-                written = self._offload(twin, value, written)
-            else:
-                set_module_tensor_to_device(self.model, twin, "cpu", value, value.dtype)
+            device = device_of(twin, self.device_map)
+            if str(device) == "disk":
+                offloaded = isinstance(old, nn.Parameter) or self.offload_buffers
+                device = "meta" if offloaded else "cpu"
+                if offloaded:
+                    written = self._offload(twin, value, written)
+            set_module_tensor_to_device(self.model, twin, device, value, value.dtype)
             self.loaded.add(twin)
 
     def _offload(self, name: str, value: torch.Tensor, written: str | None) -> str:
@@ -101,11 +95,7 @@ class _Loader:
     def finish(self) -> None:
         if self.offload_folder is not None:
             save_offload_index(self.index, self.offload_folder)
-        together = [
-            group
-            for group in self.tied
-            if len({str(device_of(name, self.device_map)) for name in group}) == 1
-        ]
+        together = [group for group in self.tied if on_one_device(group, self.device_map)]
         retie_parameters(self.model, together)
 
 
@@ -164,34 +154,25 @@ def load_checkpoint_in_model(
         raise ConfigurationError(
             "The device map puts weights on 'disk': name a folder for them with offload_folder."
         )
-    loader = _Loader(
-        model,
-        device_map,
-        None if offload_folder is None else Path(offload_folder),
-        wanted,
-        list(keep_in_fp32_modules or ()),
-        offload_buffers,
-    )
-    if loader.offload_folder is not None:
-        loader.offload_folder.mkdir(parents=True, exist_ok=True)
-    for name, value in _all_tensors(checkpoint_files(checkpoint)):
-        loader.put(name, value)
+    folder = None if offload_folder is None else Path(offload_folder)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    keep = keep_in_fp32_modules or ()
+    loader = _Loader(model, device_map, folder, wanted, keep, offload_buffers)
+    for file in checkpoint_files(checkpoint):
+        for name, value in iter_state_dict(file):
+            loader.put(name, value)
     _judge(loader.missing(), loader.unexpected, checkpoint, strict)
     loader.finish()
 
 
-def _all_tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in files:
-        yield from iter_state_dict(file)
-
-
 def _judge(missing: list[str], unexpected: list[str], checkpoint: Any, strict: bool) -> None:
-    parts = []
-    if missing:
-        parts.append(f"lacks {', '.join(missing[:10])}{' …' if len(missing) > 10 else ''}")
+    def shown(names: list[str]) -> str:
+        return f"{', '.join(names[:10])}{' …' if len(names) > 10 else ''}"
+
+    parts = [f"lacks {shown(missing)}"] if missing else []
     if unexpected:
-        shown = ", ".join(sorted(unexpected)[:10])
-        parts.append(f"has {shown}{' …' if len(unexpected) > 10 else ''}, which the model has not")
+        parts.append(f"has {shown(sorted(unexpected))}, which the model has not")
     if not parts:
         return
     text = f"The checkpoint {checkpoint} {' and '.join(parts)}."
@@ -215,7 +196,19 @@ def _load_from_rank0(
     verdict = [""]
     if get_rank() == 0:
         try:
-            state = _matching_state(model, checkpoint, dtype, tied, strict)
+            found = {
+                k: v for file in checkpoint_files(checkpoint) for k, v in iter_state_dict(file)
+            }
+            for group in tied:
+                known = [name for name in group if name in found]
+                found |= {name: found[known[0]] for name in group if known and name not in found}
+            names = model.state_dict().keys()
+            missing, unexpected = sorted(names - found.keys()), sorted(found.keys() - names)
+            _judge(missing, unexpected, checkpoint, strict)
+            for name, tensor in found.items():
+                if name in names:
+                    cast = dtype is not None and tensor.is_floating_point()
+                    state[name] = tensor.to(dtype) if cast else tensor
         except Exception as error:
             verdict[0] = f"Rank 0 could not read the checkpoint: {error}"
     # Without it the others would wait for weights that never come.
@@ -227,25 +220,3 @@ def _load_from_rank0(
     )
     set_model_state_dict(model, state, options=options)
     retie_parameters(model, tied)
-
-
-def _matching_state(
-    model: nn.Module,
-    checkpoint: str | Path,
-    dtype: torch.dtype | None,
-    tied: Sequence[Sequence[str]],
-    strict: bool,
-) -> dict[str, torch.Tensor]:
-    """Read all tensors the model has a name for, tied ones under every name."""
-    found = dict(_all_tensors(checkpoint_files(checkpoint)))
-    for group in tied:
-        known = [name for name in group if name in found]
-        found.update({name: found[known[0]] for name in group if known and name not in found})
-    names = model.state_dict().keys()
-    missing, unexpected = sorted(names - found.keys()), sorted(found.keys() - names)
-    _judge(missing, unexpected, checkpoint, strict)
-    return {
-        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in found.items()
-        if name in names
-    }

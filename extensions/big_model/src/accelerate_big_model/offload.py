@@ -13,23 +13,12 @@ from torch import nn
 
 from accelerate_big_model.tensors import (
     Device,
-    as_device,
     set_module_tensor_to_device,
     torch_dtype,
+    within,
 )
+from accelerate_checkpoint.weights import as_device
 from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
-
-__all__ = [
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "extract_submodules_state_dict",
-    "load_offload_index",
-    "load_offloaded_weight",
-    "load_offloaded_weights",
-    "offload_state_dict",
-    "offload_weight",
-    "save_offload_index",
-]
 
 INDEX_NAME = "index.json"
 Index = dict[str, dict[str, Any]]
@@ -94,18 +83,19 @@ def save_offload_index(index: Index, offload_folder: str | Path) -> None:
     """Write the index to `index.json`, over what the folder's index holds already."""
     folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / INDEX_NAME
-    merged = {**(load_offload_index(folder) if path.is_file() else {}), **index}
-    path.write_text(json.dumps(merged, indent=2), encoding="utf-8")
+    merged = {**load_offload_index(folder, missing_ok=True), **index}
+    (folder / INDEX_NAME).write_text(json.dumps(merged, indent=2), encoding="utf-8")
 
 
-def load_offload_index(offload_folder: str | Path) -> Index:
-    """Read the index of a folder.
+def load_offload_index(offload_folder: str | Path, missing_ok: bool = False) -> Index:
+    """Read the index of a folder; one that may be missing is empty then.
 
     Raises:
         CheckpointError: it is missing or not JSON.
     """
     path = Path(offload_folder) / INDEX_NAME
+    if missing_ok and not path.is_file():
+        return {}
     try:
         index: Index = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -220,8 +210,4 @@ def extract_submodules_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the entries that belong to the named modules; `""` names the whole model."""
     names = list(submodule_names)
-    return {
-        key: value
-        for key, value in state_dict.items()
-        if any(name == "" or key == name or key.startswith(f"{name}.") for name in names)
-    }
+    return {k: value for k, value in state_dict.items() if any(within(k, name) for name in names)}

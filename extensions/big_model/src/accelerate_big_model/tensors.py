@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -9,32 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from accelerate_checkpoint.weights import as_device, device_of, id_tensor_storage
+from accelerate_checkpoint.weights import as_device, device_of
 from accelerate_core.builtin.memory import clear_device_cache
 from accelerate_core.distributed.tree import flatten
 from accelerate_core.errors import ConfigurationError, did_you_mean
-
-__all__ = [
-    "Device",
-    "TiedMap",
-    "align_module_device",
-    "as_device",
-    "check_device_map",
-    "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device",
-    "default_device",
-    "device_of",
-    "find_device",
-    "find_tied_parameters",
-    "has_offloaded_params",
-    "id_tensor_storage",
-    "named_module_tensors",
-    "non_persistent_buffers",
-    "offload_hook",
-    "retie_parameters",
-    "set_module_tensor_to_device",
-    "torch_dtype",
-]
 
 Device: TypeAlias = int | str | torch.device
 #: Storage address of a shared weight → its copies by device.
@@ -68,14 +47,20 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
+def joined(module: str, name: str) -> str:
+    """Return the full name of what is called `name` inside of a module."""
+    return f"{module}.{name}" if module else name
+
+
+def within(name: str, module: str) -> bool:
+    """Say whether a full name is a module's, or of something inside of it; `""` is the model."""
+    return module in ("", name) or name.startswith(f"{module}.")
+
+
 def non_persistent_buffers(module: nn.Module, recurse: bool = True) -> set[str]:
     """Return the full names of the buffers that state dicts leave out."""
     modules = module.named_modules() if recurse else [("", module)]
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, sub in modules
-        for name in sub._non_persistent_buffers_set
-    }
+    return {joined(prefix, n) for prefix, sub in modules for n in sub._non_persistent_buffers_set}
 
 
 def named_module_tensors(
@@ -88,18 +73,15 @@ def named_module_tensors(
     """Yield names and tensors: parameters first, then buffers.
 
     Args:
-        module: the module.
         include_buffers: yield buffers too.
         recurse: also those of submodules, by dotted names.
         remove_non_persistent: without the buffers that state dicts leave out.
         remove_duplicate: a tensor of several names only under its first.
     """
-    yield from module.named_parameters(recurse=recurse, remove_duplicate=remove_duplicate)
+    yield from module.named_parameters("", recurse, remove_duplicate)
     if include_buffers:
-        hidden = non_persistent_buffers(module, recurse) if remove_non_persistent else set()
-        for name, buffer in module.named_buffers(
-            recurse=recurse, remove_duplicate=remove_duplicate
-        ):
+        hidden = non_persistent_buffers(module, recurse) if remove_non_persistent else ()
+        for name, buffer in module.named_buffers("", recurse, remove_duplicate):
             if name not in hidden:
                 yield name, buffer
 
@@ -148,11 +130,7 @@ def check_tied_parameters_on_same_device(
     tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]
 ) -> bool:
     """Say whether every group of tied parameters has one device; warn where not."""
-    import warnings
-
-    apart = [
-        group for group in tied_params if len({device_of(name, device_map) for name in group}) > 1
-    ]
+    apart = [group for group in tied_params if not on_one_device(group, device_map)]
     for group in apart:
         warnings.warn(
             f"The tied parameters {', '.join(group)} are on different devices: each device gets"
@@ -160,6 +138,11 @@ def check_tied_parameters_on_same_device(
             stacklevel=3,
         )
     return not apart
+
+
+def on_one_device(names: Sequence[str], device_map: Mapping[str, Any]) -> bool:
+    """Say whether a device map gives all of the names the same device."""
+    return len({str(device_of(name, device_map)) for name in names}) == 1
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
@@ -176,13 +159,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             f"The device map names {', '.join(map(repr, unknown))}, which the model does not have."
             f"{did_you_mean(unknown[0], known)}"
         )
-    if "" in device_map:
-        return
-    missing = [
-        name
-        for name in tensors
-        if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in device_map)
-    ]
+    missing = [name for name in tensors if not any(within(name, module) for module in device_map)]
     if missing:
         raise ConfigurationError(
             f"The device map gives no device for {', '.join(missing[:10])}"
@@ -190,23 +167,15 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         )
 
 
-def _rebuild(old: nn.Parameter | torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def rebuilt(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a value as what a parameter or buffer is, with its class and attributes."""
     if not isinstance(old, nn.Parameter):
         return value
     floating = value.is_floating_point() or value.is_complex()
-    wanted = old.requires_grad and floating
-    if type(old) is nn.Parameter:
-        return nn.Parameter(value, requires_grad=wanted)
-    rebuild: Any = type(old)
-    new = rebuild(value, requires_grad=wanted)
+    kind: Any = type(old)
+    new: nn.Parameter = kind(value, requires_grad=old.requires_grad and floating)
     new.__dict__.update(old.__dict__)
-    return new  # type: ignore[no-any-return]
-
-
-def _cast(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if dtype is None:
-        return value.to(like.dtype)
-    return value.to(dtype) if value.is_floating_point() else value
+    return new
 
 
 def _move(
@@ -270,10 +239,11 @@ def set_module_tensor_to_device(
         )
     if value is None and old.device == target and dtype is None and not tied_params_map:
         return
-    wanted = torch_dtype(dtype) if dtype is not None else None
-    source = old.detach() if value is None else value.detach()
-    source = source if value is None and wanted is None else _cast(source, old, wanted)
-    new = _rebuild(old, _move(source, target, tied_params_map, non_blocking))
+    wanted = old.dtype if dtype is None else torch_dtype(dtype)
+    source = (old if value is None else value).detach()
+    if dtype is None or source.is_floating_point():
+        source = source.to(wanted)
+    new = rebuilt(old, _move(source, target, tied_params_map, non_blocking))
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
     # By attribute, not by dict: recurrent layers watch their attributes.

@@ -1,14 +1,16 @@
-"""One save at a time, beside the training."""
+"""Saving beside the training: copies of the state in host memory, and the thread that writes them."""
 
 from __future__ import annotations
 
+import copy
+import mmap
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from accelerate_checkpoint.staging import Staging
+import torch
 
-__all__ = ["Background"]
+from accelerate_core.distributed.tree import map_leaves
 
 
 class Background:
@@ -46,3 +48,68 @@ class Background:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+
+class Staging:
+    """Copies states into host memory that is kept and used again by the next save.
+
+    Fresh memory costs several times as much as the copy itself, as the system has to find and
+    clear every page of it.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._next = 0
+        self._memo: dict[Any, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Start the copies of another save; those of the one before are overwritten."""
+        self._next = 0
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._buffers, self._memo = [], {}
+        self.begin()
+
+    def copy(self, state: Any) -> Any:
+        """Return a copy of a state that shares nothing with it; containers keep their types."""
+        # Only while its own state holds a tensor is its address nobody else's.
+        self._memo = {}
+        return map_leaves(self._leaf, state)
+
+    def _leaf(self, leaf: Any) -> Any:
+        return self._tensor(leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        source = tensor.detach()
+        if source.layout != torch.strided:
+            return copy.deepcopy(source.cpu())
+        if type(source) not in (torch.Tensor, torch.nn.Parameter):
+            return copy.deepcopy(source)
+        place = (source.device, source.data_ptr(), source.dtype, source.shape, source.stride())
+        if source.numel() and place in self._memo:
+            return self._memo[place]  # two names of one tensor stay so
+        buffer = self._buffer(source.nbytes)
+        made = buffer[: source.nbytes].view(source.dtype).view(source.shape)
+        # From a device all copies are queued; whoever reads them waits for it first.
+        made.copy_(source, non_blocking=source.device.type != "cpu")
+        self._memo[place] = made
+        return made
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        index = self._next
+        self._next += 1
+        if index < len(self._buffers) and self._buffers[index].numel() >= size:
+            return self._buffers[index]
+        made = _host_memory(size)
+        self._buffers[index : index + 1] = [made]
+        return made
+
+
+def _host_memory(size: int) -> torch.Tensor:
+    if size < (1 << 22):
+        return torch.empty(size, dtype=torch.uint8)
+    region = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to be found
+    return torch.frombuffer(region, dtype=torch.uint8)

@@ -1,26 +1,47 @@
-"""`DirectoryCheckpointer`: the part of an Accelerator that saves and loads."""
+"""`DirectoryCheckpointer`: the part of an Accelerator that saves and loads.
+
+All ranks write beside, one manifest is made of it, one rename shows it. What is loaded is verified
+first, by all ranks together, then read, then taken over.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from accelerate_checkpoint.background import Background
-from accelerate_checkpoint.load import load_state
-from accelerate_checkpoint.model import save_model, save_object
+from accelerate_checkpoint.directories import SaveInProgress, clean_up, target_of
+from accelerate_checkpoint.files import FileEntry, checksum, write_text
+from accelerate_checkpoint.load import (
+    Source,
+    agreed,
+    check_fits,
+    examine_together,
+    read_states,
+    take_over,
+)
+from accelerate_checkpoint.manifest import MANIFEST, Manifest, problems
+from accelerate_checkpoint.model import save_object, save_weights
 from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.preemption import Preemption, read_signals
 from accelerate_checkpoint.replay import CycleStart
-from accelerate_checkpoint.save import save_state
+from accelerate_checkpoint.save import Writer, write_state
 from accelerate_checkpoint.training_state import TrainingState
+from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import torch
-
     from accelerate_core.contract.parts import Checkpointer, RunParts
 
-__all__ = ["DirectoryCheckpointer"]
+#: What each rank reports: its failure, its files, and which machine it is on.
+Report = tuple[str | None, dict[str, FileEntry], int]
+Gather = Callable[[Any], list[Any]]
 
 
 class DirectoryCheckpointer:
@@ -51,6 +72,8 @@ class DirectoryCheckpointer:
         if self._signals:
             self._preemption = Preemption(state, self._signals, self.wait, self.save_state)
 
+    # --- saving -------------------------------------------------------------------------------
+
     def save_state(
         self,
         /,
@@ -66,17 +89,100 @@ class DirectoryCheckpointer:
         Raises:
             CheckpointError: on every rank, if any of them failed; what stood before still stands.
         """
-        return save_state(
-            self._state,
-            self._numbering,
-            self.background,
-            self._cycle_start,
-            output_dir,
-            safe_serialization=safe_serialization,
-            max_shard_size=max_shard_size,
-            blocking=blocking,
-            options=save_model_func_kwargs,
-        )
+        self.wait()
+        state, background, numbered = self._state, self.background, self._numbering.automatic
+        beside = None if blocking else background.open(state.collectives)
+        if beside is None and not blocking:
+            state.note_once("This backend has no second group of ranks: saving blocks.")
+        state.settle()
+        saving = self._begin(output_dir)
+        writer = Writer(saving.path, None if beside is None else background.staging)
+        try:
+            if not saving.path.is_dir():
+                writer.failed(
+                    f"{saving.path} is not there on this machine",
+                    CheckpointError(
+                        "save to a file system that all machines share, or set "
+                        "ProjectConfiguration(save_on_each_node=True)"
+                    ),
+                )
+            background.staging.begin()
+            options = safe_serialization, max_shard_size, save_model_func_kwargs
+            past = self._cycle_start
+            if past is not None and past.needed():
+                with past.buffers():
+                    write_state(state, writer, *options, past)
+            else:
+                write_state(state, writer, *options, None)
+            facts = {"saved_at": time.time(), **state.facts()}
+        except BaseException:  # not a failure of one part: an interrupt
+            saving.abandon()
+            raise
+        limit = state.project.total_limit if numbered else None
+        finish = partial(self._finish, saving, writer, facts, limit)
+        if beside is None:
+            finish(state.collectives.gather_object)
+        else:
+            if state.process.device.type != "cpu":
+                torch.accelerator.synchronize()  # the copies to host memory
+            background.run(partial(finish, beside.gather_object))
+        if numbered:
+            state.project.iteration += 1
+        return str(saving.target)
+
+    def _begin(self, output_dir: Any) -> SaveInProgress:
+        """Make the directory that all ranks write into."""
+        state, trouble = self._state, None
+        if self._numbering.automatic:
+            target, trouble = self._numbering.next()
+        elif output_dir is not None:
+            target = target_of(output_dir)
+        else:
+            raise CheckpointError(
+                "save_state needs an output_dir, or "
+                "ProjectConfiguration(automatic_checkpoint_naming=True)."
+            )
+        saving = SaveInProgress(target, state.collectives.broadcast_object(secrets.token_hex(6)))
+        if state.saves_here and trouble is None:
+            try:
+                clean_up(target.parent)
+                saving.make()
+            except OSError as error:
+                trouble = f"{target} cannot be written: {error}"
+        _raise_any(state.collectives.gather_object(trouble), target)
+        return saving
+
+    def _finish(
+        self,
+        saving: SaveInProgress,
+        writer: Writer,
+        facts: dict[str, Any],
+        limit: int | None,
+        gather: Gather,
+    ) -> None:
+        """End a save, on the main thread or beside it: report, commit, learn the verdict."""
+        process, here = self._state.process, self._state.saves_here
+        try:
+            writer.finish()
+            machine = process.process_index - process.local_process_index
+            reports: list[Report] = gather((writer.error, writer.files, machine))
+            _raise_any([error for error, _, _ in reports], saving.target, writer.cause)
+            trouble = None
+            if here:
+                try:
+                    everywhere = not self._state.project.save_on_each_node
+                    found = [files for _, files, node in reports if everywhere or node == machine]
+                    _commit(saving, found, facts)
+                except Exception as error:
+                    trouble = f"{saving.target} could not be completed: {error}"
+            _raise_any(gather(trouble), saving.target)
+        except BaseException:
+            if here:
+                saving.abandon()
+            raise
+        self._numbering.saved(saving.target, limit, saving.identity)
+
+    # --- loading ------------------------------------------------------------------------------
 
     def load_state(
         self,
@@ -94,16 +200,52 @@ class DirectoryCheckpointer:
             CheckpointError: the directory or a file of it is missing or damaged, by name. Nothing
                 has been changed then.
         """
-        self.background.wait()
-        return load_state(
-            self._state,
-            self._numbering,
-            input_dir,
-            load_kwargs or {},
-            trust=trust,
-            verify=verify,
-            options=load_model_func_kwargs,
-        )
+        self.wait()
+        state, options = self._state, load_model_func_kwargs
+        source = self._find(input_dir, verify)
+        check_fits(state, source)
+        read = partial(read_states, state, source, load_kwargs or {}, options, trust)
+        loads = agreed(state, "read", read)
+        state.settle()  # what is pending belongs to the state that is replaced
+        load = partial(take_over, state, source, loads, options)
+        if state.owns_format:
+            load()  # it talks on the way, and agrees by itself
+        else:
+            agreed(state, "loaded", load)
+        self._numbering.loaded(source.directory)
+        return str(source.directory)
+
+    def _find(self, input_dir: Any, verify: bool) -> Source:
+        """Return the checkpoint that was asked for, or the newest whole one, the same on every rank."""
+        state, numbering = self._state, self._numbering
+        if input_dir is None and not numbering.automatic:
+            raise CheckpointError(
+                "load_state needs an input_dir, or "
+                "ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."
+            )
+        given = None if input_dir is None else Path(os.path.realpath(Path(input_dir).expanduser()))
+        parent = numbering.root if given is None else given.parent
+        if state.saves_here:
+            clean_up(parent)
+        state.collectives.barrier()
+        passed: list[str] = []
+        for directory in numbering.newest_first() if given is None else [given]:
+            manifest, wrong = examine_together(state, directory, verify)
+            if not wrong:
+                for text in passed:
+                    state.note_once(
+                        f"load_state passed over {text} It goes on from {directory.name}."
+                    )
+                return Source(directory, manifest)
+            if given is not None:
+                raise CheckpointError(wrong)
+            passed.append(f"{directory.name}: {wrong}")
+            numbering.pass_over(directory)
+        if passed:
+            raise CheckpointError(f"No checkpoint in {parent} is whole. {' '.join(passed)}")
+        raise CheckpointError(f"There is no checkpoint in {parent} to load.")
+
+    # --- models and objects -------------------------------------------------------------------
 
     def save_model(
         self,
@@ -112,13 +254,33 @@ class DirectoryCheckpointer:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights of a model once, where `load_checkpoint_in_model` finds them."""
-        save_model(self._state, model, save_directory, max_shard_size, safe_serialization)
+        """Write the weights of a model once, where `load_checkpoint_in_model` finds them.
+
+        Raises:
+            CheckpointError: the path is a file, or the model has weights on the meta device.
+        """
+        directory = Path(save_directory)
+        if directory.is_file():
+            raise CheckpointError(f"save_model needs a directory, and {directory} is a file.")
+        weights = self._state.whole_model_state(model)
+        if any(t.device.type == "meta" for t in weights.values() if isinstance(t, torch.Tensor)):
+            raise CheckpointError(
+                "The model has weights on the meta device, so there is nothing to save."
+            )
+        if self._state.saves_here:
+            save_weights(
+                weights,
+                directory,
+                max_shard_size=max_shard_size,
+                safe_serialization=safe_serialization,
+            )
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write one object once, with torch or safetensors."""
         if self._state.saves_here:
             save_object(obj, f, safe_serialization)
+
+    # --- life ---------------------------------------------------------------------------------
 
     @property
     def preemption_requested(self) -> bool:
@@ -131,7 +293,7 @@ class DirectoryCheckpointer:
 
     def release(self) -> None:
         """Wait, and give back the memory of the copies."""
-        self.background.wait()
+        self.wait()
         self.background.staging.release()
 
     def close(self, failed: bool) -> None:
@@ -140,6 +302,44 @@ class DirectoryCheckpointer:
             self._preemption.close()
         if not failed:
             self.release()
+
+
+def _commit(
+    saving: SaveInProgress, written: list[dict[str, FileEntry]], facts: dict[str, Any]
+) -> None:
+    """List what the ranks of this directory wrote, and show it."""
+    directory = saving.path
+    listed = {name: entry for files in written for name, entry in files.items()}
+    # What plugins and the user's own hooks wrote has not passed through our hands.
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name not in listed:
+            listed[name] = checksum(path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    manifest = Manifest(listed, facts)
+    write_text(directory / MANIFEST, manifest.render())
+    wrong = problems(directory, manifest, contents=False)
+    if wrong:
+        raise CheckpointError(wrong[0])
+    saving.publish()
+
+
+def _raise_any(troubles: list[str | None], target: Path, cause: Exception | None = None) -> None:
+    """Raise on every rank what any of them could not do."""
+    found: dict[str, list[int]] = {}
+    for rank, trouble in enumerate(troubles):
+        if trouble:
+            found.setdefault(trouble, []).append(rank)
+    if found:
+        lines = [
+            f"rank {', '.join(map(str, ranks))}: {trouble}" if len(troubles) > 1 else trouble
+            for trouble, ranks in found.items()
+        ]
+        raise CheckpointError(
+            f"The checkpoint {target} was not saved; earlier ones are as they were. "
+            + " ".join(lines)
+        ) from cause
 
 
 if TYPE_CHECKING:  # that it keeps to the protocol

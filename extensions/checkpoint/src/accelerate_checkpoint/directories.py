@@ -16,6 +16,8 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from accelerate_checkpoint.files import sync_directory
@@ -29,34 +31,10 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "SaveInProgress",
-    "clean_up",
-    "discard",
-    "number_of",
-    "numbered_checkpoints",
-    "target_of",
-]
-
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<stage>saving|swap|old|deleted)-(?P<id>[0-9a-f]{12})")
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 #: Seconds after which a directory that cannot be locked (NFS, Windows) counts as left over.
 _STALE = 6 * 3600
-
-
-def number_of(directory: Path) -> int | None:
-    """Return the number of a directory `checkpoint_<number>`, None for another name."""
-    match = _NUMBERED.fullmatch(directory.name)
-    return int(match[1]) if match else None
-
-
-def numbered_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Return number and path of every `checkpoint_<number>` of a directory, the oldest first."""
-    if not root.is_dir():
-        return []
-    found = ((number_of(path), path) for path in root.iterdir())
-    return sorted((number, path) for number, path in found if number is not None and path.is_dir())
 
 
 def target_of(output_dir: str | os.PathLike[str]) -> Path:
@@ -68,17 +46,17 @@ def target_of(output_dir: str | os.PathLike[str]) -> Path:
     if not isinstance(output_dir, str | os.PathLike):
         raise CheckpointError(f"save_state takes the path of a directory, not {output_dir!r}.")
     target = Path(os.path.realpath(Path(output_dir).expanduser()))
-    inside = f"Use a directory inside it, such as {target / 'state'}."
     if target.is_file():
         raise CheckpointError(f"save_state needs a directory, and {target} is a file.")
-    if target == Path.cwd() or target in Path.cwd().parents:
+    what = ""
+    if Path.cwd().is_relative_to(target):
+        what = "the current directory or holds it"
+    elif os.path.ismount(target):
+        what = "a mount point"
+    if what:
         raise CheckpointError(
-            f"{target} is the current directory or holds it, and cannot be replaced by a whole "
-            f"checkpoint. {inside}"
-        )
-    if target.is_dir() and os.path.ismount(target):
-        raise CheckpointError(
-            f"{target} is a mount point, and cannot be replaced by a whole checkpoint. {inside}"
+            f"{target} is {what}, and cannot be replaced by a whole checkpoint. Use a directory "
+            f"inside it, such as {target / 'state'}."
         )
     return target
 
@@ -95,7 +73,7 @@ class SaveInProgress:
         self.target = target
         self.identity = identity
         self.path = self._named("saving")
-        self._lock: int | None = None
+        self._locked = ExitStack()
 
     def _named(self, stage: str) -> Path:
         return self.target.with_name(f".{self.target.name}.{stage}-{self.identity}")
@@ -104,7 +82,7 @@ class SaveInProgress:
         """Create the directory."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir()
-        self._lock = _lock(self.path)
+        self._locked.enter_context(_lock(self.path))
 
     def publish(self) -> None:
         """Put the directory, which is whole, in its place, and what stood there out of the way."""
@@ -132,9 +110,7 @@ class SaveInProgress:
 
     def release(self) -> None:
         """Give the lock back."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._locked.close()
 
 
 def discard(path: Path, identity: str) -> None:
@@ -142,11 +118,9 @@ def discard(path: Path, identity: str) -> None:
     if path.is_symlink():
         path.unlink()
         return
-    if _LEFT.fullmatch(path.name) is None:
-        gone = path.with_name(f".{path.name}.deleted-{identity}")
-        os.rename(path, gone)
-        path = gone
-    shutil.rmtree(path)
+    gone = path.with_name(f".{path.name}.deleted-{identity}")
+    os.rename(path, gone)
+    shutil.rmtree(gone)
 
 
 def clean_up(parent: Path) -> None:
@@ -155,22 +129,19 @@ def clean_up(parent: Path) -> None:
         return
     left = [(match, path) for path in parent.iterdir() if (match := _LEFT.fullmatch(path.name))]
     for match, path in sorted(left, key=lambda pair: pair[0]["stage"] != "swap"):
-        lock = _lock(path)
-        if lock is None and not _is_stale(path):
-            continue
         try:
-            target = parent / match["name"]
-            if match["stage"] in ("saving", "deleted"):
-                shutil.rmtree(path, ignore_errors=True)
-            elif target.exists():
-                _settle(path, target)
-            else:
-                os.rename(path, target)
+            with _lock(path) as locked:
+                if not locked and time.time() - path.stat().st_mtime < _STALE:
+                    continue
+                target = parent / match["name"]
+                if match["stage"] in ("saving", "deleted"):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif target.exists():
+                    _settle(path, target)
+                else:
+                    os.rename(path, target)
         except OSError as error:  # another process does the same, or it cannot be written here
             logger.debug("%s is left: %s", path, error)
-        finally:
-            if lock is not None:
-                os.close(lock)
 
 
 #: What a checkpoint consists of, here and at the peer's: none of it outlives the checkpoint.
@@ -195,27 +166,18 @@ def _settle(old: Path, target: Path) -> None:
     shutil.rmtree(old)
 
 
-def _lock(path: Path) -> int | None:
-    """Lock a directory; None if another process has it, or directories cannot be locked here."""
-    if fcntl is None:
-        return None
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
-
-
-def _is_stale(path: Path) -> bool:
-    try:
-        return time.time() - path.stat().st_mtime > _STALE
-    except OSError:
-        return False
+@contextmanager
+def _lock(path: Path) -> Iterator[bool]:
+    """Lock a directory; False if another process has it, or directories cannot be locked here."""
+    with ExitStack() as held:
+        locked = False
+        if fcntl is not None:
+            with suppress(OSError):
+                handle = os.open(path, os.O_RDONLY)
+                held.callback(os.close, handle)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked = True
+        yield locked
 
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -228,8 +190,8 @@ def _exchange(one: Path, other: Path) -> bool:
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
-    done = call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    if done == 0:
+    here = _AT_FDCWD
+    if call(here, os.fsencode(one), here, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):

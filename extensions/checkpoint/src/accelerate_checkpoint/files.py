@@ -8,9 +8,10 @@ import mmap
 import os
 import pickle
 import re
+import secrets
 import struct
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -19,26 +20,6 @@ import torch
 import xxhash
 
 from accelerate_core.errors import CheckpointError
-
-__all__ = [
-    "CUSTOM",
-    "GRADIENTS",
-    "MODEL",
-    "OPTIMIZER",
-    "RNG",
-    "SCALER",
-    "SCHEDULER",
-    "FileEntry",
-    "HashingFile",
-    "checksum",
-    "numbered",
-    "read",
-    "sync_directory",
-    "write",
-    "write_safetensors",
-    "write_text",
-    "write_torch",
-]
 
 MODEL, OPTIMIZER, SCHEDULER, GRADIENTS = "model", "optimizer", "scheduler", "gradients"
 SCALER, RNG, CUSTOM = "scaler.pt", "random_states", "custom_checkpoint"
@@ -89,50 +70,52 @@ class HashingFile:
         """Hand everything to the operating system."""
         self._file.flush()
 
-    def close(self, *, durable: bool) -> FileEntry:
-        """Close the file, once it is on the disk if `durable`."""
-        try:
-            self._file.flush()
-            if durable:
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+    def finish(self) -> FileEntry:
+        """Have everything on the disk."""
+        self.flush()
+        os.fsync(self._file.fileno())
         return FileEntry(self._size, self._hash.hexdigest())
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Close the file, whatever of it could be written."""
         with suppress(OSError):
             self._file.close()
 
 
-def write(path: Path, put: Callable[[HashingFile], None], *, durable: bool = True) -> FileEntry:
-    """Write one file by `put(file)`; return its size and checksum."""
+def write(path: Path, put: Callable[[HashingFile], object]) -> FileEntry:
+    """Write one file by `put(file)`, to the disk; return its size and checksum."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = HashingFile(path)
     try:
         put(file)
-        return file.close(durable=durable)
+        return file.finish()
     except Exception as error:
         failure = file.failure or error
         if isinstance(failure, OSError):
             raise OSError(failure.errno, failure.strerror, str(path)) from error
         raise
     finally:
-        file.abandon()
+        file.close()
 
 
-def write_torch(path: Path, state: Any, *, durable: bool = True) -> FileEntry:
+def write_torch(path: Path, state: Any) -> FileEntry:
     """Write what `torch.save` makes of an object."""
-    return write(path, lambda file: torch.save(state, cast(Any, file)), durable=durable)
+    return write(path, lambda file: torch.save(state, cast(Any, file)))
 
 
-def write_text(path: Path, text: str, *, durable: bool = True) -> FileEntry:
+def write_text(path: Path, text: str) -> FileEntry:
     """Write a text in UTF-8."""
-    return write(path, lambda file: _all(file, text.encode()), durable=durable)
+    return write(path, lambda file: file.write(text.encode()))
 
 
-def _all(file: HashingFile, data: Any) -> None:
-    file.write(data)
+def write_beside(path: Path, put: Callable[[Path], object]) -> None:
+    """Write a file beside `path`, then rename: `path` is old or new, never half."""
+    beside = path.with_name(f".{path.name}.saving-{secrets.token_hex(6)}")
+    try:
+        put(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 _DTYPES = {
@@ -145,11 +128,7 @@ _DTYPES = {
 
 
 def write_safetensors(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    metadata: Mapping[str, str],
-    *,
-    durable: bool = True,
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> FileEntry:
     """Write tensors in the safetensors format, one after the other, without a copy of them all.
 
@@ -163,71 +142,62 @@ def write_safetensors(
 
     def put(file: HashingFile) -> None:
         file.write(text)
-        for name, _ in order:
+        for name in order:
             tensor = tensors[name]
             if tensor.numel():
                 host = tensor.detach().cpu().contiguous().reshape(-1)
                 # Its memory, without NumPy.
                 file.write((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr()))
 
-    return write(path, put, durable=durable)
+    return write(path, put)
 
 
 def _header(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
-) -> tuple[bytes, list[tuple[str, int]], int]:
+) -> tuple[bytes, dict[str, int], int]:
     """Return what stands before the tensors, where behind it each begins, and the size of all."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset, starts = 0, {}
     # Elements of larger size first, so that every tensor is aligned.
-    order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    offset, places = 0, []
-    for name, tensor in order:
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
+    ):
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(
                 f"safetensors cannot hold {name!r} of dtype {tensor.dtype}; save with "
                 "safe_serialization=False."
             )
-        end = offset + tensor.numel() * tensor.element_size()
+        starts[name], offset = offset, offset + tensor.nbytes
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
+            "data_offsets": [starts[name], offset],
         }
-        places.append((name, offset))
-        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, places, offset
+    return struct.pack("<Q", len(text)) + text, starts, offset
 
 
-def map_safetensors(
-    path: Path, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> dict[str, torch.Tensor]:
+def map_safetensors(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Make a safetensors file and return its tensors, to be filled in: their memory is the file.
 
     Args:
-        layout: shape and dtype of each tensor.
+        like: tensors of the same shape and dtype, on the meta device.
     """
-    empty = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, (shape, dtype) in layout.items()
-    }
-    text, places, size = _header(empty, {"format": "pt"})
+    text, starts, size = _header(like, {"format": "pt"})
     with path.open("w+b") as file:
         file.write(text)
         file.truncate(len(text) + size)
         file.flush()
         memory = mmap.mmap(file.fileno(), len(text) + size)
     made = {}
-    for name, start in places:
-        like = empty[name]
-        if not like.numel():
-            made[name] = torch.empty(like.shape, dtype=like.dtype)
-            continue
-        flat = torch.frombuffer(
-            memory, dtype=like.dtype, count=like.numel(), offset=len(text) + start
+    for name, start in starts.items():
+        shape, dtype, count = like[name].shape, like[name].dtype, like[name].numel()
+        made[name] = (
+            torch.frombuffer(memory, dtype=dtype, count=count, offset=len(text) + start).view(shape)
+            if count
+            else torch.empty(shape, dtype=dtype)
         )
-        made[name] = flat.view(like.shape)
     return made
 
 
@@ -246,16 +216,12 @@ def checksum(path: Path, progress: Callable[[int], None] | None = None) -> FileE
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable, where the system has such a thing."""
-    try:
+    with suppress(OSError):  # Windows opens no directories
         handle = os.open(path, os.O_RDONLY)
-    except OSError:  # Windows opens no directories
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def read(
@@ -274,22 +240,17 @@ def read(
     Raises:
         CheckpointError: the file is missing, damaged, or holds more than plain data.
     """
-    options.setdefault("map_location", "cpu")
-    options["weights_only"] = not trust
-    trustable = trust is not None
     try:
-        if allowed is None:
-            return torch.load(path, **options)
-        with allowed:
-            return torch.load(path, **options)
+        with allowed or nullcontext():
+            return torch.load(path, **{"map_location": "cpu", **options, "weights_only": not trust})
     except FileNotFoundError:
         raise CheckpointError(f"The checkpoint {path.parent} has no {path.name}.") from None
     except pickle.UnpicklingError as error:
         way = (
-            "are not loaded unless you say so: pass trust=True to load_state if you wrote this "
+            "are never loaded from this file"
+            if trust is None
+            else "are not loaded unless you say so: pass trust=True to load_state if you wrote this "
             "checkpoint yourself"
-            if trustable
-            else "are never loaded from this file"
         )
         found = re.search(
             r"(?:Unsupported|Trying to load unsupported) (?:global|GLOBAL)[: ]*(?:GLOBAL )?(\S+)",

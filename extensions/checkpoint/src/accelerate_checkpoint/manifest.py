@@ -1,20 +1,25 @@
-"""`manifest.json`: what a checkpoint consists of, and whether that is still so."""
+"""`manifest.json`: what a checkpoint consists of, and whether that is still so.
+
+Directories of Hugging Face Accelerate 1.x have none: they are recognised by their random states.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 import xxhash
+from safetensors import SafetensorError, safe_open
 
-from accelerate_checkpoint.files import FileEntry, checksum, write_text
+from accelerate_checkpoint import files
+from accelerate_checkpoint.files import FileEntry, checksum
 from accelerate_core.errors import CheckpointError
-
-__all__ = ["MANIFEST", "MARK", "Manifest", "problems", "read_manifest"]
 
 MANIFEST = "manifest.json"
 KIND = "accelerate-core checkpoint"
@@ -32,12 +37,13 @@ class Manifest:
     `world_size`, `mesh`, `written_by`, `objects`.
     """
 
-    files: dict[str, FileEntry] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, FileEntry]
+    facts: dict[str, Any]
 
-    def render(self) -> str:
-        """Return the text of the file, with a checksum of the rest as its last value."""
-        content: dict[str, Any] = {
+    @property
+    def content(self) -> dict[str, Any]:
+        """All of it but its own checksum, as plain JSON."""
+        return {
             "kind": KIND,
             "format": FORMAT,
             **self.facts,
@@ -46,13 +52,13 @@ class Manifest:
                 for name, entry in sorted(self.files.items())
             },
         }
-        body = json.dumps(content, indent=2, sort_keys=True)
-        own = xxhash.xxh3_128_hexdigest(body.encode())
-        return json.dumps({"content": content, "xxh3_128": own}, indent=2, sort_keys=True) + "\n"
 
-    def write(self, directory: Path) -> None:
-        """Write `manifest.json` and have it on the disk."""
-        write_text(directory / MANIFEST, self.render())
+    def render(self) -> str:
+        """Return the text of the file, with a checksum of the rest as its last value."""
+        body = json.dumps(self.content, indent=2, sort_keys=True)
+        own = xxhash.xxh3_128_hexdigest(body.encode())
+        rendered = {"content": self.content, "xxh3_128": own}
+        return json.dumps(rendered, indent=2, sort_keys=True) + "\n"
 
     @property
     def size(self) -> int:
@@ -78,7 +84,7 @@ def read_manifest(directory: Path) -> Manifest:
         if content.pop("kind") != KIND:
             raise CheckpointError(f"{path} is no manifest of a checkpoint.")
         version = int(content.pop("format"))
-        files = {
+        listed = {
             str(name): FileEntry(int(entry["size"]), str(entry["xxh3_128"]))
             for name, entry in content.pop("files").items()
         }
@@ -88,14 +94,17 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(
             f"{path} has format {version}; this accelerate-core reads up to {FORMAT}. Upgrade it."
         )
-    manifest = Manifest(files, content)
+    manifest = Manifest(listed, content)
     if manifest.render() != text:
         raise CheckpointError(f"{path} is damaged: its own checksum does not fit.")
-    for name in files:
+    for name in listed:
         parts = PurePosixPath(name)
         if parts.is_absolute() or ".." in parts.parts:
             raise CheckpointError(f"{path} names {name!r}, which is outside of the checkpoint.")
     return manifest
+
+
+Progress = Callable[[int], None]
 
 
 def problems(
@@ -103,14 +112,14 @@ def problems(
     manifest: Manifest,
     *,
     contents: bool = True,
-    names: Iterable[str] | None = None,
-    progress: Callable[[int], None] | None = None,
+    part: tuple[int, int] = (0, 1),
+    progress: Progress | None = None,
 ) -> list[str]:
     """Return what is wrong with the files, one line each, empty if nothing is.
 
     Args:
         contents: compare checksums too, not sizes only.
-        names: the files whose checksums are compared; all by default.
+        part: index and count: every `count`-th file's checksum is compared, by size.
         progress: told the bytes that have been hashed.
     """
     found = []
@@ -127,21 +136,84 @@ def problems(
             found.append(f"{path} has {size} bytes, but {entry.size} were written.")
     if found or not contents:
         return found
-    chosen = list(manifest.files if names is None else names)
+
+    def compare(name: str) -> str:
+        path = directory / name
+        try:
+            same = checksum(path, progress) == manifest.files[name]
+        except OSError as error:
+            return f"{path} cannot be read: {error}"
+        return "" if same else f"{path} is damaged: its checksum is not the one in {MANIFEST}."
+
+    index, count = part
+    chosen = sorted(manifest.files, key=lambda name: manifest.files[name].size)[index::count]
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda name: _compare(directory, name, manifest.files, progress), chosen)
-        return [line for line in results if line]
+        return [line for line in pool.map(compare, chosen) if line]
 
 
-def _compare(
+def examine(
     directory: Path,
-    name: str,
-    files: Mapping[str, FileEntry],
-    progress: Callable[[int], None] | None,
-) -> str:
-    path = directory / name
+    *,
+    contents: bool = True,
+    part: tuple[int, int] = (0, 1),
+    progress: Callable[[Manifest], Progress] | None = None,
+) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest of a checkpoint and what is wrong with it; one of the peer's has none.
+
+    Args:
+        contents, part: see `problems`.
+        progress: makes what `problems` tells its progress.
+    """
+    if not (directory / MANIFEST).exists():
+        wrong = why_not_foreign(directory)
+        return None, [wrong] if wrong else []
     try:
-        same = checksum(path, progress) == files[name]
-    except OSError as error:
-        return f"{path} cannot be read: {error}"
-    return "" if same else f"{path} is damaged: its checksum is not the one in {MANIFEST}."
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        return None, [str(error)]
+    told = None if progress is None else progress(manifest)
+    return manifest, problems(directory, manifest, contents=contents, part=part, progress=told)
+
+
+# --- directories of Hugging Face Accelerate --------------------------------------------------------
+
+
+def why_not_foreign(directory: Path) -> str:
+    """Return why a directory without a manifest cannot be loaded, "" if it is the peer's."""
+    ours = (
+        f"{directory / MANIFEST} is missing: the checkpoint is not whole, or was tampered with, "
+        "and is not loaded."
+    )
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                if MARK in (file.metadata() or {}):
+                    return ours
+        except (SafetensorError, OSError) as error:
+            return f"{path} cannot be read: {files.first_line(error)}"
+    states = directory / f"{files.RNG}_0.pkl"
+    if not states.is_file():
+        return (
+            f"{directory} is no checkpoint: it has neither {MANIFEST} (ours) nor {states.name} "
+            "(Hugging Face Accelerate's)."
+        )
+    try:
+        found = files.read(states, allowed=numpy_globals())
+    except CheckpointError as error:
+        return str(error)
+    if not isinstance(found, dict) or MARK in found or "random_state" not in found:
+        return ours
+    return ""
+
+
+def numpy_globals() -> AbstractContextManager[Any]:
+    """Allow NumPy's arrays of numbers while a file is read: the peer keeps generators as such."""
+    try:
+        import numpy
+    except ImportError:
+        return torch.serialization.safe_globals([])
+    core: Any = getattr(numpy, "_core", None) or numpy.core
+    rebuild = core.multiarray._reconstruct
+    allowed: list[Any] = [numpy.ndarray, numpy.dtype, numpy.dtypes.UInt32DType]
+    allowed += [(rebuild, f"numpy.{place}.multiarray._reconstruct") for place in ("core", "_core")]
+    return torch.serialization.safe_globals(allowed)

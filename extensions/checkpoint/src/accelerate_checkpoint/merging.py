@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
-import secrets
 import shutil
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError
+import torch
 
-from accelerate_checkpoint.files import (
-    first_line,
-    map_safetensors,
-    sync_directory,
-    write_torch,
-)
-from accelerate_checkpoint.manifest import MANIFEST, Manifest, problems, read_manifest
-from accelerate_checkpoint.model import save_weights
+from accelerate_checkpoint.files import map_safetensors, sync_directory, write_beside, write_torch
+from accelerate_checkpoint.manifest import MANIFEST, problems, read_manifest
+from accelerate_checkpoint.model import read_files, save_weights
 from accelerate_checkpoint.shards import METADATA, SafeReader, read_metadata
 from accelerate_checkpoint.weights import checkpoint_files, load_state_dict
 from accelerate_core.errors import CheckpointError
-
-__all__ = ["merge_weights"]
 
 
 def merge_weights(
@@ -49,32 +39,23 @@ def merge_weights(
         raise CheckpointError(
             f"{output} is a checkpoint itself, whose files would be replaced. Write elsewhere."
         )
+    target = output / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
     distributed = _distributed(source)
     manifest = read_manifest(source) if (source / MANIFEST).exists() else None
-    if manifest is not None:
-        wrong = problems(source, manifest)
-        if wrong:
-            raise CheckpointError(wrong[0])
+    if manifest is not None and (wrong := problems(source, manifest)):
+        raise CheckpointError(wrong[0])
     if distributed is not None:
-        _read_distributed(distributed, output, safe_serialization)
+        _merge_distributed(distributed, target, safe_serialization)
     else:
-        state = _read_weights(source, manifest)
+        paths = checkpoint_files(source)
+        for path in paths:
+            if manifest is not None and path.name not in manifest.files:
+                raise CheckpointError(f"{path} is not in {MANIFEST}.")
+        state = read_files(paths, load_state_dict)
         save_weights(state, output, max_shard_size=1 << 62, safe_serialization=safe_serialization)
     if remove:
         shutil.rmtree(source)
-    return output / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
-
-
-def _read_weights(source: Path, manifest: Manifest | None) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    for path in checkpoint_files(source):
-        if manifest is not None and path.name not in manifest.files:
-            raise CheckpointError(f"{path} is not in {MANIFEST}.")
-        try:
-            state.update(load_state_dict(path))
-        except (SafetensorError, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
-    return state
+    return target
 
 
 def _distributed(source: Path) -> Path | None:
@@ -89,8 +70,8 @@ def _distributed(source: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read_distributed(directory: Path, output: Path, safe_serialization: bool) -> None:
-    """Write the weights of one model into a file that is mapped: a shard at a time is in memory."""
+def _merge_distributed(directory: Path, target: Path, safe_serialization: bool) -> None:
+    """Write the weights of one model; as safetensors a shard at a time is in memory."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -101,31 +82,35 @@ def _read_distributed(directory: Path, output: Path, safe_serialization: bool) -
         if isinstance(entry, TensorStorageMetadata)  # bytes would be unpickled
     }
     prefix = _prefix(directory, list(entries))
-    wanted = {n: e for n, e in entries.items() if n.startswith(prefix)}
-    output.mkdir(parents=True, exist_ok=True)
-    target = output / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
-    beside = target.with_name(f".{target.name}.saving-{secrets.token_hex(6)}")
-    layout = {n: (tuple(e.size), e.properties.dtype) for n, e in wanted.items()}
-    try:
-        names = {name: name.removeprefix(prefix) for name in layout}
-        mapped = map_safetensors(beside, {names[n]: one for n, one in layout.items()})
-        state: dict[str, Any] = {name: mapped[names[name]] for name in layout}
+    empty = {
+        name.removeprefix(prefix): torch.empty(
+            entry.size, dtype=entry.properties.dtype, device="meta"
+        )
+        for name, entry in entries.items()
+        if name.startswith(prefix)
+    }
+
+    def put(path: Path) -> None:
+        merged = (
+            map_safetensors(path, empty)
+            if safe_serialization
+            else {name: torch.empty_like(like, device="cpu") for name, like in empty.items()}
+        )
         try:
+            state = {f"{prefix}{name}": tensor for name, tensor in merged.items()}
             dcp.load(state, storage_reader=SafeReader(directory, metadata), no_dist=True)
         except Exception as error:
             raise CheckpointError(f"{directory} cannot be read: {error}") from error
-        if safe_serialization:
-            del state, mapped
-            with beside.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(beside, target)
-        else:
-            write_torch(beside.with_suffix(".bin"), {n: t.clone() for n, t in mapped.items()})
-            os.replace(beside.with_suffix(".bin"), target)
-    finally:
-        beside.unlink(missing_ok=True)
-        beside.with_suffix(".bin").unlink(missing_ok=True)
-    sync_directory(output)
+        if not safe_serialization:
+            write_torch(path, merged)
+            return
+        del state, merged  # unmapped, the file can be flushed and renamed everywhere
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_beside(target, put)
+    sync_directory(target.parent)
 
 
 def _prefix(directory: Path, names: list[str]) -> str:

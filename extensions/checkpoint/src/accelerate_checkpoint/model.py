@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
-import secrets
 import tempfile
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from accelerate_checkpoint import files
-from accelerate_checkpoint.files import sync_directory
+from accelerate_checkpoint.files import FileEntry
+from accelerate_checkpoint.manifest import MARK
 from accelerate_checkpoint.weights import (
     checkpoint_files,
     clean_state_dict_for_safetensors,
     load_state_dict,
+    shard_state_dict,
 )
-from accelerate_checkpoint.writer import write_weights
 from accelerate_core.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from accelerate_checkpoint.training_state import TrainingState
-
-__all__ = ["load_weights", "save_model", "save_object", "save_weights", "weights_layout"]
+T = TypeVar("T")
 
 
 def save_weights(
@@ -48,18 +46,41 @@ def save_weights(
         # The index comes last: it is what makes shards a model.
         for name in sorted(made, key=lambda name: name.endswith(".json")):
             os.replace(Path(beside, name), directory / name)
-    sync_directory(directory)
-    _remove_earlier(directory, keep=set(made))
+    files.sync_directory(directory)
+    for path in directory.iterdir():  # those of an earlier save would load as if they were current
+        if _WEIGHTS.fullmatch(path.name) and path.name not in made:
+            path.unlink()
 
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
-def _remove_earlier(directory: Path, keep: set[str]) -> None:
-    """Remove weights of an earlier save: they would load as if they were current."""
-    for path in directory.iterdir():
-        if _WEIGHTS.fullmatch(path.name) and path.name not in keep:
-            path.unlink()
+def write_weights(
+    directory: Path, state: Mapping[str, Any], stem: str, max_shard_size: int | str, safe: bool
+) -> dict[str, FileEntry]:
+    """Write a state dict as `model.safetensors`, or in shards of at most `max_shard_size` bytes.
+
+    For safetensors it has been cleaned of aliases. Returns the files with their checksums.
+    """
+    suffix = ".safetensors" if safe else ".bin"
+    name = stem if safe else stem.replace(files.MODEL, "pytorch_model", 1)
+    shards: Mapping[str, Mapping[str, Any]] = {f"{name}{suffix}": state}
+    index = None
+    # Extra state of modules cannot be measured.
+    if all(isinstance(value, torch.Tensor) for value in state.values()):
+        shards, index = shard_state_dict(state, max_shard_size, f"{name}{{suffix}}{suffix}")
+    made = {}
+    for filename, shard in shards.items():
+        if safe:
+            mark = {"format": "pt", MARK: "1"}
+            made[filename] = files.write_safetensors(directory / filename, shard, mark)
+        else:
+            made[filename] = files.write_torch(directory / filename, dict(shard))
+    if index is not None:
+        filename = f"{name}{suffix}.index.json"
+        text = json.dumps(index, indent=2, sort_keys=True)
+        made[filename] = files.write_text(directory / filename, text)
+    return made
 
 
 def load_weights(
@@ -77,67 +98,65 @@ def load_weights(
     Raises:
         CheckpointError: there is no such file, or it is damaged.
     """
-    state: dict[str, Any] = {}
-    for path in _files(directory, stem, listed):
-        try:
-            state.update(load_state_dict(path))
-        except (SafetensorError, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path} cannot be read: {files.first_line(error)}") from error
-    state = _own_names(state, into)
-    names: dict[tuple[Any, ...], str] = {}
-    own = into.state_dict(keep_vars=True)
-    for name, tensor in own.items():
-        if name in state and isinstance(tensor, torch.Tensor):
-            names[_place(tensor)] = name
-    for name, tensor in own.items():
-        if name not in state and isinstance(tensor, torch.Tensor) and _place(tensor) in names:
-            state[name] = state[names[_place(tensor)]]
-    return state
+    return _fit(read_files(_files(directory, stem, listed), load_state_dict), into)
 
 
 def weights_layout(
     directory: Path, stem: str, into: torch.nn.Module, listed: Container[str] | None = None
 ) -> dict[str, list[int]] | None:
     """Return names and shapes without reading the weights, None if they are no safetensors."""
-    layout: dict[str, Any] = {}
-    for path in _files(directory, stem, listed):
-        if path.suffix != ".safetensors":
-            return None
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - the handle is no mapping
-                    layout[name] = list(file.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read: {files.first_line(error)}") from error
-    layout = _own_names(layout, into)
-    own = into.state_dict(keep_vars=True)
-    kept = {_place(t) for n, t in own.items() if n in layout and isinstance(t, torch.Tensor)}
-    for name, tensor in own.items():
-        if name in layout:
-            continue
-        if not isinstance(tensor, torch.Tensor):  # extra state, which safetensors cannot hold
-            return None
-        if _place(tensor) in kept:
-            layout[name] = list(tensor.shape)
+    paths = _files(directory, stem, listed)
+    if any(path.suffix != ".safetensors" for path in paths):
+        return None
+    layout = _fit(read_files(paths, _shapes), into)
+    for name, value in into.state_dict(keep_vars=True).items():
+        if name not in layout and not isinstance(value, torch.Tensor):
+            return None  # extra state, which safetensors cannot hold
     return layout
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    with safe_open(path, framework="pt") as file:
+        return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def read_files(paths: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) -> dict[str, T]:
+    """Return what `read` finds in all files together.
+
+    Raises:
+        CheckpointError: one of them cannot be read, by name.
+    """
+    found: dict[str, T] = {}
+    for path in paths:
+        try:
+            found.update(read(path))
+        except (SafetensorError, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be read: {files.first_line(error)}") from error
+    return found
 
 
 #: What wrappers put before the names; the peer keeps the wrapped model's state dict.
 _PREFIXES = ("module.", "_orig_mod.")
 
 
-def _own_names(state: dict[str, Any], into: torch.nn.Module) -> dict[str, Any]:
+def _fit(found: dict[str, T], into: torch.nn.Module) -> dict[str, T]:
+    """Take wrappers' prefixes off the names, and give tied ones what was kept under another name."""
     own = into.state_dict(keep_vars=True)
-    while state and not any(name in own for name in state):
-        prefix = next((p for p in _PREFIXES if all(n.startswith(p) for n in state)), None)
+    while found and not any(name in own for name in found):
+        prefix = next((p for p in _PREFIXES if all(n.startswith(p) for n in found)), None)
         if prefix is None:
             break
-        state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+        found = {name.removeprefix(prefix): value for name, value in found.items()}
+    places = {
+        name: (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        for name, tensor in own.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    kept = {place: name for name, place in places.items() if name in found}
+    for name, place in places.items():
+        if name not in found and place in kept:
+            found[name] = found[kept[place]]
+    return found
 
 
 def _files(directory: Path, stem: str, listed: Container[str] | None) -> list[Path]:
@@ -147,67 +166,30 @@ def _files(directory: Path, stem: str, listed: Container[str] | None) -> list[Pa
         for path in (directory / name, directory / f"{name}.index.json"):
             if path.exists() if listed is None else path.name in listed:
                 found = checkpoint_files(path)
-                strange = [
-                    one.name for one in found if listed is not None and one.name not in listed
-                ]
-                if strange:
-                    raise CheckpointError(
-                        f"{path} names {strange[0]}, which the manifest does not."
-                    )
+                for one in found:
+                    if listed is not None and one.name not in listed:
+                        raise CheckpointError(
+                            f"{path} names {one.name}, which the manifest does not."
+                        )
                 return found
     raise CheckpointError(f"The checkpoint {directory} has no {stem}.safetensors.")
 
 
-def save_model(
-    state: TrainingState,
-    model: torch.nn.Module,
-    save_directory: Any,
-    max_shard_size: int | str,
-    safe_serialization: bool,
-) -> None:
-    """Write the weights of a model once, where `load_checkpoint_in_model` finds them.
-
-    Raises:
-        CheckpointError: the path is a file, or the model has weights on the meta device.
-    """
-    directory = Path(save_directory)
-    if directory.is_file():
-        raise CheckpointError(f"save_model needs a directory, and {directory} is a file.")
-    weights = state.whole_model_state(model)
-    if any(t.device.type == "meta" for t in weights.values() if isinstance(t, torch.Tensor)):
-        raise CheckpointError(
-            "The model has weights on the meta device, so there is nothing to save."
-        )
-    if state.saves_here:
-        save_weights(
-            weights,
-            directory,
-            max_shard_size=max_shard_size,
-            safe_serialization=safe_serialization,
-        )
-
-
 def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
     """Write one object with torch or safetensors: to a path, or into an open file."""
-    if safe_serialization:
-        state = clean_state_dict_for_safetensors(dict(obj))
-        if hasattr(f, "write"):
-            from safetensors.torch import save as to_bytes
+    state = clean_state_dict_for_safetensors(dict(obj)) if safe_serialization else obj
+    if not hasattr(f, "write"):
+        files.write_beside(
+            Path(f),
+            lambda path: (
+                files.write_safetensors(path, state, {"format": "pt"})
+                if safe_serialization
+                else files.write_torch(path, state)
+            ),
+        )
+    elif safe_serialization:
+        from safetensors.torch import save as to_bytes
 
-            f.write(to_bytes(state, metadata={"format": "pt"}))
-        else:
-            _beside(Path(f), lambda path: files.write_safetensors(path, state, {"format": "pt"}))
-    elif hasattr(f, "write"):
-        torch.save(obj, f)
+        f.write(to_bytes(state, metadata={"format": "pt"}))
     else:
-        _beside(Path(f), lambda path: files.write_torch(path, obj))
-
-
-def _beside(path: Path, put: Callable[[Path], Any]) -> None:
-    """Write a file beside `path`, then rename: `path` is old or new, never half."""
-    beside = path.with_name(f".{path.name}.saving-{secrets.token_hex(6)}")
-    try:
-        put(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+        torch.save(state, f)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate_checkpoint import foreign
-from accelerate_checkpoint.directories import discard, number_of, numbered_checkpoints
-from accelerate_checkpoint.manifest import MANIFEST, problems, read_manifest
+from accelerate_checkpoint.directories import discard
+from accelerate_checkpoint.manifest import MANIFEST, examine
 from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState
 
-__all__ = ["Numbering"]
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def numbered_checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """Return number and path of every `checkpoint_<number>` of a directory, the oldest first."""
+    paths = root.iterdir() if root.is_dir() else ()
+    found = ((_NUMBERED.fullmatch(path.name), path) for path in paths)
+    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
 class Numbering:
@@ -80,9 +87,9 @@ class Numbering:
 
     def loaded(self, directory: Path) -> None:
         """Go on behind the checkpoint that was loaded."""
-        number = number_of(directory)
-        if self.automatic and number is not None:
-            self._state.project.iteration = number + 1
+        match = _NUMBERED.fullmatch(directory.name)
+        if self.automatic and match:
+            self._state.project.iteration = int(match[1]) + 1
             self._resumed = True
 
     def saved(self, newest: Path, limit: int | None, identity: str) -> None:
@@ -102,9 +109,4 @@ class Numbering:
                 warnings.warn(f"The old checkpoint {path} cannot be removed: {error}", stacklevel=2)
 
     def _is_whole(self, directory: Path) -> bool:
-        if str(directory) in self._damaged:
-            return False
-        try:
-            return not problems(directory, read_manifest(directory), contents=False)
-        except CheckpointError:
-            return not (directory / MANIFEST).exists() and foreign.why_not(directory) == ""
+        return str(directory) not in self._damaged and not examine(directory, contents=False)[1]

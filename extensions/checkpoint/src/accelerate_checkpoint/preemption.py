@@ -22,8 +22,6 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState
 
-__all__ = ["EXIT_STATUS", "Preempted", "Preemption", "read_signals"]
-
 #: `EX_TEMPFAIL` of sysexits.h: try again later.
 EXIT_STATUS = 75
 
@@ -80,9 +78,7 @@ class Preemption:
         self._state, self._wait, self._save = state, wait, save
         process = state.process
         self._rank, self._size = process.process_index, process.num_processes
-        self._store = (
-            None if process.store is None else dist.PrefixStore("preemption", process.store)
-        )
+        self._store: Any = dist.PrefixStore("preemption", process.store or dist.HashStore())
         self._asked = threading.Event()
         self._known = threading.Event()
         self._stop = False
@@ -144,27 +140,21 @@ class Preemption:
             while not self._asked.wait(_LOOK):
                 if self._stop:
                     return
-                if self._store is not None and self._store.check(["asked"]):
+                if self._store.check(["asked"]):
                     self._asked.set()
             if self._stop:
                 return
-            if self._store is not None:
-                self._store.set("asked", "1")
+            self._store.set("asked", "1")
             with self._lock:
                 self._hold = self._boundaries + 1
-            self._target = (
-                self._hold if self._store is None else self._agree(self._store, self._hold)
-            )
+            self._store.set(f"hold/{self._rank}", str(self._hold))
+            names = [f"hold/{rank}" for rank in range(self._size)]
+            while not self._store.check(names):
+                time.sleep(_LOOK / 10)
+            self._target = max(int(self._store.get(name)) for name in names)
             self._known.set()
         except Exception as error:  # the store is gone, and with it the run
             logger.debug("preemption: %s", error)
-
-    def _agree(self, store: Any, hold: int) -> int:
-        store.set(f"hold/{self._rank}", str(hold))
-        names = [f"hold/{rank}" for rank in range(self._size)]
-        while not store.check(names):
-            time.sleep(_LOOK / 10)
-        return max(int(store.get(name)) for name in names)
 
     def close(self) -> None:
         """Stop watching and give the signals back."""

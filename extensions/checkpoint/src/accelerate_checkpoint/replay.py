@@ -18,8 +18,6 @@ import torch
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState
 
-__all__ = ["CycleStart"]
-
 
 class CycleStart:
     """What moves between two optimizer steps, as it stood before the cycle that has begun."""
@@ -54,7 +52,7 @@ class CycleStart:
         state, events = self._state, self._state.events
         steps, backwards = self._counts
         begun = not events.sync_gradients or events.backwards > backwards
-        if not begun or not state.waits_for_step():
+        if not begun or not state.waiting():
             return False
         since = events.backwards - backwards
         if events.steps != steps or not since:
@@ -78,14 +76,15 @@ class CycleStart:
     @contextmanager
     def buffers(self) -> Iterator[None]:
         """Give the models the buffers of that moment for a while."""
-        now = [buffer.detach().clone() for buffer, _ in self._buffers]
-        self._fill(kept for _, kept in self._buffers)
+        now = [(buffer, buffer.detach().clone()) for buffer, _ in self._buffers]
+        _fill(self._buffers)
         try:
             yield
         finally:
-            self._fill(iter(now))
+            _fill(now)
 
-    def _fill(self, values: Iterator[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for (buffer, _), value in zip(self._buffers, values, strict=True):
-                buffer.copy_(value)
+
+@torch.no_grad()
+def _fill(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, value in values:
+        buffer.copy_(value)

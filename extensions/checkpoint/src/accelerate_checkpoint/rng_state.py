@@ -22,13 +22,8 @@ def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     }
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        state["numpy_random_seed"] = (
-            name,
-            keys.tolist(),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        )
+        plain = (keys.tolist(), int(position), int(has_gauss), float(cached))
+        state["numpy_random_seed"] = (name, *plain)
     per_device = {}
     for device in devices:
         module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
@@ -49,10 +44,8 @@ def restore(state: Mapping[str, Any]) -> list[str]:
             import numpy
         except ImportError:
             return ["numpy"]
-        name, keys, position, has_gauss, cached = state["numpy_random_seed"]
-        numpy.random.set_state(
-            (name, numpy.asarray(keys, dtype="uint32"), position, has_gauss, cached)
-        )
+        name, keys, *rest = state["numpy_random_seed"]
+        numpy.random.set_state((name, numpy.asarray(keys, dtype="uint32"), *rest))
     missed = []
     for name, tensor in _of_devices(state):
         try:

@@ -1,196 +1,114 @@
-"""`save_state`: all ranks write beside, one manifest is made of it, one rename shows it."""
+"""What each rank writes of a run into a checkpoint: now, or copied now and written later."""
 
 from __future__ import annotations
 
-import os
-import secrets
-import time
-from collections.abc import Callable, Mapping
-from functools import partial
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from accelerate_checkpoint import files
-from accelerate_checkpoint.background import Background
-from accelerate_checkpoint.directories import SaveInProgress, clean_up, target_of
-from accelerate_checkpoint.files import FileEntry, checksum
-from accelerate_checkpoint.manifest import Manifest, problems
-from accelerate_checkpoint.numbering import Numbering
+from accelerate_checkpoint.background import Staging
+from accelerate_checkpoint.files import FileEntry
+from accelerate_checkpoint.model import write_weights
 from accelerate_checkpoint.replay import CycleStart
-from accelerate_checkpoint.writer import Writer
-from accelerate_core.errors import CheckpointError
+from accelerate_checkpoint.weights import clean_state_dict_for_safetensors
 
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState
 
-__all__ = ["save_state"]
 
-#: What each rank reports: its failure, its files, and which machine it is on.
-Report = tuple[str | None, dict[str, FileEntry], int]
-Gather = Callable[[Any], list[Any]]
+class Writer:
+    """Writes files into `directory` and keeps their checksums in `files`, by path.
 
-
-def save_state(
-    state: TrainingState,
-    numbering: Numbering,
-    background: Background,
-    cycle_start: CycleStart | None,
-    output_dir: Any,
-    *,
-    safe_serialization: bool,
-    max_shard_size: int | str,
-    blocking: bool,
-    options: Mapping[str, Any],
-) -> str:
-    """Write a checkpoint; return its directory.
+    The first failure is kept in `error`, and nothing more is written after it; but whoever
+    calls goes on, since the other ranks count on the collectives that are still to come.
 
     Args:
-        cycle_start: what a save inside an accumulation cycle keeps instead, where the backend
-            cannot give gradients.
-
-    Raises:
-        CheckpointError: on every rank, if any of them failed; what stood before still stands.
+        staging: where to copy states if they are to be written by `finish`; None: at once.
     """
-    background.wait()
-    gather: Gather = state.collectives.gather_object
-    beside = None if blocking else background.open(state.collectives)
-    if beside is None and not blocking:
-        state.note_once("This backend has no second group of ranks: saving blocks.")
-    state.settle()
-    automatic = numbering.automatic
-    target, trouble = numbering.next() if automatic else (_given(output_dir), None)
-    saving = SaveInProgress(target, state.collectives.broadcast_object(secrets.token_hex(6)))
-    if state.saves_here and trouble is None:
+
+    def __init__(self, directory: Path, staging: Staging | None = None) -> None:
+        self.directory = directory
+        self.files: dict[str, FileEntry] = {}
+        self.error: str | None = None
+        self.cause: Exception | None = None
+        self.staging = staging
+        self._later: list[Callable[[], None]] = []
+
+    @contextmanager
+    def part(self, what: str) -> Iterator[None]:
+        """Keep an exception of the block as this rank's failure of saving `what`."""
         try:
-            clean_up(target.parent)
-            saving.make()
-        except OSError as error:
-            trouble = f"{target} cannot be written: {error}"
-    _raise_any(gather(trouble), target)
-    writer = Writer(saving.path, None if beside is None else background.staging)
-    try:
-        if not saving.path.is_dir():
-            writer.failed(
-                f"{saving.path} is not there on this machine",
-                CheckpointError(
-                    "save to a file system that all machines share, or set "
-                    "ProjectConfiguration(save_on_each_node=True)"
-                ),
-            )
-        background.staging.begin()
-        write = partial(_write, state, writer, safe_serialization, max_shard_size, options)
-        if cycle_start is not None and cycle_start.needed():
-            with cycle_start.buffers():
-                write(cycle_start)
-        else:
-            write(None)
-        facts = {"saved_at": time.time(), **state.facts()}
-    except BaseException:  # not a failure of one part: an interrupt
-        saving.abandon()
-        raise
-    limit = state.project.total_limit if automatic else None
-    finish = _Finish(state, numbering, saving, writer, facts, limit)
-    if beside is None:
-        finish(gather)
-    else:
-        if state.process.device.type != "cpu":
-            torch.accelerator.synchronize()  # the copies to host memory
-        background.run(partial(finish, beside.gather_object))
-    if automatic:
-        state.project.iteration += 1
-    return str(target)
+            yield
+        except Exception as error:
+            self.failed(what, error)
 
+    def failed(self, what: str, error: Exception) -> None:
+        """Keep the first failure."""
+        if self.error is None:
+            kind = traceback.format_exception_only(error)[0].strip()
+            self.error, self.cause = f"{what}: {kind}", error
 
-def _given(output_dir: Any) -> Path:
-    if output_dir is None:
-        raise CheckpointError(
-            "save_state needs an output_dir, or "
-            "ProjectConfiguration(automatic_checkpoint_naming=True)."
-        )
-    return target_of(output_dir)
+    def torch(self, name: str, state: Any) -> None:
+        """Write what `torch.save` makes of an object."""
+        path = self.directory / name
+        self._write(name, state, lambda held: {name: files.write_torch(path, held)})
 
-
-class _Finish:
-    """The end of a save, on the main thread or beside it: report, commit, learn the verdict."""
-
-    def __init__(
-        self,
-        state: TrainingState,
-        numbering: Numbering,
-        saving: SaveInProgress,
-        writer: Writer,
-        facts: dict[str, Any],
-        limit: int | None,
+    def weights(
+        self, state: Mapping[str, Any], *, stem: str, max_shard_size: int | str, safe: bool
     ) -> None:
-        self.numbering, self.saving, self.writer = numbering, saving, writer
-        self.facts, self.limit = facts, limit
-        self.here, self.per_node = state.saves_here, state.project.save_on_each_node
-        self.node = state.process.process_index - state.process.local_process_index
+        """Write a model's state dict: safetensors or torch's format, in shards with an index."""
+        whole = clean_state_dict_for_safetensors(state) if safe else dict(state)
+        to = self.directory
+        self._write(stem, whole, lambda held: write_weights(to, held, stem, max_shard_size, safe))
 
-    def __call__(self, gather: Gather) -> None:
-        target = self.saving.target
-        try:
-            self.writer.finish()
-            report: Report = (self.writer.error, self.writer.files, self.node)
-            reports: list[Report] = gather(report)
-            _raise_any([error for error, _, _ in reports], target, self.writer.cause)
-            trouble = None
-            if self.here:
-                try:
-                    self._commit(reports)
-                except Exception as error:
-                    trouble = f"{target} could not be completed: {error}"
-            _raise_any(gather(trouble), target)
-        except BaseException:
-            if self.here:
-                self.saving.abandon()
-            raise
-        self.numbering.saved(target, self.limit, self.saving.identity)
+    def _write(
+        self, what: str, state: Any, write: Callable[[Any], Mapping[str, FileEntry]]
+    ) -> None:
+        held = state if self.staging is None else self.staging.copy(state)
 
-    def _commit(self, reports: list[Report]) -> None:
-        directory = self.saving.path
-        listed: dict[str, FileEntry] = {}
-        for _, written, node in reports:
-            if not self.per_node or node == self.node:
-                listed.update(written)
-        # What plugins and the user's own hooks wrote has not passed through our hands.
-        for path in sorted(directory.rglob("*")):
-            name = path.relative_to(directory).as_posix()
-            if path.is_file() and name not in listed:
-                listed[name] = checksum(path)
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        manifest = Manifest(listed, self.facts)
-        manifest.write(directory)
-        wrong = problems(directory, manifest, contents=False)
-        if wrong:
-            raise CheckpointError(wrong[0])
-        self.saving.publish()
+        def run() -> None:
+            if self.error is None:
+                self.files.update(write(held))
+
+        self.run(what, run)
+
+    def run(self, what: str, job: Callable[[], None]) -> None:
+        """Run a job that writes files by itself: now, or with the others.
+
+        Also after a failure here: it may meet the other ranks.
+        """
+
+        def guarded() -> None:
+            with self.part(what):
+                job()
+
+        if self.staging is None:
+            guarded()
+        else:
+            self._later.append(guarded)
+
+    def finish(self) -> None:
+        """Write what was put off."""
+        jobs, self._later = self._later, []
+        for job in jobs:
+            job()
 
 
-def _raise_any(troubles: list[str | None], target: Path, cause: Exception | None = None) -> None:
-    """Raise on every rank what any of them could not do."""
-    found: dict[str, list[int]] = {}
-    for rank, trouble in enumerate(troubles):
-        if trouble:
-            found.setdefault(trouble, []).append(rank)
-    if found:
-        lines = [
-            f"rank {', '.join(map(str, ranks))}: {trouble}" if len(troubles) > 1 else trouble
-            for trouble, ranks in found.items()
-        ]
-        raise CheckpointError(
-            f"The checkpoint {target} was not saved; earlier ones are as they were. "
-            + " ".join(lines)
-        ) from cause
+def named_objects(state: TrainingState) -> dict[str, Any]:
+    """Return schedulers, scaler and registered objects by the names of their files."""
+    named = {
+        files.numbered(files.SCHEDULER, index, ".bin"): scheduler
+        for index, scheduler in enumerate(state.schedulers)
+    }
+    if state.scaler is not None:
+        named[files.SCALER] = state.scaler
+    return named | {f"{files.CUSTOM}_{index}.pkl": o for index, o in enumerate(state.registered)}
 
 
-# --- what -----------------------------------------------------------------------------------------
-
-
-def _write(
+def write_state(
     state: TrainingState,
     writer: Writer,
     safe_serialization: bool,
@@ -198,7 +116,11 @@ def _write(
     options: Mapping[str, Any],
     past: CycleStart | None,
 ) -> None:
-    """Write everything in a fixed order: what a backend gathers, all ranks gather together."""
+    """Write everything in a fixed order: what a backend gathers, all ranks gather together.
+
+    Args:
+        past: what a save inside of an accumulation cycle keeps instead of the present.
+    """
     here, rank = state.saves_here, state.process.process_index
     if not state.owns_format:
         _write_models(state, writer, safe_serialization, max_shard_size)
@@ -210,17 +132,8 @@ def _write(
                     writer.torch(name, held)
                 del held
     else:  # the backend writes the models; hooks may add what they like
-        for hook in state.save_hooks():
-            with writer.part("a save_state pre hook"):
-                hook(list(state.models), [], str(writer.directory))
-    named = {
-        files.numbered(files.SCHEDULER, index, ".bin"): scheduler
-        for index, scheduler in enumerate(state.schedulers)
-    }
-    if state.scaler is not None:
-        named[files.SCALER] = state.scaler
-    named |= {f"{files.CUSTOM}_{index}.pkl": obj for index, obj in enumerate(state.registered)}
-    for name, obj in named.items():
+        _call_hooks(state, writer, list(state.models), [])
+    for name, obj in named_objects(state).items():
         with writer.part(f"{name} ({type(obj).__name__}.state_dict)"):
             # Every rank asks for it, as it may talk to the others.
             held = obj.state_dict() if past is None else past.state_of(obj)
@@ -235,28 +148,32 @@ def _write(
             writer.torch(f"{files.GRADIENTS}_{rank}.bin", gradients)
     with writer.part(f"the backend {state.backend!r}"):
         directory = writer.directory / f"backend_{state.backend}"
-        job = state.backend_save(directory, options, writer.puts_off)
+        job = state.backend_save(directory, options, writer.staging is not None)
         if job is not None:
-            writer.later(directory.name, job)
+            writer.run(directory.name, job)
     for one in state.contributors():
         with writer.part(one.key):
             one.save(writer.directory / one.key.replace(":", "_"))
 
 
+def _call_hooks(state: TrainingState, writer: Writer, models: list[Any], weights: Any) -> None:
+    for hook in state.save_hooks():
+        with writer.part("a save_state pre hook"):
+            hook(models, weights, str(writer.directory))  # may take off either list
+
+
 def _write_models(
     state: TrainingState, writer: Writer, safe_serialization: bool, max_shard_size: int | str
 ) -> None:
-    hooks, models = state.save_hooks(), list(state.models)
-    if hooks:
-        weights = [state.model_state(model) for model in models]
+    models = list(state.models)
+    # One at a time, as a backend may have to gather it; but hooks see them all.
+    states: Iterator[Any] = (state.model_state(model) for model in models)
+    if state.save_hooks():
+        weights = list(states)
         before = list(zip(models, weights, strict=True))
-        for hook in hooks:
-            with writer.part("a save_state pre hook"):
-                hook(models, weights, str(writer.directory))  # may take off either list
+        _call_hooks(state, writer, models, weights)
         taken = [w for model, w in before if not any(model is one for one in models)]
         states = iter([w for w in weights if not any(w is one for one in taken)])
-    else:  # one at a time: a backend may have to gather it
-        states = (state.model_state(model) for model in models)
     for index, held in enumerate(states):
         stem = files.numbered(files.MODEL, index, "")
         if state.saves_here:

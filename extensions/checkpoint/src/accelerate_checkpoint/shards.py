@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["METADATA", "SafeReader", "read_metadata"]
-
 #: Torch's file that describes a directory of its distributed checkpoints.
 METADATA = ".metadata"
 

@@ -18,6 +18,7 @@ from accelerate_core.contract.parts import RunParts
 
 #: Under this key a rank's state has what no other library would read.
 OWN = "accelerate_core"
+_OF_PLUGIN = ("kind", "name", "distribution", "version")
 
 
 class TrainingState:
@@ -39,18 +40,11 @@ class TrainingState:
     """
 
     def __init__(self, run: RunParts) -> None:
-        accelerator, training, prepared, saving = (
-            run.accelerator,
-            run.training,
-            run.prepared,
-            run.saving,
-        )
-        hooks = accelerator.hooks
-        self._accelerator = accelerator
-        self._training = training
-        self._prepared = prepared
-        self._saving = saving
+        self._accelerator = accelerator = run.accelerator
+        self._training = training = run.training
+        self._prepared = prepared = run.prepared
         self._tracking = run.tracking
+        hooks, saving = accelerator.hooks, run.saving
         self.process = run.process
         self.collectives: Any = accelerator.communicator
         self.project: Any = saving.project
@@ -172,9 +166,11 @@ class TrainingState:
                 runs = own[OWN].get("trackers") or {}
                 self._tracking.load_state_dict(runs)
         self._load_gradients(gradients, saved_by)
-        if own is not None and (generators := own.get(OWN, {}).get("generators")):
+        if own is None:
+            return
+        if generators := own.get(OWN, {}).get("generators"):
             accelerator.hooks.load_rng_state(accelerator, generators)
-        if own is not None and (missed := rng_state.restore(own)):
+        if missed := rng_state.restore(own):
             accelerator.note_once(
                 f"No random state could be set on rank {rank} for {', '.join(missed)}.",
                 every_rank=True,
@@ -203,11 +199,8 @@ class TrainingState:
 
     # --- the accumulation cycle that has begun ------------------------------------------------
 
-    def waits_for_step(self) -> bool:
-        """Whether an optimizer has not stepped since the last backward."""
-        return bool(self._waiting())
-
-    def _waiting(self) -> list[Any]:
+    def waiting(self) -> list[Any]:
+        """Return the optimizers that have not stepped since the last backward."""
         events = self.events
         return [
             optimizer
@@ -221,7 +214,7 @@ class TrainingState:
             return {}
         waiting = {
             id(parameter)
-            for optimizer in self._waiting()
+            for optimizer in self.waiting()
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
@@ -290,10 +283,9 @@ class TrainingState:
         accelerator = self._accelerator
         mesh = accelerator.torch_device_mesh
         epochs = [int(getattr(loader, "iteration", 0)) for loader in self._prepared.loaders]
+        steps = [optimizer.steps_taken for optimizer in self._prepared.optimizers]
         return {
-            "step": max(
-                (optimizer.steps_taken for optimizer in self._prepared.optimizers), default=0
-            ),
+            "step": max(steps, default=0),
             "epoch": max(epochs, default=0),
             "world_size": self.process.num_processes,
             "mesh": None
@@ -305,12 +297,7 @@ class TrainingState:
                 "torch": torch.__version__,
                 "python": platform.python_version(),
                 "plugins": [
-                    {
-                        "kind": record.kind,
-                        "name": record.name,
-                        "distribution": record.distribution,
-                        "version": record.version,
-                    }
+                    {name: getattr(record, name) for name in _OF_PLUGIN}
                     for record, _, _ in self._prepared.plugins.plugins
                 ],
             },

@@ -13,18 +13,6 @@ import torch
 
 from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
 
-__all__ = [
-    "as_device",
-    "checkpoint_files",
-    "clean_state_dict_for_safetensors",
-    "convert_file_size_to_int",
-    "device_of",
-    "id_tensor_storage",
-    "iter_state_dict",
-    "load_state_dict",
-    "shard_state_dict",
-]
-
 #: What a folder of weights is looked through for, in this order.
 _USUAL = (
     "model.safetensors",

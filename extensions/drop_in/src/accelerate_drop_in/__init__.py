@@ -28,7 +28,7 @@ NAME = "accelerate"
 _HOMES = {
     "": ("accelerate_core", "accelerate_core.utils"),
     "accelerator": ("accelerate_core.accelerator",),
-    "big_modeling": ("accelerate_big_model",),
+    "big_modeling": ("accelerate_core.utils",),
     "checkpointing": ("accelerate_checkpoint", "accelerate_core.utils"),
     "data_loader": (
         "accelerate_drop_in.data_loader",
@@ -37,7 +37,7 @@ _HOMES = {
             for name in ("loader", "shard", "order", "prepare", "rng")
         ),
     ),
-    "hooks": ("accelerate_big_model.hooks", "accelerate_big_model"),
+    "hooks": ("accelerate_big_model.hooks", "accelerate_core.utils"),
     "launchers": ("accelerate_launch",),
     "local_sgd": ("accelerate_core",),
     "logging": ("accelerate_core.logging",),

@@ -1,7 +1,8 @@
-"""`accelerate-core checkpoints`: list, verify and show what `save_state` wrote."""
+"""`accelerate-core checkpoints`, which lists, verifies and shows them, and `merge-weights`."""
 
 from __future__ import annotations
 
+import datetime
 import json
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,13 @@ from accelerate_core.builtin.console import console
 if TYPE_CHECKING:
     from accelerate_checkpoint.manifest import Manifest
 
-__all__ = ["command"]
-
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+_FOREIGN = "written by Hugging Face Accelerate, without checksums."
 
 
 @click.group("checkpoints")
-def command() -> None:
+def checkpoints_command() -> None:
     """List, verify and show checkpoints that save_state wrote."""
 
 
@@ -32,39 +32,13 @@ def _found(directory: Path) -> list[Path]:
     """
     if _is_checkpoint(directory):
         return [directory]
-    return [
+    found = [
         path
         for root in (directory, directory / "checkpoints")
         if root.is_dir()
         for path in sorted(root.iterdir(), key=_order)
         if path.is_dir() and not path.name.startswith(".") and _is_checkpoint(path)
     ]
-
-
-def _is_checkpoint(path: Path) -> bool:
-    from accelerate_checkpoint.manifest import MANIFEST
-
-    return (path / MANIFEST).exists() or any(path.glob("random_states_*.pkl"))
-
-
-_FOREIGN = "written by Hugging Face Accelerate, without checksums."
-
-
-def _is_foreign(path: Path) -> bool:
-    from accelerate_checkpoint import foreign
-    from accelerate_checkpoint.manifest import MANIFEST
-
-    return not (path / MANIFEST).exists() and foreign.why_not(path) == ""
-
-
-def _order(path: Path) -> tuple[bool, int, str]:
-    """Sort by name, numbered ones by their number and last."""
-    number = path.name.removeprefix("checkpoint_")
-    return number.isdigit(), int(number) if number.isdigit() else 0, path.name
-
-
-def _some(directory: Path) -> list[Path]:
-    found = _found(directory)
     if not found:
         raise click.UsageError(
             f"There is no checkpoint in {directory}. Give a directory that save_state wrote, or "
@@ -73,32 +47,29 @@ def _some(directory: Path) -> list[Path]:
     return found
 
 
-def _summary(path: Path) -> dict[str, Any]:
-    from accelerate_checkpoint.manifest import problems, read_manifest
-    from accelerate_core.errors import CheckpointError
+def _is_checkpoint(path: Path) -> bool:
+    from accelerate_checkpoint.manifest import MANIFEST
 
-    if _is_foreign(path):
-        return {"path": str(path), "state": "unverified", "why": f"{path}: {_FOREIGN}"}
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        return {"path": str(path), "state": "damaged", "why": str(error)}
-    wrong = problems(path, manifest, contents=False)
-    facts = manifest.facts
-    return {
-        "path": str(path),
-        "state": "damaged" if wrong else "whole",
-        "why": wrong[0] if wrong else "",
-        "saved_at": facts.get("saved_at"),
-        "step": facts.get("step"),
-        "epoch": facts.get("epoch"),
-        "world_size": facts.get("world_size"),
-        "files": len(manifest.files),
-        "bytes": manifest.size,
-    }
+    return (path / MANIFEST).exists() or any(path.glob("random_states_*.pkl"))
 
 
-@command.command("list")
+def _order(path: Path) -> tuple[bool, int, str]:
+    """Sort by name, numbered ones by their number and last."""
+    number = path.name.removeprefix("checkpoint_")
+    return number.isdigit(), int(number) if number.isdigit() else 0, path.name
+
+
+def _examine(path: Path, **how: Any) -> tuple[Manifest | None, str, list[str]]:
+    """Return the manifest of a checkpoint, the state it is in, and what is wrong with it."""
+    from accelerate_checkpoint.manifest import examine
+
+    manifest, wrong = examine(path, **how)
+    if wrong:
+        return manifest, "damaged", wrong
+    return manifest, "whole" if manifest else "unverified", []
+
+
+@checkpoints_command.command("list")
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
 def list_command(directory: Path, as_json: bool) -> None:
@@ -106,7 +77,15 @@ def list_command(directory: Path, as_json: bool) -> None:
 
     Sizes are compared, contents are not: see verify.
     """
-    rows = [_summary(path) for path in _some(directory)]
+    rows: list[dict[str, Any]] = []
+    for path in _found(directory):
+        manifest, state, wrong = _examine(path, contents=False)
+        why = f"{path}: {_FOREIGN}" if state == "unverified" else "".join(wrong[:1])
+        rows.append({"path": str(path), "state": state, "why": why})
+        if manifest is not None:
+            names = ("saved_at", "step", "epoch", "world_size")
+            rows[-1] |= {name: manifest.facts.get(name) for name in names}
+            rows[-1] |= {"files": len(manifest.files), "bytes": manifest.size}
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -114,21 +93,19 @@ def list_command(directory: Path, as_json: bool) -> None:
 
     table = Table("checkpoint", "state", "saved", "step", "epoch", "processes", "files", "size")
     for row in rows:
-        known = "saved_at" in row
-        table.add_row(
-            Path(row["path"]).name,
-            _state(row["state"]),
-            _when(row["saved_at"]) if known else "",
-            *(str(row[key]) if known else "" for key in ("step", "epoch", "world_size", "files")),
-            _size(row["bytes"]) if known else "",
-        )
+        colour = {"whole": "green", "damaged": "red"}.get(row["state"], "yellow")
+        cells = [Path(row["path"]).name, f"[{colour}]{row['state']}[/]"]
+        if "saved_at" in row:
+            counts = [str(row[key]) for key in ("step", "epoch", "world_size", "files")]
+            cells += [_when(row["saved_at"]), *counts, _size(row["bytes"])]
+        table.add_row(*cells)
     console().print(table)
     for row in rows:
         if row["why"]:
             console().print(row["why"], style="red", markup=False)
 
 
-@command.command("verify")
+@checkpoints_command.command("verify")
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
 @click.pass_context
@@ -136,60 +113,43 @@ def verify_command(ctx: click.Context, directory: Path, as_json: bool) -> None:
     """Compare every file's checksum, of one checkpoint or of all in DIR; status 1 if any differs."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-    from accelerate_checkpoint.manifest import problems, read_manifest
-    from accelerate_core.errors import CheckpointError
-
     rows = []
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        console=console(stderr=True),
-        disable=as_json,
-        transient=True,
-    )
-    with bar:
-        for path in _some(directory):
-            if _is_foreign(path):
-                rows.append({"path": str(path), "state": "unverified", "problems": []})
-                continue
-            try:
-                manifest = read_manifest(path)
-            except CheckpointError as error:
-                rows.append({"path": str(path), "state": "damaged", "problems": [str(error)]})
-                continue
-            task = bar.add_task(path.name, total=manifest.size)
-            wrong = problems(path, manifest, progress=partial(bar.advance, task))
-            state = "damaged" if wrong else "whole"
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+    shown = console(stderr=True)
+    with Progress(*columns, console=shown, disable=as_json, transient=True) as bar:
+
+        def begin(path: Path, manifest: Manifest) -> partial[None]:
+            return partial(bar.advance, bar.add_task(path.name, total=manifest.size))
+
+        for path in _found(directory):
+            _, state, wrong = _examine(path, progress=partial(begin, path))
             rows.append({"path": str(path), "state": state, "problems": wrong})
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:
         for row in rows:
+            style = "red" if row["problems"] else "green"
             text = f"{row['path']}: {row['state']}"
-            console().print(
-                text, style="red" if row["problems"] else "green", markup=False, soft_wrap=True
-            )
+            console().print(text, style=style, markup=False, soft_wrap=True)
             for line in row["problems"]:
                 console().print(f"  {line}", markup=False, soft_wrap=True)
     if any(row["problems"] for row in rows):
         ctx.exit(1)
 
 
-@command.command("show")
+@checkpoints_command.command("show")
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
 def show_command(directory: Path, as_json: bool) -> None:
     """Show what one checkpoint holds and what wrote it; of several in DIR the newest."""
     from accelerate_checkpoint.manifest import read_manifest
 
-    path = _some(directory)[-1]
+    path = _found(directory)[-1]
     manifest = read_manifest(path)
     if as_json:
-        content = json.loads(manifest.render())["content"]
-        click.echo(json.dumps({"path": str(path), **content}, indent=2))
-        return
-    _print(path, manifest)
+        click.echo(json.dumps({"path": str(path), **manifest.content}, indent=2))
+    else:
+        _print(path, manifest)
 
 
 def _print(path: Path, manifest: Manifest) -> None:
@@ -198,10 +158,9 @@ def _print(path: Path, manifest: Manifest) -> None:
     facts = Table("", str(path), show_edge=False)
     for name, value in manifest.facts.items():
         if name == "written_by":
-            plugins = value.get("plugins", [])
             packages = {key: text for key, text in value.items() if key != "plugins"}
             facts.add_row("written by", ", ".join(f"{k} {v}" for k, v in packages.items()))
-            for one in plugins:
+            for one in value.get("plugins", []):
                 text = f"{one['name']} ({one['distribution']} {one['version']})"
                 facts.add_row(f"plugin, {one['kind']}", text)
         elif name == "saved_at":
@@ -220,23 +179,46 @@ def _print(path: Path, manifest: Manifest) -> None:
     console().print(table)
 
 
-def _state(state: str) -> str:
-    colour = {"whole": "green", "damaged": "red"}.get(state, "yellow")
-    return f"[{colour}]{state}[/]"
-
-
 def _when(seconds: Any) -> str:
-    import datetime
-
     if not isinstance(seconds, int | float):
         return ""
     return f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
 def _size(count: int) -> str:
-    value, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    from rich.filesize import decimal
+
+    return decimal(count)
+
+
+@click.command(
+    "merge-weights",
+    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
+)
+@click.argument("checkpoint", metavar="DIR", type=_DIRECTORY)
+@click.argument("output", metavar="OUT", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--unsafe_serialization",
+    is_flag=True,
+    help="Write pytorch_model.bin instead of model.safetensors.",
+)
+@click.option(
+    "--remove_checkpoint_dir", is_flag=True, help="Remove DIR once the merged file stands."
+)
+def merge_weights_command(
+    checkpoint: Path, output: Path, unsafe_serialization: bool, remove_checkpoint_dir: bool
+) -> None:
+    """Merge the sharded weights in DIR into one file in the folder OUT.
+
+    DIR is what save_state or save_model wrote, or a torch.distributed.checkpoint directory.
+    """
+    from accelerate_checkpoint.merging import merge_weights
+
+    with console(stderr=True).status(f"Merging {checkpoint}"):
+        made = merge_weights(
+            checkpoint,
+            output,
+            safe_serialization=not unsafe_serialization,
+            remove=remove_checkpoint_dir,
+        )
+    click.echo(f"Merged weights: {made}")

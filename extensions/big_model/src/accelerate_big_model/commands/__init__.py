@@ -1,1 +1,0 @@
-"""`accelerate-core estimate-memory`."""

@@ -1,0 +1,336 @@
+"""`accelerate-core estimate-memory`: what a model takes, from the shapes of its tensors alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accelerate_core.builtin.console import console
+from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
+from accelerate_core.plugins.discovery import disabled_names, installed
+
+#: Bytes of an element. What has less than two is not trained as it is.
+DTYPES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
+
+#: States of the weights' size that an optimizer keeps.
+_OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
+
+_BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
+
+
+def _words(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(value.replace(",", " ").split())
+
+
+class _ManyDtypes(click.Command):
+    """Takes `--dtypes float32 float16` as well as `--dtypes float32,float16`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        made: list[str] = []
+        for word in args:
+            if made and word in DTYPES and made[-1].split(",")[0] in DTYPES:
+                made[-1] += f",{word}"
+            else:
+                made.append(word)
+        return super().parse_args(ctx, made)
+
+
+@click.command(
+    "estimate-memory",
+    cls=_ManyDtypes,
+    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
+)
+@click.argument("model")
+@click.option(
+    "--dtypes", callback=_words, default="float32,bfloat16,int8,int4", help="Types of the weights."
+)
+@click.option(
+    "--world_sizes",
+    callback=_words,
+    default="1,2,8",
+    help="Numbers of processes, for the backends.",
+)
+@click.option("--optimizer", default="adamw", metavar="NAME", help="adamw, sgd or momentum.")
+@click.option("--library_name", metavar="NAME", help="Accepted: shapes need no library.")
+@click.option("--trust_remote_code", is_flag=True, help="Let code of the model's folder run.")
+@click.option("--png", metavar="FILE", type=click.Path(path_type=Path), help="Draw a bar chart.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def command(
+    model: str,
+    dtypes: tuple[str, ...],
+    world_sizes: tuple[str, ...],
+    optimizer: str,
+    library_name: str | None,
+    trust_remote_code: bool,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Show the memory MODEL takes: to hold it, to train it, and on each rank of each backend.
+
+    MODEL is a checkpoint (safetensors, or torch's), a folder with one or with a config.json, or a
+    name on the Hugging Face hub. Activations come on top: they depend on the batch.
+    """
+    sizes = shapes_of(model, trust_remote_code=trust_remote_code)
+    if not world_sizes or not all(word.isdigit() and int(word) for word in world_sizes):
+        raise ConfigurationError(f"world_sizes={' '.join(world_sizes)!r} must be positive numbers.")
+    worlds = sorted({int(word) for word in world_sizes})
+    rows = by_dtype(sizes, dtypes, optimizer)
+    ranks = by_backend(sizes, dtypes, optimizer, worlds, os.environ)
+    if as_json:
+        click.echo(json.dumps({"model": model, "dtypes": rows, "per_rank": ranks}, indent=2))
+    else:
+        _print(model, sizes, rows, ranks, worlds)
+    if png is not None:
+        _draw(png, model, ranks)
+
+
+def _print(
+    model: str, sizes: Any, rows: list[dict[str, Any]], ranks: list[dict[str, Any]], worlds: Any
+) -> None:
+    from rich.table import Table
+
+    names = ("weights", "largest_layer", "gradients", "optimizer", "training")
+    count = sum(sizes.values())
+    heads = ("dtype", *(name.replace("_", " ") for name in names), "")
+    table = Table(*heads, title=f"{model}: {count:,} parameters")
+    most = max(row["training"] or row["weights"] for row in rows)
+    for row in rows:
+        bar = _bar(row["training"] or row["weights"], most)
+        table.add_row(row["dtype"], *(_size(row[name]) for name in names), bar)
+    console().print(table)
+    table = Table("dtype", "backend", *(f"on {n}" for n in worlds), "", title="training, each rank")
+    most = max((value for row in ranks for value in row["bytes"].values()), default=1)
+    for row in ranks:
+        values = [row["bytes"][str(n)] for n in worlds]
+        table.add_row(row["dtype"], row["backend"], *map(_size, values), _bar(values[-1], most))
+    if ranks:
+        console().print(table)
+        console().print("Bars: the last column. Activations come on top.", style="dim")
+
+
+def _bar(value: float, most: float) -> str:
+    return "█" * max(1, round(24 * value / most)) if most else ""
+
+
+def _size(count: float | None) -> str:
+    from rich.filesize import pick_unit_and_suffix
+
+    if count is None:
+        return "-"
+    unit, suffix = pick_unit_and_suffix(int(count), ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
+    return f"{count / unit:.{0 if unit == 1 else 2}f} {suffix}"
+
+
+def _draw(png: Path, model: str, ranks: list[dict[str, Any]]) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise click.UsageError("--png needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(8, 0.6 + 0.35 * sum(len(row["bytes"]) for row in ranks)))
+    axes = figure.subplots()
+    labels = [f"{r['dtype']}, {r['backend']}, on {n}" for r in ranks for n in r["bytes"]]
+    values = [value / 2**30 for row in ranks for value in row["bytes"].values()]
+    axes.barh(labels[::-1], values[::-1])
+    axes.set_xlabel("GiB on each rank, training, without activations")
+    axes.set_title(model)
+    try:
+        figure.savefig(png, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--png {png} cannot be drawn: {error}") from None
+
+
+# --- the arithmetic -----------------------------------------------------------------------------------
+
+
+def shapes_of(model: str, *, trust_remote_code: bool = False) -> dict[str, int]:
+    """Return the number of elements of every tensor of a model, by name; no weight is read.
+
+    Raises:
+        ConfigurationError: it is neither a checkpoint here, nor a config, nor a name that the hub
+            answers to.
+    """
+    path = Path(model)
+    if path.is_file():
+        return _of_file(path)
+    if path.is_dir():
+        return _of_folder(path, trust_remote_code)
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        return _of_hub(model)
+    raise ConfigurationError(f"There is no file or folder {model!r}.")
+
+
+def _of_file(path: Path) -> dict[str, int]:
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="numpy") as file:
+                names = list(file.keys())
+                return {name: math.prod(file.get_slice(name).get_shape()) for name in names}
+        except SafetensorError as error:
+            raise ConfigurationError(f"{path} is not a safetensors file: {error}.") from None
+    if path.name == "config.json":
+        return _of_config(path.parent, False)
+    if path.suffix in (".bin", ".pt", ".pth"):
+        import torch
+
+        try:
+            state = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+        except Exception as error:  # torch raises many kinds for what is no checkpoint
+            text = f"{path} is not a checkpoint of torch: {_reason(error)}"
+            raise ConfigurationError(text) from None
+        tensors = {name: value for name, value in dict(state).items() if hasattr(value, "numel")}
+        return {str(name): int(value.numel()) for name, value in tensors.items()}
+    raise ConfigurationError(
+        f"{path} is not a checkpoint; known are .safetensors, .bin, .pt, .pth and config.json."
+    )
+
+
+def _of_folder(path: Path, trust_remote_code: bool) -> dict[str, int]:
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        files = sorted(path.glob(pattern))
+        if files:
+            return {name: count for file in files for name, count in _of_file(file).items()}
+    if (path / "config.json").is_file():
+        return _of_config(path, trust_remote_code)
+    raise ConfigurationError(
+        f"{path} has neither weights (*.safetensors, pytorch_model*.bin) nor a config.json."
+    )
+
+
+def _of_config(path: Path, trust_remote_code: bool) -> dict[str, int]:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigurationError(
+            f"{path} has a config.json and no weights; to build the model it describes (without "
+            "memory) transformers is needed: pip install transformers"
+        ) from None
+    import torch
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            # The class the file names: AutoModel would leave its head out.
+            named = getattr(transformers, (config.architectures or [""])[0], None)
+            auto: Any = transformers.AutoModel
+            if named is not None:
+                model = named._from_config(config)
+            else:
+                model = auto.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises many kinds for a config it cannot build
+        text = f"transformers cannot build {path}/config.json: {_reason(error)}"
+        raise ConfigurationError(text) from None
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+def _of_hub(name: str) -> dict[str, int]:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ConfigurationError(
+            f"There is no file or folder {name!r}. To look it up on the Hugging Face hub: "
+            "pip install huggingface_hub"
+        ) from None
+    try:
+        found = huggingface_hub.get_safetensors_metadata(name)
+    except Exception as error:  # no network, no such name, no safetensors: each has its class
+        raise ConfigurationError(
+            f"There is no file or folder {name!r}, and the Hugging Face hub did not tell its "
+            f"shapes: {_reason(error)}"
+        ) from None
+    files = found.files_metadata.values()
+    return {
+        tensor: math.prod(about.shape) for file in files for tensor, about in file.tensors.items()
+    }
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def largest_layer(sizes: Mapping[str, int]) -> tuple[str, int]:
+    """Return the block with most elements: one of a numbered series, else one module."""
+    blocks: dict[str, int] = {}
+    for name, count in sizes.items():
+        found = _BLOCK.match(name)
+        block = found.group(1) if found else name.rpartition(".")[0] or name
+        blocks[block] = blocks.get(block, 0) + count
+    return max(blocks.items(), key=lambda item: item[1]) if blocks else ("", 0)
+
+
+def by_dtype(
+    sizes: Mapping[str, int], dtypes: Sequence[str], optimizer: str
+) -> list[dict[str, Any]]:
+    """Return one row per dtype, in bytes; None where a dtype is not trained as it is."""
+    rows: list[dict[str, Any]] = []
+    for dtype in dtypes:
+        parts: dict[str, Any] = _parts(sizes, dtype, optimizer)
+        parts["training"] = parts["weights"] + parts["gradients"] + parts["optimizer"]
+        if DTYPES[dtype] < 2:
+            parts |= dict.fromkeys(("gradients", "optimizer", "training"))
+        rows.append({"dtype": dtype, **parts})
+    return rows
+
+
+def by_backend(
+    sizes: Mapping[str, int],
+    dtypes: Sequence[str],
+    optimizer: str,
+    worlds: Sequence[int],
+    environ: Mapping[str, str],
+) -> list[dict[str, Any]]:
+    """Return what one rank takes to train, per dtype, backend with its mode, and world size.
+
+    What is divided is declared by each backend (`Backend.shards`); where weights are, the largest
+    layer is whole for as long as it computes.
+    """
+    disabled = disabled_names(environ)
+    modes: list[tuple[str, Sequence[str]]] = []
+    for record in installed().of_kind("backend"):
+        if record.name not in disabled:
+            with suppress(PluginError):  # `plugins` shows what is broken
+                shards = getattr(record.load(), "shards", None) or {}
+                modes += [(f"{record.name} {mode}".strip(), shards[mode]) for mode in shards]
+    rows = []
+    for dtype in dtypes:
+        parts = _parts(sizes, dtype, optimizer)
+        for name, divided in modes if DTYPES[dtype] >= 2 else ():
+            taken = {str(world): _rank(parts, divided, world) for world in worlds}
+            rows.append({"dtype": dtype, "backend": name, "bytes": taken})
+    return rows
+
+
+def _rank(parts: Mapping[str, int], divided: Sequence[str], world: int) -> int:
+    total = sum(
+        math.ceil(parts[name] / world) if name in divided else parts[name]
+        for name in ("weights", "gradients", "optimizer")
+    )
+    return total + (parts["largest_layer"] if "weights" in divided and world > 1 else 0)
+
+
+def _parts(sizes: Mapping[str, int], dtype: str, optimizer: str) -> dict[str, int]:
+    if dtype not in DTYPES:
+        raise ConfigurationError(
+            f"dtypes: {dtype!r} is not one of {listing(DTYPES)}.{did_you_mean(dtype, DTYPES)}"
+        )
+    if optimizer.lower() not in _OPTIMIZERS:
+        hint = did_you_mean(optimizer, _OPTIMIZERS)
+        raise ConfigurationError(
+            f"optimizer={optimizer!r} is not one of {listing(_OPTIMIZERS)}.{hint}"
+        )
+    weights = math.ceil(sum(sizes.values()) * DTYPES[dtype])
+    return {
+        "weights": weights,
+        "largest_layer": math.ceil(largest_layer(sizes)[1] * DTYPES[dtype]),
+        "gradients": weights,
+        "optimizer": weights * _OPTIMIZERS[optimizer.lower()],
+    }

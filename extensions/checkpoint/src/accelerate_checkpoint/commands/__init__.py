@@ -1,1 +1,0 @@
-"""`accelerate-core checkpoints` and `merge-weights`."""
