@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate_tracking.choice import normalise_log_with
+from accelerate_tracking.choice import is_for_every_rank, normalise_log_with
 from accelerate_tracking.hub import TrackerHub
 from accelerate_tracking.media import pictures
 from accelerate_tracking.network import unreachable
@@ -16,7 +16,6 @@ from accelerate_tracking.normalise import (
     normalise_values,
     split,
 )
-from accelerate_tracking.opening import is_for_every_rank
 from accelerate_tracking.registry import get_available_trackers, register_tracker_class
 from accelerate_tracking.tracker import (
     VERBS,

@@ -8,8 +8,6 @@ import tempfile
 import warnings
 from pathlib import Path
 
-__all__ = ["ArtifactCopies"]
-
 
 class ArtifactCopies:
     """A folder of copies of this process alone, made when the first file comes.

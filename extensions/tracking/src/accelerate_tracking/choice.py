@@ -1,31 +1,25 @@
-"""Who tracks: what `log_with` asks for, what `"all"` stands for, and why one is passed over."""
+"""Who tracks: what `log_with` asks for, what `"all"` stands for, and how each is built."""
 
 from __future__ import annotations
 
 import enum
-import importlib.metadata
+import hashlib
 import inspect
 import os
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from accelerate_core.errors import (
-    ConfigurationError,
-    MissingPluginError,
-    TrackerError,
-    did_you_mean,
-)
-from accelerate_core.plugins.discovery import installed
+from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean
 from accelerate_tracking import registry
-from accelerate_tracking.tracker import GeneralTracker
-
-__all__ = ["ALL", "Asked", "Requested", "choose", "name_of", "normalise_log_with", "passed_over"]
+from accelerate_tracking.tracker import GeneralTracker, RunGroup
 
 ALL = "all"
 
 #: A tracker class to be built, or an instance.
 Asked = type[GeneralTracker] | GeneralTracker
 Requested = str | Asked
+InitKwargs = Mapping[str, Mapping[str, Any]]
 
 
 def normalise_log_with(log_with: object) -> list[Requested]:
@@ -42,12 +36,9 @@ def normalise_log_with(log_with: object) -> list[Requested]:
     """
     if log_with is None:
         return []
-    if isinstance(log_with, (list, tuple, set, frozenset)):
-        asked = [_normalise_one(item) for item in log_with]
-    else:
-        asked = [_normalise_one(log_with)]
+    several = isinstance(log_with, (list, tuple, set, frozenset))
     once: list[Requested] = []
-    for item in asked:
+    for item in map(_normalise_one, log_with if several else [log_with]):  # type: ignore[call-overload]
         if not any(item is known or (isinstance(item, str) and item == known) for known in once):
             once.append(item)
     return once
@@ -59,9 +50,7 @@ def _normalise_one(item: object) -> Requested:
     if isinstance(item, str):
         name = str(item)
         return ALL if name.lower() == ALL else name
-    if isinstance(item, GeneralTracker) or (
-        isinstance(item, type) and issubclass(item, GeneralTracker)
-    ):
+    if isinstance(item, GeneralTracker) or registry.is_tracker_class(item):
         return item
     what = f"the class {item.__qualname__}" if isinstance(item, type) else type(item).__name__
     raise TypeError(
@@ -71,9 +60,7 @@ def _normalise_one(item: object) -> Requested:
 
 
 def choose(
-    requested: list[Requested],
-    logging_dir: str | os.PathLike[str] | None,
-    is_main: bool,
+    requested: list[Requested], logging_dir: str | os.PathLike[str] | None, is_main: bool
 ) -> list[Asked]:
     """Return the trackers that are to run, those asked for by name first.
 
@@ -81,73 +68,61 @@ def choose(
         MissingPluginError: one asked for by name, or its library, is not installed.
         ConfigurationError: one asked for requires a directory and there is none.
     """
-    chosen = _named(requested, logging_dir, is_main)
-    if ALL not in requested:
-        return chosen
-    taken = {name_of(item) for item in chosen}
-    for name in registry.available_names():
-        if name in taken:
-            continue
-        try:
-            tracker = registry.tracker_class(name)
-            _check_class(tracker)
-            why = passed_over(tracker, logging_dir)
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-        if why is None:
-            if tracker not in chosen:
-                chosen.append(tracker)
-        elif is_main:
-            warnings.warn(f"log_with='all' passes over the tracker {name!r}: {why}.", stacklevel=4)
-    if not chosen:
-        warnings.warn(
-            "log_with='all' found no tracker that can be used here; nothing is tracked.",
-            stacklevel=3,
-        )
-    return chosen
-
-
-def _named(
-    requested: list[Requested],
-    logging_dir: str | os.PathLike[str] | None,
-    is_main: bool,
-) -> list[Asked]:
     chosen: list[Asked] = []
     for item in requested:
         if item == ALL:
             continue
         tracker = registry.tracker_class(item) if isinstance(item, str) else item
         if isinstance(tracker, type):
-            _check_class(tracker)
-            lacking = GeneralTracker.unusable.__func__(tracker, os.environ)  # type: ignore[attr-defined]
-            if lacking:
-                raise MissingPluginError(f"The tracker {name_of(tracker)!r} cannot run: {lacking}.")
-            if _lacks_directory(tracker, logging_dir):
-                raise ConfigurationError(
-                    f"The tracker {name_of(tracker)!r} writes into a directory and none is "
-                    f"given. Pass Accelerator(project_dir=...) or "
-                    f"ProjectConfiguration(logging_dir=...)."
-                )
+            _check_usable(tracker, logging_dir)
         elif is_main or tracker.main_process_only is False:
             tracker.validate()
         if tracker not in chosen:
             chosen.append(tracker)
+    if ALL in requested:
+        _add_all(chosen, logging_dir, is_main)
     return chosen
 
 
-def passed_over(
+def _check_usable(
     tracker: type[GeneralTracker], logging_dir: str | os.PathLike[str] | None
-) -> str | None:
-    """Return why `"all"` leaves a tracker out, None if it does not."""
-    if _lacks_directory(tracker, logging_dir):
-        return "it writes into a directory and no logging_dir is given"
-    return tracker.unusable(os.environ)
+) -> None:
+    """Refuse a class asked for by name; whether it has an account is for its library to say."""
+    lacking = GeneralTracker.unusable.__func__(tracker, os.environ)  # type: ignore[attr-defined]
+    if lacking:
+        raise MissingPluginError(f"The tracker {name_of(tracker)!r} cannot run: {lacking}.")
+    if tracker.requires_logging_directory is True and logging_dir is None:
+        raise ConfigurationError(
+            f"The tracker {name_of(tracker)!r} writes into a directory and none is given. Pass "
+            f"Accelerator(project_dir=...) or ProjectConfiguration(logging_dir=...)."
+        )
 
 
-def _lacks_directory(
-    tracker: type[GeneralTracker], logging_dir: str | os.PathLike[str] | None
-) -> bool:
-    return tracker.requires_logging_directory is True and logging_dir is None
+def _add_all(
+    chosen: list[Asked], logging_dir: str | os.PathLike[str] | None, is_main: bool
+) -> None:
+    taken = {name_of(item) for item in chosen}
+    for name in registry.available_names():
+        if name in taken:
+            continue
+        try:
+            tracker = registry.tracker_class(name)
+            if tracker.requires_logging_directory is True and logging_dir is None:
+                why: str | None = "it writes into a directory and no logging_dir is given"
+            else:
+                why = tracker.unusable(os.environ)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        if why is None:
+            if tracker not in chosen:
+                chosen.append(tracker)
+        elif is_main:
+            warnings.warn(f"log_with='all' passes over the tracker {name!r}: {why}.", stacklevel=5)
+    if not chosen:
+        warnings.warn(
+            "log_with='all' found no tracker that can be used here; nothing is tracked.",
+            stacklevel=4,
+        )
 
 
 def name_of(item: Asked) -> str:
@@ -158,15 +133,47 @@ def name_of(item: Asked) -> str:
     return (item if isinstance(item, type) else type(item)).__name__
 
 
-def _check_class(tracker: type[GeneralTracker]) -> None:
-    if not (isinstance(tracker, type) and issubclass(tracker, GeneralTracker)):
-        raise TrackerError(f"{tracker!r} is offered as a tracker but is no GeneralTracker class.")
+def is_for_every_rank(item: Asked, init_kwargs: InitKwargs) -> bool:
+    """Tell whether a tracker runs on the other ranks too: by its class, or by `init_kwargs`."""
+    declared = getattr(item, "main_process_only", True)
+    wanted = init_kwargs.get(name_of(item), {}).get("main_process_only", declared)
+    return wanted is False
 
 
-def check_arguments(
+def builder(
+    item: Asked,
+    project_name: str,
+    logging_dir: str | os.PathLike[str] | None,
+    init_kwargs: InitKwargs,
+    rank: int,
+    size: int,
+) -> Callable[[], GeneralTracker]:
+    """Return what makes a tracker, with its arguments already checked.
+
+    Raises:
+        ConfigurationError: its constructor does not take the arguments.
+    """
+    keywords = dict(init_kwargs.get(name_of(item), {}))
+    keywords.pop("main_process_only", None)
+    positional: tuple[Any, ...] = (project_name,)
+    if isinstance(item, type):
+        if item.requires_logging_directory is True:
+            positional += (logging_dir,)
+        _check_arguments(item, positional, keywords)
+
+    def build() -> GeneralTracker:
+        tracker = item(*positional, **keywords) if isinstance(item, type) else item
+        if is_for_every_rank(item, init_kwargs):
+            tracker.main_process_only = False
+            tracker.run_group = RunGroup(_group_name(project_name), rank, size)
+        return tracker
+
+    return build
+
+
+def _check_arguments(
     tracker: type[GeneralTracker], positional: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
-    """Raise `ConfigurationError` if the constructor does not take these arguments."""
     try:
         signature = inspect.signature(tracker)
     except (TypeError, ValueError):
@@ -182,14 +189,7 @@ def check_arguments(
         ) from None
 
 
-def distribution_of(cls: type) -> str:
-    """Return ` (distribution and version)` of the package a class comes from, if it is known."""
-    package = cls.__module__.partition(".")[0]
-    for record in installed().of_kind("tracker"):  # also where its files lie in a checkout
-        if record.target.replace(":", ".").split(".")[0] == package:
-            return f" ({record.distribution} {record.version})"
-    try:
-        found = importlib.metadata.packages_distributions().get(package, [])
-        return "".join(f" ({each} {importlib.metadata.version(each)})" for each in found[:1])
-    except Exception:
-        return ""
+def _group_name(project: str) -> str:
+    """Return a name all ranks of this start come to without talking, and no other start has."""
+    parts = [os.environ.get(v, "") for v in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    return f"{project}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:8]}"

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceRead", "LogEntry"]
-
 
 class DeviceRead:
     """One-element tensors of devices, on their way to the host without anybody waiting.

@@ -14,8 +14,6 @@ from accelerate_tracking.entry import LogEntry
 from accelerate_tracking.normalise import NotTaken, is_ill
 from accelerate_tracking.tracker import GeneralTracker
 
-__all__ = ["InlineWriter", "TrackerWriter", "drain"]
-
 #: Entries handed to a library at once.
 BATCH = 500
 #: Seconds between two flushes of a library, while values come and after the last one.
@@ -38,7 +36,9 @@ _DRAWING = threading.Lock()
 class _Marker(threading.Event):
     """Set when all that was queued before it is delivered and flushed."""
 
-    ends = False
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.ends = ends
 
 
 class TrackerWriter:
@@ -91,18 +91,12 @@ class TrackerWriter:
         Args:
             end: the thread is to end then.
         """
-        done = _Marker()
-        done.ends = end
+        done = _Marker(end)
         self._awaited.set()
         self._queue.put(done)
         if not self._thread.is_alive():
             done.set()
         return done
-
-    def stop(self, timeout: float) -> None:
-        """End the thread after what it was given, or leave it after `timeout` seconds."""
-        self.request_flush(end=True)
-        self._thread.join(timeout)
 
     def _run(self) -> None:
         marker: _Marker | None = None
@@ -235,12 +229,9 @@ class InlineWriter(TrackerWriter):
     def request_flush(self, end: bool = False) -> threading.Event:
         """Flush, and return an event that is set."""
         self._flush()
-        done = threading.Event()
+        done = _Marker(end)
         done.set()
         return done
-
-    def stop(self, timeout: float) -> None:
-        """Do nothing: there is no thread."""
 
 
 def finite(values: Any) -> Any:
@@ -257,37 +248,37 @@ def finite(values: Any) -> Any:
     return kept
 
 
-def drain(writers: Iterable[TrackerWriter], timeout: float | None = None) -> list[TrackerWriter]:
+def drain(
+    writers: Iterable[TrackerWriter], timeout: float | None = None, end: bool = False
+) -> list[TrackerWriter]:
     """Wait until all is delivered and flushed; return those that are not done.
 
     While it takes more than a second, a line on stderr says how far it is.
 
     Args:
         timeout: seconds; None waits as long as any of them moves, and `PATIENCE` seconds more.
+        end: their threads are to end then.
     """
-    waiting = [(writer, writer.request_flush()) for writer in writers]
-    begun = moved = time.monotonic()
-    seen = -1
-    shown = False
+    waiting = [(writer, writer.request_flush(end)) for writer in writers]
+    patience = PATIENCE if timeout is None else timeout
+    #: When the time began to run out: with a timeout at once, else when one of them last moved.
+    begun = since = time.monotonic()
+    seen, shown = -1, False
     while waiting := [(writer, done) for writer, done in waiting if not done.is_set()]:
-        left = PATIENCE if timeout is None else begun + timeout - time.monotonic()
-        waiting[0][1].wait(max(0.0, min(0.1, left)))
+        waiting[0][1].wait(max(0.0, min(0.1, since + patience - time.monotonic())))
         now, delivered = time.monotonic(), sum(writer.delivered for writer, _ in waiting)
-        if delivered != seen:
-            seen, moved = delivered, now
-        if now - (moved if timeout is None else begun) > (PATIENCE if timeout is None else timeout):
+        if timeout is None and delivered != seen:
+            seen, since = delivered, now
+        if now - since > patience:
             break
-        if now - begun > 1.0:
+        left = [writer for writer, done in waiting if not done.is_set()]
+        if now - begun > 1.0 and left:
             shown = True
-            _show([writer for writer, done in waiting if not done.is_set()])
+            parts = [f"{one.tracker.name} {one.delivered}/{one.accepted}" for one in left]
+            _say(f"\rTrackers write what is left: {', '.join(parts)}   ")
     if shown:
         _say("\n")
     return [writer for writer, done in waiting if not done.is_set()]
-
-
-def _show(writers: list[TrackerWriter]) -> None:
-    parts = [f"{one.tracker.name} {one.delivered}/{one.accepted}" for one in writers]
-    _say(f"\rTrackers write what is left: {', '.join(parts)}   ")
 
 
 def _say(text: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from accelerate_core.config.enums import LoggerType
 from accelerate_core.errors import ConfigurationError, TrackerError
 from accelerate_core.plugins.discovery import check_api_version, find, installed
 from accelerate_tracking.tracker import GeneralTracker
-
-__all__ = ["available_names", "get_available_trackers", "register_tracker_class", "tracker_class"]
 
 _registered: dict[str, type[GeneralTracker]] = {}
 
@@ -23,7 +23,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
             `requires_logging_directory`.
         ConfigurationError: the name is that of an installed tracker, or `all`.
     """
-    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+    if not is_tracker_class(tracker_class):
         raise TrackerError(
             f"register_tracker_class takes a subclass of GeneralTracker, not {tracker_class!r}."
         )
@@ -50,6 +50,7 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     Raises:
         PluginVersionError: it was written for another major version of the contract.
         MissingPluginError: there is none; the text has the pip command or the nearest name.
+        TrackerError: what is installed by that name is no tracker.
     """
     own = _registered.get(name)
     if own is not None:
@@ -58,7 +59,14 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     found: type[GeneralTracker] = record.load()
     if getattr(found, "api_version", None) is not None:
         check_api_version(record, found)
+    if not is_tracker_class(found):
+        raise TrackerError(f"{found!r} is offered as a tracker but is no GeneralTracker class.")
     return found
+
+
+def is_tracker_class(given: object) -> TypeGuard[type[GeneralTracker]]:
+    """Tell whether it is a tracker class, not an instance or something else."""
+    return isinstance(given, type) and issubclass(given, GeneralTracker)
 
 
 def available_names() -> list[str]:
