@@ -14,17 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from accelerate_core import ParallelismConfig
 from accelerate_core.errors import PrepareError
 
-__all__ = [
-    "broadcast_whole",
-    "check_alike",
-    "check_models",
-    "fill_from_rank_0",
-    "local_part",
-    "on_meta",
-    "take_off",
-    "whole",
-]
-
 
 def on_meta(model: nn.Module) -> bool:
     """Whether a parameter of the model has no memory yet."""
@@ -62,16 +51,12 @@ def check_models(model: nn.Module) -> None:
     own = {
         name: (tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model).items()
     }
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    for rank, other in enumerate(every):
-        for name in {**every[0], **other}:
-            first, here = every[0].get(name), other.get(name)
-            if first != here:
-                raise PrepareError(
-                    f"The ranks prepare different models: {name!r} is {first or 'missing'} on rank "
-                    f"0 and {here or 'missing'} on rank {rank} (shape, dtype, trained)."
-                )
+    if found := _differences(own):
+        rank, (name, *_), first, other = found
+        raise PrepareError(
+            f"The ranks prepare different models: {name!r} is {first.get(name, 'missing')} on rank "
+            f"0 and {other.get(name, 'missing')} on rank {rank} (shape, dtype, trained)."
+        )
 
 
 @torch.no_grad()
@@ -102,16 +87,26 @@ def check_alike(model: nn.Module) -> None:
         for name, t in _tensors(model).items()
         if t.numel() and not isinstance(t, DTensor)
     }
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, sums)
+    if found := _differences(sums):
+        rank, names, *_ = found
+        raise PrepareError(
+            f"{len(names)} weights of rank {rank} are not those of rank 0, such as {names[0]!r}, "
+            "and sync_module_states=False forbids to send them. Set the same seed on all ranks, or "
+            "leave sync_module_states out."
+        )
+
+
+def _differences(
+    own: dict[str, Any],
+) -> tuple[int, list[str], dict[str, Any], dict[str, Any]] | None:
+    """Compare what ranks say by name: a rank unlike rank 0, the names, and what both have said."""
+    every: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    first = every[0]
     for rank, other in enumerate(every):
-        differ = [name for name in every[0] if other.get(name) != every[0][name]]
-        if differ:
-            raise PrepareError(
-                f"{len(differ)} weights of rank {rank} are not those of rank 0, such as "
-                f"{differ[0]!r}, and sync_module_states=False forbids to send them. Set the same "
-                "seed on all ranks, or leave sync_module_states out."
-            )
+        if names := [name for name in first | other if first.get(name) != other.get(name)]:
+            return rank, names, first, other
+    return None
 
 
 def _checksum(tensor: torch.Tensor) -> str:
@@ -124,12 +119,6 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 # --- shards ---------------------------------------------------------------------------------------
-
-
-def _coordinate(config: ParallelismConfig, dimension: str, rank: int) -> int:
-    """Return a rank's index in a dimension of the mesh, or in one made of several."""
-    names = ("dp_shard", "cp", "sp") if dimension == "dp_shard_cp" else (dimension,)
-    return config.shard(rank, names)[0]
 
 
 def local_part(
@@ -151,9 +140,18 @@ def local_part(
     # A strided shard is a shard of what the dimensions after it have sharded already.
     for number, dim in [*plain, *strided]:
         parts = torch.chunk(tensor, mesh.size(number), dim)
-        index = _coordinate(config, names[number], rank)
+        name = names[number]
+        joint = ("dp_shard", "cp", "sp") if name == "dp_shard_cp" else (name,)
+        index, _ = config.shard(rank, joint)
         tensor = parts[index] if index < len(parts) else tensor.narrow(dim, 0, 0)
     return tensor
+
+
+def cut(whole: torch.Tensor, like: DTensor, config: ParallelismConfig, rank: int) -> torch.Tensor:
+    """Return a tensor distributed as `like`, of which a rank takes its part of a whole one."""
+    made: Any = torch.zeros_like(like, dtype=whole.dtype)
+    made.to_local().copy_(local_part(whole, like, config, rank))
+    return made.detach()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -170,9 +168,7 @@ def fill_from_rank_0(
     Args:
         source: whole tensors by name, on rank 0.
     """
-    names = {id(t): name for name, t in reversed(list(model.named_parameters()))}
-    for parameter in model.parameters():
-        name = names[id(parameter)]
+    for name, parameter in model.named_parameters():
         whole = None if source is None else source[name]
         if isinstance(parameter, DTensor):
             _scatter(parameter, whole, config, device)
@@ -192,15 +188,14 @@ def _scatter(
     parameter: DTensor, whole: torch.Tensor | None, config: ParallelismConfig, device: torch.device
 ) -> None:
     local = parameter.to_local()
-    size = dist.get_world_size()
-    pieces: list[torch.Tensor] | None = None
+    ranks = range(dist.get_world_size())
     # Every rank knows every part's size: the parts of a meta tensor cost nothing.
     shadow = torch.empty(parameter.shape, device="meta")
-    sizes = [local_part(shadow, parameter, config, rank).numel() for rank in range(size)]
-    room = max(sizes)
+    room = max(local_part(shadow, parameter, config, rank).numel() for rank in ranks)
+    pieces: list[torch.Tensor] | None = None
     if whole is not None:
         pieces = []
-        for rank in range(size):
+        for rank in ranks:
             part = local_part(whole.to(parameter.dtype), parameter, config, rank)
             padded = torch.zeros(room, dtype=parameter.dtype, device=device)
             padded[: part.numel()] = part.reshape(-1)
