@@ -20,8 +20,10 @@ from accelerate_tracking.registry import get_available_trackers, register_tracke
 from accelerate_tracking.tracker import (
     VERBS,
     BlankTracker,
+    Columns,
     GeneralTracker,
     IncompleteTrackerError,
+    Rows,
     RunGroup,
     on_main_process,
 )
@@ -29,10 +31,12 @@ from accelerate_tracking.tracker import (
 __all__ = [
     "VERBS",
     "BlankTracker",
+    "Columns",
     "GeneralTracker",
     "IncompleteTrackerError",
     "NotTaken",
     "Reporter",
+    "Rows",
     "RunGroup",
     "TrackerHub",
     "each",

@@ -82,12 +82,12 @@ class LogEntry:
     @property
     def keys(self) -> str:
         """What a warning calls it."""
-        a = self.arguments
-        named = a if self.verb == "log" else a.get("values") if self.verb == "images" else None
-        if isinstance(named, dict):
-            found = [repr(key) for key in (*named, *(self.others or {}))]
-            return ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
-        return repr(a.get("name", a.get("table_name", "")))
+        found = self.arguments
+        if self.verb in ("log", "images"):
+            named = found if self.verb == "log" else found.get("values", ())
+            keys = [repr(key) for key in (*named, *(self.others or {}))]
+            return ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
+        return repr(found.get("name", found.get("table_name", "")))
 
     @property
     def is_plain_log(self) -> bool:

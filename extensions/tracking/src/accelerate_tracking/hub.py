@@ -17,7 +17,6 @@ from accelerate_core.contract.parts import LogKwargs
 from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing
 from accelerate_tracking import feeding
-from accelerate_tracking.artifacts import ArtifactCopies
 from accelerate_tracking.choice import (
     Asked,
     builder,
@@ -29,7 +28,7 @@ from accelerate_tracking.choice import (
 from accelerate_tracking.ending import TooLongError, limited, watch
 from accelerate_tracking.entry import DeviceRead, LogEntry
 from accelerate_tracking.feeding import InlineWriter, TrackerWriter, drain
-from accelerate_tracking.media import MediaVerbs, Payload
+from accelerate_tracking.media import ArtifactCopies, MediaVerbs, Payload
 from accelerate_tracking.messages import report_failure, why_not
 from accelerate_tracking.normalise import (
     NotTaken,
@@ -74,8 +73,8 @@ class TrackerHub(MediaVerbs):
     Raises:
         TypeError: `asked` has something else.
         MissingPluginError: for a name that was asked for and is not installed.
-        ConfigurationError: a tracker asked for by name or class requires a
-            logging directory and there is none.
+        ConfigurationError: a tracker asked for by name or class requires a directory, and there
+            is none.
     """
 
     api_version = (1, 0)
@@ -125,13 +124,12 @@ class TrackerHub(MediaVerbs):
             project_name: what the libraries group runs by.
             config: see `normalise_config`; None stores nothing.
             init_kwargs: per tracker name, further arguments of its constructor, and
-                `main_process_only=False` to run it on every rank. Entries for
-                trackers that were not asked for are left alone.
+                `main_process_only=False` to run it on every rank.
 
         Raises:
             TrackerError: a run is already open.
-            ConfigurationError: a tracker's constructor does not take the arguments,
-                or the config is none.
+            ConfigurationError: a tracker's constructor does not take the arguments, or the config
+                is none.
         """
         if not self._asked:
             return
@@ -178,8 +176,7 @@ class TrackerHub(MediaVerbs):
                 tracker.validate()
             stage = "start"
             tracker.start()
-        except Exception as error:
-            # One that never started has nothing to close.
+        except Exception as error:  # one that never started has nothing to close
             report_failure(item, stage, error)
             return BlankTracker(name_of(item))
         if config is not None:
@@ -207,10 +204,7 @@ class TrackerHub(MediaVerbs):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed script needs to go on in these runs: only text.
-
-        `runs` has their ids by tracker; `start` is this start of them.
-        """
+        """Return what a resumed script needs: the runs' ids by tracker, and this start of them."""
         runs: dict[str, str] = {}
         for tracker in self.trackers if self._state == "open" else ():
             try:
@@ -223,11 +217,7 @@ class TrackerHub(MediaVerbs):
         return {"runs": runs, "start": self._start} if runs else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the runs of a checkpoint.
-
-        Best before `init_trackers`. After it, runs that were just opened and hold
-        nothing yet are discarded for those of the checkpoint.
-        """
+        """Go on in the runs of a checkpoint; runs that hold nothing yet are discarded for them."""
         runs = dict(state.get("runs", {}))
         self.resumed_runs = runs
         if not runs or runs == self._resume or state.get("start") == self._start:
@@ -404,10 +394,14 @@ class TrackerHub(MediaVerbs):
         # What was switched off may still write out what it had taken. Then the last first: each
         # has wrapped the streams and hooks that the ones before had wrapped.
         for tracker in [*self._retired, *reversed(self.trackers)]:
-            if tracker in stuck:
+            if tracker in stuck or isinstance(tracker, BlankTracker):
                 continue
+            close = tracker.finish_failed if failed else tracker.finish
             try:
-                self._close(tracker, failed)
+                if tracker.finishes_in_place or tracker.same_thread:
+                    close()
+                else:
+                    limited(close, feeding.PATIENCE, f"finish-{tracker.name}")
             except Exception as error:
                 hangs = hangs or isinstance(error, TooLongError)
                 if tracker in self._retired:
@@ -424,13 +418,6 @@ class TrackerHub(MediaVerbs):
         if self._at_exit is not None:
             self._at_exit()
 
-    def _close(self, tracker: GeneralTracker, failed: bool) -> None:
-        close = tracker.finish_failed if failed else tracker.finish
-        if isinstance(tracker, BlankTracker) or tracker.finishes_in_place or tracker.same_thread:
-            close()
-        else:
-            limited(close, feeding.PATIENCE, f"finish-{tracker.name}")
-
     def _stop_writers(self) -> list[GeneralTracker]:
         """Deliver what is left; return the trackers that are stuck."""
         stuck = drain(self._writers, end=True)
@@ -443,11 +430,6 @@ class TrackerHub(MediaVerbs):
             )
         self._writers = []
         return [writer.tracker for writer in stuck]
-
-    def forked(self) -> None:
-        """Let go of the run in a forked child: it is the parent's, and so are its threads."""
-        self._writers, self._retired = [], []
-        self._end_run("forked")
 
     def _switch_off(self, tracker: GeneralTracker, stage: str, error: Exception) -> None:
         """Put a blank tracker in the place of one that raised, and close that at the end."""
@@ -476,8 +458,10 @@ def _whole(step: Any) -> int | None:
 
 
 def _forked() -> None:
+    """Let go of the runs in a forked child: they are the parent's, and so are their threads."""
     for hub in list(_open_hubs):
-        hub.forked()
+        hub._writers, hub._retired = [], []
+        hub._end_run("forked")
 
 
 if hasattr(os, "register_at_fork"):

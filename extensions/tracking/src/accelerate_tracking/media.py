@@ -8,7 +8,10 @@ one shape. C is 1, 3 or 4.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,6 +110,49 @@ class MediaVerbs:
     ) -> None:
         """Log the distribution of an array or tensor, of any shape."""
         self._hand_on("histogram", lambda: _histogram(name, values), step, log_kwargs)
+
+
+class ArtifactCopies:
+    """Copies of what `log_artifact` was given, as it was at the call, until the run ends.
+
+    Args:
+        directory: where their folder is made, with the first file; None for the system's own place.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+        self._directory = None if directory is None else Path(directory).absolute()
+        self._folder: Path | None = None
+        self._count = 0
+
+    def keep(self, path: str) -> str:
+        """Return the path of a copy of a file or directory; its own where there is no room."""
+        source = Path(path)
+        try:
+            if self._folder is None:
+                if self._directory is not None:
+                    self._directory.mkdir(parents=True, exist_ok=True)
+                self._folder = Path(tempfile.mkdtemp(prefix=".artifacts-", dir=self._directory))
+            self._count += 1
+            target = self._folder / str(self._count) / source.name
+            target.parent.mkdir()
+            if source.is_dir():
+                shutil.copytree(source, target)
+            else:
+                shutil.copy2(source, target)
+        except (OSError, shutil.Error) as error:
+            warnings.warn(
+                f"log_artifact: {path} could not be copied ({error}); the trackers read it where "
+                f"it lies, so keep it until the end of the run.",
+                stacklevel=5,
+            )
+            return path
+        return str(target)
+
+    def clear(self) -> None:
+        """Delete the copies."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
 
 def pictures(values: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:

@@ -53,19 +53,17 @@ def normalise_values(
 ) -> tuple[dict[str, Any], dict[str, object]]:
     """Make the values of one `log` call plain.
 
-    Nested mappings are joined by `/`; numbers of any library and dtype, and
-    tensors and arrays of one element, become Python numbers (reading a device
-    tensor waits for it). Strings stay; paths and enums become strings.
+    Nested mappings are joined by `/`; numbers of any library and dtype, and tensors and arrays of
+    one element, become Python numbers. Strings stay; paths and enums become strings.
 
     Args:
-        values: what the caller logs.
         reporter: told which keys clash or hold None.
-        pending: if given, one-element tensors of a device are put here unread, by
-            key, and are None among the plain values.
+        pending: if given, one-element tensors of a device are put here unread, by key, and are
+            None among the plain values; else reading them waits for the device.
 
     Returns:
-        The plain values, and those that are none: tensors and arrays of several
-        elements, containers, objects of other packages. A tracker may take them.
+        The plain values, and those that are none, which a tracker may take: tensors and arrays of
+        several elements, containers, objects of other packages.
     """
     plain: dict[str, Any] = {}
     other: dict[str, object] = {}
@@ -165,11 +163,10 @@ def normalise_config(config: object, reporter: Reporter) -> dict[str, Any]:
     """Make a run's configuration plain.
 
     Args:
-        config: a mapping, a dataclass instance, an `argparse.Namespace`, or an
-            object with `model_dump` or `to_dict`. Nested ones are joined by `/`;
-            sequences, sets and small tensors become lists; paths, dtypes,
-            devices and dates strings; enums their values, or names; functions and classes
-            their qualified names; None stays.
+        config: a mapping, a dataclass instance, an `argparse.Namespace`, or an object with
+            `model_dump` or `to_dict`. Nested ones are joined by `/`; sequences, sets and small
+            tensors become lists; paths, dtypes, devices and dates strings; enums their values, or
+            names; functions and classes their qualified names; None stays.
         reporter: told which keys cannot be written down.
 
     Raises:
@@ -222,10 +219,7 @@ def is_scalar(value: object) -> bool:
 
 
 def is_foreign(value: object) -> bool:
-    """Whether `value` is, or holds, an object that neither Python, NumPy nor torch made.
-
-    Such an object is meant for a tracker that knows it: an image, a table.
-    """
+    """Whether `value` is, or holds, an object for a tracker: not of Python, NumPy or torch."""
     if isinstance(value, Mapping):
         return any(is_foreign(item) for item in value.values())
     if isinstance(value, (list, tuple, set, frozenset)):

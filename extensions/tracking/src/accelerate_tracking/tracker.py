@@ -17,17 +17,12 @@ from accelerate_core.contract.topology import read_topology
 from accelerate_core.distributed.process import running
 from accelerate_core.errors import TrackerError
 
-__all__ = [
-    "VERBS",
-    "BlankTracker",
-    "GeneralTracker",
-    "IncompleteTrackerError",
-    "RunGroup",
-    "on_main_process",
-]
-
 #: What can be logged beside values; a tracker supports a verb by having the method `log_<verb>`.
 VERBS = ("images", "table", "figure", "artifact", "text", "histogram")
+
+#: What `log_table` gets: names, and for each row a plain value of each.
+Columns = list[str]
+Rows = list[list[Any]]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,9 +45,8 @@ def on_main_process(
 ) -> Callable[Concatenate[Self_, P], R | None]:
     """Let a tracker's method run on the main process only, and return None elsewhere.
 
-    A tracker whose `main_process_only` is False runs the method on every rank.
-    No process group is started to find the rank out, so that the method may be
-    called, and `__init__` decorated, before there is an Accelerator.
+    A tracker whose `main_process_only` is False runs it on every rank. No process group is started
+    to find the rank out: `__init__` can be decorated, and called before there is an Accelerator.
     """
 
     @functools.wraps(function)
@@ -85,16 +79,13 @@ class RunGroup:
 class GeneralTracker:
     """Base of the trackers: subclass it to send metrics wherever you like.
 
-    A subclass has the class attributes `name` (a string, its name in
-    `init_kwargs`, `log_kwargs` and `get_tracker`), `requires_logging_directory`
-    (a bool) and a property `tracker` (the library's own run object), and
-    implements `store_init_configuration` and `log`; `start` and `finish` where
-    there is something to do. With `main_process_only = False` every rank has
-    one that works.
+    A subclass has the class attributes `name` (a string, its name in `init_kwargs`, `log_kwargs`
+    and `get_tracker`), `requires_logging_directory` (a bool) and a property `tracker` (the
+    library's own run object), and implements `store_init_configuration` and `log`; `start` and
+    `finish` where there is something to do.
 
-    One named in `log_with` by class is built by `init_trackers` as
-    `cls(project_name, **init_kwargs)`, or `cls(project_name, logging_dir,
-    **init_kwargs)` if it requires a directory.
+    One named in `log_with` by class is built by `init_trackers` as `cls(project_name,
+    **init_kwargs)`, or `cls(project_name, logging_dir, **init_kwargs)` if it requires a directory.
 
     `start` and `store_init_configuration` are called by the thread that calls
     `init_trackers`; `log`, the verbs and `flush` by one writer thread per tracker, in
@@ -133,8 +124,8 @@ class GeneralTracker:
                 self.rows.append((step, values))
     """
 
+    #: False: every rank has one that works.
     main_process_only: bool = True
-
     #: The version of the contract it was written for; another major one is refused by name.
     api_version: tuple[int, int] | None = None
     #: The library as pip names it, with the oldest version that will do: `name>=1.2`.
@@ -187,9 +178,16 @@ class GeneralTracker:
 
     def validate(self) -> None:
         """Raise `IncompleteTrackerError` unless the instance has all a tracker must have."""
-        missing = [what for what in _REQUIRED if not _has(self, what)]
+        cls = type(self)
+        # Looked up without evaluating: a property may only work once the run is open.
+        places = [vars(self), *map(vars, cls.__mro__)]
+        missing = [name for name in _REQUIRED if not any(name in place for place in places)]
         if missing:
-            _raise_missing(type(self), missing)
+            raise IncompleteTrackerError(
+                f"The tracker class {cls.__qualname__} ({cls.__module__}) lacks "
+                f"{' and '.join(f'`{name}`' for name in missing)}. Add "
+                f"{'; '.join(_REQUIRED[name] for name in missing)}."
+            )
 
     @classmethod
     def unusable(cls, environ: Mapping[str, str]) -> str | None:
@@ -204,12 +202,12 @@ class GeneralTracker:
             version = importlib.metadata.version(wanted.name)
         except importlib.metadata.PackageNotFoundError:
             return f"its library is not installed: pip install '{wanted}'"
-        if not wanted.specifier.contains(version, prereleases=True):
-            return (
-                f"its library is too old or too new: {wanted.name} {version}, it needs {wanted}: "
-                f"pip install -U '{wanted}'"
-            )
-        return None
+        if wanted.specifier.contains(version, prereleases=True):
+            return None
+        return (
+            f"its library is too old or too new: {wanted.name} {version}, it needs {wanted}: "
+            f"pip install -U '{wanted}'"
+        )
 
     @property
     def run_id(self) -> str | None:
@@ -290,23 +288,6 @@ def _check_declared(cls: type[GeneralTracker]) -> None:
             )
 
 
-def _has(tracker: object, attribute: str) -> bool:
-    # Looked up without evaluating: a property may only work once the run is open.
-    if attribute in getattr(tracker, "__dict__", {}):
-        return True
-    return any(attribute in base.__dict__ for base in type(tracker).__mro__)
-
-
-def _raise_missing(cls: type, missing: list[str]) -> None:
-    raise IncompleteTrackerError(
-        f"The tracker class {cls.__qualname__} ({cls.__module__}) lacks "
-        + " and ".join(f"`{what}`" for what in missing)
-        + ". Add "
-        + "; ".join(_REQUIRED[what] for what in missing)
-        + "."
-    )
-
-
 class BlankTracker(GeneralTracker):
     """Does nothing, whatever it is asked: for ranks that do not track.
 
@@ -324,10 +305,6 @@ class BlankTracker(GeneralTracker):
     def tracker(self) -> Any:
         """An object that swallows every call."""
         return Nothing(self.name)
-
-    def accepts(self, value: object) -> bool:
-        """Nothing is taken."""
-        return False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
