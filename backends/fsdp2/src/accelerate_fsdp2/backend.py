@@ -201,9 +201,9 @@ class FSDP2Backend(Backend):
         self._agree_on_weights(accelerator, model)
         if config.tp_enabled:
             handler = config.tp_handler
-            plan = tensor_parallel.plan_of(model, handler.plan)
-            self._added_names[model] = tensor_parallel.added_up(model, plan)
-            tensor_parallel.parallelise(model, accelerator.torch_device_mesh["tp"], plan)
+            self._added_names[model] = tensor_parallel.parallelise(
+                model, accelerator.torch_device_mesh["tp"], handler.plan
+            )
             if handler.loss_parallel and self._loss_parallel is None:
                 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -287,7 +287,12 @@ class FSDP2Backend(Backend):
             return model
         mesh = self._shard_mesh(accelerator)
         reshard: Any = self.options.reshard_after_forward
-        self._check_reshard(reshard, mesh.size(mesh.ndim - 1))
+        shards = mesh.size(mesh.ndim - 1)
+        if not isinstance(reshard, bool | None) and shards % reshard:
+            raise ConfigurationError(
+                f"reshard_after_forward={reshard} does not divide the {shards} ranks that "
+                "parameters are sharded over."
+            )
         ignored = units.ignored_parameters(model, self.options.ignored_modules)
         for name, parameter in ignored.items():
             if isinstance(parameter, DTensor):
@@ -322,13 +327,6 @@ class FSDP2Backend(Backend):
             register_fsdp_forward_method(model, method)
         return model
 
-    def _check_reshard(self, reshard: bool | int | None, shards: int) -> None:
-        if reshard is not None and not isinstance(reshard, bool) and shards % reshard:
-            raise ConfigurationError(
-                f"reshard_after_forward={reshard} does not divide the {shards} ranks that "
-                "parameters are sharded over."
-            )
-
     def _methods(self, model: nn.Module) -> list[str]:
         asked = list(self.options.forward_methods or [])
         for name in asked:
@@ -341,25 +339,16 @@ class FSDP2Backend(Backend):
 
     def _materialise(self, accelerator: AcceleratorView, model: nn.Module) -> None:
         source = self._sources.pop(model)
-        held_buffers = {n: b.detach().clone() for n, b in model.named_buffers() if not b.is_meta}
-        if source is None:
-            _check_buffers(model)
         offload = self.options.offload_policy(accelerator.device)
-        place = "cpu" if hasattr(offload, "pin_memory") else accelerator.device
-        model.to_empty(device=place)
+        place = torch.device("cpu") if hasattr(offload, "pin_memory") else accelerator.device
         if source is None:
-            with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers()):
-                    if tensor.is_floating_point():
-                        local(tensor.detach()).fill_(float("nan"))
-                for name, buffer in model.named_buffers():
-                    if name in held_buffers:
-                        buffer.copy_(held_buffers[name])
+            weights.fill_with_nan(model, place)
             accelerator.note_once(
                 f"{type(model).__name__} was on the meta device on every rank, so it has no "
                 "weights yet: its shards are filled with NaN until load_state reads them."
             )
             return
+        model.to_empty(device=place)
         held = source if isinstance(source, dict) else None
         weights.fill_from_rank_0(model, held, accelerator.parallelism_config, accelerator.device)
 
@@ -378,11 +367,10 @@ class FSDP2Backend(Backend):
             )
         if len({p.device_mesh for p in sharded}) > 1 or len(sharded) < len(parameters):
             # One call over all of them cannot mix tensors of several meshes.
-            for group in optimizer.param_groups:
-                for option in ("foreach", "fused"):
+            for option in ("foreach", "fused"):
+                for group in optimizer.param_groups:
                     if option in group:
                         group[option] = False
-            for option in ("foreach", "fused"):
                 if optimizer.defaults.get(option):
                     accelerator.note_once(
                         f"{kind}({option}=True) is switched off: its parameters are on several "
@@ -611,18 +599,6 @@ class FSDP2Backend(Backend):
 def _unwrapped(accelerator: AcceleratorView) -> tuple[list[nn.Module], list[Any]]:
     models = [accelerator.unwrap_model(model) for model in accelerator.models]
     return models, [wrapper.optimizer for wrapper in accelerator.optimizers]
-
-
-def _check_buffers(model: nn.Module) -> None:
-    """Refuse buffers that nobody has: those on meta that no checkpoint holds."""
-    kept = set(model.state_dict())
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in kept]
-    if lost:
-        raise PrepareError(
-            f"The buffer {lost[0]!r} of {type(model).__name__} is on the meta device on every rank, "
-            "and being not persistent is in no checkpoint. Make buffers where they have memory "
-            "(init_empty_weights keeps them), or the model on rank 0."
-        )
 
 
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accelerate_core import ParallelismConfig
 from accelerate_core.errors import PrepareError
+from accelerate_fsdp2.gradients import local
 
 
 def on_meta(model: nn.Module) -> bool:
@@ -155,6 +156,29 @@ def cut(whole: torch.Tensor, like: DTensor, config: ParallelismConfig, rank: int
 
 
 @torch.no_grad()
+def fill_with_nan(model: nn.Module, device: torch.device) -> None:
+    """Give a model on meta memory, and NaN for weights; buffers that have values keep them.
+
+    Raises:
+        PrepareError: a buffer on meta that no checkpoint holds.
+    """
+    kept = set(model.state_dict())
+    held = {name: b.detach().clone() for name, b in model.named_buffers() if not b.is_meta}
+    if lost := [n for n, _ in model.named_buffers() if n not in held and n not in kept]:
+        raise PrepareError(
+            f"The buffer {lost[0]!r} of {type(model).__name__} is on the meta device on every rank, "
+            "and being not persistent is in no checkpoint. Make buffers where they have memory "
+            "(init_empty_weights keeps them), or the model on rank 0."
+        )
+    model.to_empty(device=device)
+    for name, tensor in _tensors(model).items():
+        if name in held:
+            tensor.copy_(held[name])
+        elif tensor.is_floating_point():
+            local(tensor.detach()).fill_(float("nan"))
+
+
+@torch.no_grad()
 def fill_from_rank_0(
     model: nn.Module,
     source: Mapping[str, torch.Tensor] | None,
@@ -187,7 +211,7 @@ def _give(tensor: torch.Tensor, whole: torch.Tensor | None) -> None:
 def _scatter(
     parameter: DTensor, whole: torch.Tensor | None, config: ParallelismConfig, device: torch.device
 ) -> None:
-    local = parameter.to_local()
+    own = parameter.to_local()
     ranks = range(dist.get_world_size())
     # Every rank knows every part's size: the parts of a meta tensor cost nothing.
     shadow = torch.empty(parameter.shape, device="meta")
@@ -202,14 +226,11 @@ def _scatter(
             pieces.append(padded)
     got = torch.empty(room, dtype=parameter.dtype, device=device)
     dist.scatter(got, pieces, src=0)
-    local.copy_(got[: local.numel()].view(local.shape))
+    own.copy_(got[: own.numel()].view(own.shape))
 
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with all its parts; all ranks of its mesh call this."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    sharded: Any = tensor.detach()
-    made: torch.Tensor = sharded.full_tensor()
-    return made
+    made: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return made.detach()
