@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accelerate_tracking import TrackerHub, registry
+from accelerate_tracking import TrackerHub, choice
 
 sys.path.insert(0, str(Path(__file__).parent))
 import probe
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def make(name: str, tmp_path: Path, **kwargs: Any) -> TrackerHub:
-    tracker = registry.tracker_class(name)("probe", **kwargs)
+    tracker = choice.tracker_class(name)("probe", **kwargs)
     return TrackerHub([tracker], tmp_path / "logs")
 
 
@@ -92,7 +92,7 @@ def test_tensorboard_counts_the_steps_that_are_not_given(tmp_path: Path) -> None
 
 CLEARML = """
 from accelerate_clearml import ClearMLTracker
-from accelerate_tracking import TrackerHub, registry
+from accelerate_tracking import TrackerHub, choice
 tracker = ClearMLTracker("probe", auto_resource_monitoring=False, auto_connect_streams=False)
 hub = TrackerHub([tracker], "logs")
 hub.init_trackers("probe")

@@ -18,9 +18,9 @@ from accelerate_core.errors import ConfigurationError, MissingPluginError, Track
 from accelerate_tracking import (
     GeneralTracker,
     TrackerHub,
+    choice,
     get_available_trackers,
     register_tracker_class,
-    registry,
 )
 
 
@@ -264,7 +264,7 @@ def test_a_slow_tracker_does_not_hold_the_step_up() -> None:
 
 
 def test_values_of_a_device_are_read_by_the_writer(hub: TrackerHub, everything: Everything) -> None:
-    from accelerate_tracking.entry import DeviceRead
+    from accelerate_tracking.feeding import DeviceRead
 
     # Its arithmetic, on the device there is; the copies are waited for where there is a stream.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
@@ -306,8 +306,8 @@ OFFERED = {cls.name: cls for cls in (NeedsAccount, NoLibrary, OldLibrary, NeedsD
 def choose(log_with: Any, logging_dir: str | None = None) -> tuple[list[str], list[str]]:
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        patch.setattr(registry, "tracker_class", OFFERED.__getitem__)
-        patch.setattr(registry, "available_names", lambda: list(OFFERED))
+        patch.setattr(choice, "tracker_class", OFFERED.__getitem__)
+        patch.setattr(choice, "available_names", lambda: list(OFFERED))
         hub = TrackerHub(log_with, logging_dir)
     return hub.names, [str(each.message) for each in caught]
 
@@ -351,7 +351,7 @@ def test_a_registered_class_is_found_by_name_and_part_of_all() -> None:
 
     try:
         assert "mine_of_tests" in [str(one) for one in get_available_trackers()]
-        assert "mine_of_tests" in registry.available_names()
+        assert "mine_of_tests" in choice.available_names()
         accelerator = Accelerator(cpu=True, log_with="mine_of_tests")
         accelerator.init_trackers("project")
         accelerator.log({"a": 1})
@@ -363,7 +363,7 @@ def test_a_registered_class_is_found_by_name_and_part_of_all() -> None:
         ]
         accelerator.end_training()
     finally:
-        registry._registered.pop("mine_of_tests")
+        choice._registered.pop("mine_of_tests")
 
 
 def test_a_class_that_cannot_be_registered_is_refused() -> None:

@@ -94,14 +94,12 @@ class FSDP2Backend(Backend):
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
         """Claim what asks for FSDP, or for a mesh."""
-        if request.arguments.get("fsdp_plugin") is not None:
-            return Claim(50, "fsdp_plugin was passed")
-        if request.arguments.get("parallelism_config") is not None:
-            return Claim(40, "parallelism_config was passed")
-        if request.flag("ACCELERATE_USE_FSDP"):
-            return Claim(50, "ACCELERATE_USE_FSDP is set")
-        if request.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-            return Claim(40, "ACCELERATE_USE_PARALLELISM_CONFIG is set")
+        for name, priority in (("fsdp_plugin", 50), ("parallelism_config", 40)):
+            if request.arguments.get(name) is not None:
+                return Claim(priority, f"{name} was passed")
+        for name, priority in (("FSDP", 50), ("PARALLELISM_CONFIG", 40)):
+            if request.flag(f"ACCELERATE_USE_{name}"):
+                return Claim(priority, f"ACCELERATE_USE_{name} is set")
         for section, priority in (("fsdp_config", 30), ("parallelism_config", 20)):
             if request.config is not None and section in request.config:
                 return Claim(priority, request.config.where(section))
@@ -250,11 +248,11 @@ class FSDP2Backend(Backend):
             return
         weights.check_models(model)
         meta = accelerator.communicator.gather_object(weights.on_meta(model))
-        if any(meta):
-            self._sources[model] = None if meta[0] else "rank 0"
-            if not meta[0]:
-                held = weights.take_off(model)
-                self._sources[model] = held if accelerator.is_main_process else "rank 0"
+        if meta[0]:
+            self._sources[model] = None
+        elif any(meta):
+            held = weights.take_off(model)
+            self._sources[model] = held if accelerator.is_main_process else "rank 0"
         elif self.options.sync_module_states is False:
             weights.check_alike(model)
         else:

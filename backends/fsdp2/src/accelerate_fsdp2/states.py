@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from accelerate_checkpoint import SafeReader, read_metadata
 from accelerate_core import ParallelismConfig
 from accelerate_core.errors import CheckpointError, listing
+from accelerate_fsdp2.gradients import local
 from accelerate_fsdp2.weights import cut, local_part, whole
 
 _PLAIN = "optimizers.json"
@@ -95,16 +96,13 @@ def _writer(directory: Path) -> dcp.FileSystemWriter:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        return DTensor.from_local(
-            tensor.to_local().detach().to("cpu", copy=True),
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    return tensor.detach().to("cpu", copy=True)
+    copy = local(tensor.detach()).to("cpu", copy=True)
+    if not isinstance(tensor, DTensor):
+        return copy
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(
+        copy, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def _model_tensors(models: list[nn.Module]) -> dict[str, torch.Tensor]:
@@ -273,15 +271,12 @@ def full_model(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     first = dist.get_rank() == 0
     for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
-            if first:
-                state[name] = value
-            continue
-        held = value.to_local() if isinstance(value, DTensor) else value
-        made = whole(value)
-        if first:
+        made = whole(value) if isinstance(value, torch.Tensor) else value
+        if first and made is not value:
             # On one rank the whole is the shard itself, which training changes.
-            state[name] = made.to("cpu", copy=made.data_ptr() == held.data_ptr())
+            made = made.to("cpu", copy=made.data_ptr() == local(value).data_ptr())
+        if first:
+            state[name] = made
     return state
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate_tracking.choice import is_for_every_rank, normalise_log_with
+from accelerate_tracking.choice import (
+    get_available_trackers,
+    is_for_every_rank,
+    normalise_log_with,
+    register_tracker_class,
+)
 from accelerate_tracking.hub import TrackerHub
 from accelerate_tracking.media import pictures
 from accelerate_tracking.network import unreachable
@@ -16,7 +21,6 @@ from accelerate_tracking.normalise import (
     normalise_values,
     split,
 )
-from accelerate_tracking.registry import get_available_trackers, register_tracker_class
 from accelerate_tracking.tracker import (
     VERBS,
     BlankTracker,

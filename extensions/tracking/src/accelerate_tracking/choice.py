@@ -8,10 +8,16 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
-from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean
-from accelerate_tracking import registry
+from accelerate_core.config.enums import LoggerType
+from accelerate_core.errors import (
+    ConfigurationError,
+    MissingPluginError,
+    TrackerError,
+    did_you_mean,
+)
+from accelerate_core.plugins.discovery import check_api_version, find, installed
 from accelerate_tracking.tracker import GeneralTracker, RunGroup
 
 ALL = "all"
@@ -20,6 +26,75 @@ ALL = "all"
 Asked = type[GeneralTracker] | GeneralTracker
 Requested = str | Asked
 InitKwargs = Mapping[str, Mapping[str, Any]]
+
+_registered: dict[str, type[GeneralTracker]] = {}
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
+    """Let a tracker class of your own be asked for by its name, and be part of `"all"`.
+
+    Call it before the `Accelerator` is made; it returns the class, so that it can decorate one.
+    Registering a class again, or one that is defined anew in a notebook, replaces it.
+
+    Raises:
+        TrackerError: it is no subclass of `GeneralTracker`, or lacks a name or
+            `requires_logging_directory`.
+        ConfigurationError: the name is that of an installed tracker, or `all`.
+    """
+    if not _is_tracker_class(tracker_class):
+        raise TrackerError(
+            f"register_tracker_class takes a subclass of GeneralTracker, not {tracker_class!r}."
+        )
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str) or not name:
+        raise TrackerError(
+            f"{tracker_class.__qualname__} needs a class attribute such as name = 'my_tracker'."
+        )
+    if not isinstance(getattr(tracker_class, "requires_logging_directory", None), bool):
+        raise TrackerError(
+            f"{tracker_class.__qualname__} needs a class attribute "
+            "requires_logging_directory = True or False."
+        )
+    if name == "all" or any(record.name == name for record in installed().of_kind("tracker")):
+        raise ConfigurationError(f"The name {name!r} is taken by a tracker that is installed.")
+    _registered[name] = tracker_class
+    LoggerType.register(name)
+    return tracker_class
+
+
+def tracker_class(name: str) -> type[GeneralTracker]:
+    """Return the class for a name in `log_with`.
+
+    Raises:
+        PluginVersionError: it was written for another major version of the contract.
+        MissingPluginError: there is none; the text has the pip command or the nearest name.
+        TrackerError: what is installed by that name is no tracker.
+    """
+    own = _registered.get(name)
+    if own is not None:
+        return own
+    record = find("tracker", name, because="log_with")
+    found: type[GeneralTracker] = record.load()
+    if getattr(found, "api_version", None) is not None:
+        check_api_version(record, found)
+    if not _is_tracker_class(found):
+        raise TrackerError(f"{found!r} is offered as a tracker but is no GeneralTracker class.")
+    return found
+
+
+def _is_tracker_class(given: object) -> TypeGuard[type[GeneralTracker]]:
+    """Tell whether it is a tracker class, not an instance or something else."""
+    return isinstance(given, type) and issubclass(given, GeneralTracker)
+
+
+def available_names() -> list[str]:
+    """Return the names that `"all"` looks at."""
+    return [*(record.name for record in installed().of_kind("tracker")), *_registered]
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """Return the trackers that are installed or registered; whether they can run is not asked."""
+    return [LoggerType(name) for name in available_names()]
 
 
 def normalise_log_with(log_with: object) -> list[Requested]:
@@ -50,7 +125,7 @@ def _normalise_one(item: object) -> Requested:
     if isinstance(item, str):
         name = str(item)
         return ALL if name.lower() == ALL else name
-    if isinstance(item, GeneralTracker) or registry.is_tracker_class(item):
+    if isinstance(item, GeneralTracker) or _is_tracker_class(item):
         return item
     what = f"the class {item.__qualname__}" if isinstance(item, type) else type(item).__name__
     raise TypeError(
@@ -72,7 +147,7 @@ def choose(
     for item in requested:
         if item == ALL:
             continue
-        tracker = registry.tracker_class(item) if isinstance(item, str) else item
+        tracker = tracker_class(item) if isinstance(item, str) else item
         if isinstance(tracker, type):
             _check_usable(tracker, logging_dir)
         elif is_main or tracker.main_process_only is False:
@@ -102,11 +177,11 @@ def _add_all(
     chosen: list[Asked], logging_dir: str | os.PathLike[str] | None, is_main: bool
 ) -> None:
     taken = {name_of(item) for item in chosen}
-    for name in registry.available_names():
+    for name in available_names():
         if name in taken:
             continue
         try:
-            tracker = registry.tracker_class(name)
+            tracker = tracker_class(name)
             if tracker.requires_logging_directory is True and logging_dir is None:
                 why: str | None = "it writes into a directory and no logging_dir is given"
             else:

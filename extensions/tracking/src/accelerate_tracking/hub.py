@@ -26,8 +26,7 @@ from accelerate_tracking.choice import (
     normalise_log_with,
 )
 from accelerate_tracking.ending import TooLongError, limited, watch
-from accelerate_tracking.entry import DeviceRead, LogEntry
-from accelerate_tracking.feeding import InlineWriter, TrackerWriter, drain
+from accelerate_tracking.feeding import DeviceRead, InlineWriter, LogEntry, TrackerWriter, drain
 from accelerate_tracking.media import ArtifactCopies, MediaVerbs, Payload
 from accelerate_tracking.messages import report_failure, why_not
 from accelerate_tracking.normalise import (
@@ -192,16 +191,14 @@ class TrackerHub(MediaVerbs):
 
     def _feed(self) -> None:
         """Start a writer for each tracker that runs."""
-        running = [tracker for tracker in self.trackers if not isinstance(tracker, BlankTracker)]
-        for tracker in running:
+        self._writers = []
+        for tracker in self.trackers:
+            if isinstance(tracker, BlankTracker):
+                continue
             if any(type(it).__module__ == "sqlite3" for it in vars(tracker).values()):
                 tracker.same_thread = True  # a connection serves the thread that made it
-        self._writers = [
-            (InlineWriter if tracker.same_thread else TrackerWriter)(
-                tracker, self._resolve, self._switch_off, self._refused
-            )
-            for tracker in running
-        ]
+            kind = InlineWriter if tracker.same_thread else TrackerWriter
+            self._writers.append(kind(tracker, self._resolve, self._switch_off, self._refused))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed script needs: the runs' ids by tracker, and this start of them."""

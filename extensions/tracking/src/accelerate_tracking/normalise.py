@@ -6,6 +6,7 @@ NumPy and torch are recognised only if the script has imported them; nothing is 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import enum
@@ -293,7 +294,10 @@ def _written(value: object, parents: tuple[int, ...]) -> Any:
         raise _NotPlain
     inside = (*parents, id(value))
     if _is_array(value):
-        return _written_array(value)
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+            if _count(value) <= CONFIG_ELEMENTS:
+                return _written(value.tolist(), ())  # type: ignore[attr-defined]
+        raise _NotPlain
     fields = _fields(value)
     if fields is not None:
         return {str(key): _written(item, inside) for key, item in fields.items()}
@@ -302,15 +306,6 @@ def _written(value: object, parents: tuple[int, ...]) -> Any:
         # A set has no order of its own; ranks and runs should agree on one.
         return sorted(items, key=repr) if isinstance(value, Set) else items
     return _text(value)
-
-
-def _written_array(value: Any) -> Any:
-    try:
-        if _count(value) <= CONFIG_ELEMENTS:
-            return _written(value.tolist(), ())
-    except (RuntimeError, TypeError, ValueError):
-        pass
-    raise _NotPlain
 
 
 def _text(value: object) -> Any:

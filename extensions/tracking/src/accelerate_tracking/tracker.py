@@ -16,6 +16,7 @@ from accelerate_core.builtin.no_tracking import Nothing
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.distributed.process import running
 from accelerate_core.errors import TrackerError
+from accelerate_tracking.normalise import is_foreign, made_by
 
 #: What can be logged beside values; a tracker supports a verb by having the method `log_<verb>`.
 VERBS = ("images", "table", "figure", "artifact", "text", "histogram")
@@ -100,28 +101,10 @@ class GeneralTracker:
         log_text(name, text, step, **kwargs)
         log_histogram(name, values, step, **kwargs)             a one-dimensional array
 
+    `docs/write_a_tracker.md` has a whole one.
+
     Raises:
         IncompleteTrackerError: the subclass lacks one of the three.
-
-    Example:
-        class MemoryTracker(GeneralTracker):
-            name = "memory"
-            api_version = (1, 0)
-            requires_logging_directory = False
-
-            def __init__(self, project_name: str = "", **kwargs):
-                super().__init__()
-                self.rows = []
-
-            @property
-            def tracker(self):
-                return self.rows
-
-            def store_init_configuration(self, values):
-                self.config = values
-
-            def log(self, values, step=None, **kwargs):
-                self.rows.append((step, values))
     """
 
     #: False: every rank has one that works.
@@ -221,17 +204,16 @@ class GeneralTracker:
         """Keep the run's configuration.
 
         Args:
-            values: one level deep, nested keys joined by `/`; the values are
-                Python numbers, bools, strings, None, and lists (of those, of
-                lists, of dicts).
+            values: one level deep, nested keys joined by `/`; the values are Python numbers, bools,
+                strings, None, and lists (of those, of lists, of dicts).
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record one set of values.
 
         Args:
-            values: one level deep, nested keys joined by `/`; Python numbers,
-                bools and strings, and objects for which `accepts` said yes.
+            values: one level deep, nested keys joined by `/`; Python numbers, bools and strings,
+                and objects for which `accepts` said yes.
             step: the step they belong to, or None.
             kwargs: this tracker's entry in the caller's `log_kwargs`.
         """
@@ -254,12 +236,10 @@ class GeneralTracker:
     def accepts(self, value: object) -> bool:
         """Whether `log` takes this value, which is neither a number nor a string.
 
-        Asked for media objects of other packages, tensors and arrays of several
-        elements, and containers. Default: objects of `packages`; if that is None,
-        anything but tensors, arrays, None and containers without a foreign object.
+        Asked for media objects of other packages, tensors and arrays of several elements, and
+        containers. Default: objects of `packages`; if that is None, anything but tensors, arrays,
+        None and containers without a foreign object.
         """
-        from accelerate_tracking.normalise import is_foreign, made_by
-
         return is_foreign(value) if self.packages is None else made_by(value, self.packages)
 
     def discard(self) -> None:
@@ -291,8 +271,8 @@ def _check_declared(cls: type[GeneralTracker]) -> None:
 class BlankTracker(GeneralTracker):
     """Does nothing, whatever it is asked: for ranks that do not track.
 
-    Any method of the real tracker or of its library's run object can be called
-    on it, so that a script needs no `if is_main_process`.
+    Any method of the real tracker or of its library's run object can be called on it, so that a
+    script needs no `if is_main_process`.
     """
 
     requires_logging_directory = False
