@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accelerate_tracking import TrackerHub, registry
+from accelerate_tracking import TrackerHub, choice
 
 sys.path.insert(0, str(Path(__file__).parent))
 import probe
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def make(name: str, tmp_path: Path, **kwargs: Any) -> TrackerHub:
-    tracker = registry.tracker_class(name)("probe", **kwargs)
+    tracker = choice.tracker_class(name)("probe", **kwargs)
     return TrackerHub([tracker], tmp_path / "logs")
 
 
@@ -34,14 +34,12 @@ def test_mlflow_keeps_two_names_apart_as_keys_texts_and_artifacts(
     hub.init_trackers("probe", {"p": {"f(1)": 1, "f[1]": 2}})
     beside.init_trackers("probe")
     hub.log({"f1 (a)": 1.0, "f1 [a]": 2.0, "": 3.0, "a//b": 4.0, "k" * 300: 5.0}, step=5)
-    hub.log_media("text", {"name": "sample v1.5", "text": "one"}, step=1)
-    hub.log_media("text", {"name": "sample v1.5", "text": "two"}, step=2)
+    hub.log_text(name="sample v1.5", text="one", step=1)
+    hub.log_text(name="sample v1.5", text="two", step=2)
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "model.bin").write_text(folder)
-        hub.log_media(
-            "artifact", {"path": tmp_path / folder / "model.bin", "name": f"epoch {folder}"}
-        )
+        hub.log_artifact(path=tmp_path / folder / "model.bin", name=f"epoch {folder}")
     beside.log({"other": 1.0}, step=0)
     hub.flush_trackers()
     run_id = hub.get_tracker("mlflow").run_id
@@ -94,7 +92,7 @@ def test_tensorboard_counts_the_steps_that_are_not_given(tmp_path: Path) -> None
 
 CLEARML = """
 from accelerate_clearml import ClearMLTracker
-from accelerate_tracking import TrackerHub, registry
+from accelerate_tracking import TrackerHub, choice
 tracker = ClearMLTracker("probe", auto_resource_monitoring=False, auto_connect_streams=False)
 hub = TrackerHub([tracker], "logs")
 hub.init_trackers("probe")

@@ -29,11 +29,11 @@ from accelerate_tracking import (
     IncompleteTrackerError,
     Reporter,
     TrackerHub,
+    choice,
     normalise_config,
     normalise_log_with,
     normalise_values,
     on_main_process,
-    registry,
 )
 
 
@@ -133,8 +133,8 @@ def resolve(name: str) -> type[GeneralTracker]:
 
 @pytest.fixture(autouse=True)
 def only_these_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "tracker_class", resolve)
-    monkeypatch.setattr(registry, "available_names", lambda: list(INSTALLED))
+    monkeypatch.setattr(choice, "tracker_class", resolve)
+    monkeypatch.setattr(choice, "available_names", lambda: list(INSTALLED))
 
 
 def make_hub(log_with: object, *, main: bool = True, logging_dir: str | None = None) -> TrackerHub:
@@ -421,8 +421,8 @@ def test_all_passes_over_a_broken_plugin_with_the_reason(monkeypatch: pytest.Mon
     def broken(name: str) -> type[GeneralTracker]:
         raise OSError("libfoo is missing")
 
-    monkeypatch.setattr(registry, "tracker_class", broken)
-    monkeypatch.setattr(registry, "available_names", lambda: ["foo"])
+    monkeypatch.setattr(choice, "tracker_class", broken)
+    monkeypatch.setattr(choice, "available_names", lambda: ["foo"])
     with said() as texts:
         hub = TrackerHub(["all"])
     assert "libfoo is missing" in texts[0]

@@ -81,8 +81,8 @@ def test_a_refused_value_costs_neither_its_neighbours_nor_what_comes_later(tmp_p
         for step in range(8):
             hub.log({"a": step, "odd": 13, "b": step}, step=step)
         for step in range(3):
-            hub.log_media("text", {"name": "bad", "text": "x"}, step=step)
-        hub.log_media("text", {"name": "good", "text": "y"}, step=3)
+            hub.log_text(name="bad", text="x", step=step)
+        hub.log_text(name="good", text="y", step=3)
         hub.finish()
     assert [row for row in picky.rows if row[1] == "b"] == [(i, "b", i) for i in range(8)]
     assert picky.rows[-1] == (3, "good", "y")
@@ -95,9 +95,9 @@ def test_a_refused_value_costs_neither_its_neighbours_nor_what_comes_later(tmp_p
 def test_histograms_get_finite_values_and_an_empty_one_is_refused(tmp_path: Path) -> None:
     hub, picky = make(tmp_path)
     hub.init_trackers("p")
-    hub.log_media("histogram", {"name": "h", "values": np.array([np.nan, np.inf])})
-    hub.log_media("histogram", {"name": "h", "values": np.array([])})
-    hub.log_media("histogram", {"name": "h", "values": np.array([1.0, np.nan, 2.0])})
+    hub.log_histogram(name="h", values=np.array([np.nan, np.inf]))
+    hub.log_histogram(name="h", values=np.array([]))
+    hub.log_histogram(name="h", values=np.array([1.0, np.nan, 2.0]))
     with pytest.warns(RuntimeWarning, match="no finite value"):
         hub.flush_trackers()
     assert picky.rows == [(None, "h", [1.0, 2.0])]
@@ -110,9 +110,9 @@ def test_an_artifact_is_kept_as_it_was_at_the_call(tmp_path: Path) -> None:
     hub.init_trackers("p")
     file = tmp_path / "model.bin"
     file.write_text("one")
-    hub.log_media("artifact", {"path": file, "name": "../first"})
+    hub.log_artifact(path=file, name="../first")
     file.write_text("two")
-    hub.log_media("artifact", {"path": file})
+    hub.log_artifact(path=file)
     file.unlink()
     hub.finish()
     assert picky.rows == [(None, "../first", "one"), (None, "model.bin", "two")]
@@ -125,10 +125,7 @@ def test_tables_lose_no_column_and_name_the_cells_they_cannot_hold(tmp_path: Pat
     hub, _ = make(tmp_path)
     hub.init_trackers("p")
     with pytest.warns(UserWarning, match=r"'t\[a \(2\)\]' is no single value but a dict"):
-        hub.log_media(
-            "table",
-            {"table_name": "t", "columns": ["a", "a"], "data": [[1, {"score": 0.5}], [2, 3]]},
-        )
+        hub.log_table(table_name="t", columns=["a", "a"], data=[[1, {"score": 0.5}], [2, 3]])
     hub.finish()
     (table,) = lines(tmp_path, "table")
     assert (table["columns"], table["data"]) == (["a", "a (2)"], [[1, None], [2, 3]])
@@ -138,9 +135,9 @@ def test_what_is_no_figure_or_an_empty_image_is_an_error_at_the_call(tmp_path: P
     hub, _ = make(tmp_path)
     hub.init_trackers("p")
     with pytest.raises(ConfigurationError, match="takes a matplotlib figure, not NoneType"):
-        hub.log_media("figure", {"name": "f", "figure": None})
+        hub.log_figure(name="f", figure=None)
     with pytest.raises(ConfigurationError, match="is empty"):
-        hub.log_media("images", {"values": {"x": np.zeros((0, 4, 4, 3))}})
+        hub.log_images(values={"x": np.zeros((0, 4, 4, 3))})
     hub.finish()
 
 
@@ -189,7 +186,7 @@ def test_a_tracker_that_hangs_in_finish_is_left_and_the_others_end(
     picky.slow_end = 3600
     monkeypatch.setattr(feeding, "PATIENCE", 0.5)
     hub.init_trackers("p")
-    hub.log_media("artifact", {"path": __file__})
+    hub.log_artifact(path=__file__)
     with pytest.warns(RuntimeWarning, match=r"'picky'.* raised in finish.*not done after"):
         hub.finish()
     assert lines(tmp_path, "end")[0]["status"] == "finished"

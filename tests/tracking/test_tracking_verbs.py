@@ -18,9 +18,9 @@ from accelerate_core.errors import ConfigurationError, MissingPluginError, Track
 from accelerate_tracking import (
     GeneralTracker,
     TrackerHub,
+    choice,
     get_available_trackers,
     register_tracker_class,
-    registry,
 )
 
 
@@ -121,7 +121,7 @@ def test_images_of_every_convention_arrive_as_uint8_batches(
     hub: TrackerHub, everything: Everything, convention: str
 ) -> None:
     given, channels_first, wanted = CONVENTIONS[convention]
-    hub.log_media("images", {"values": {"x": given}, "channels_first": channels_first}, step=3)
+    hub.log_images(values={"x": given}, channels_first=channels_first, step=3)
     found = only_call(hub, everything)
     assert found["step"] == 3
     assert found["values"]["x"].dtype == np.uint8
@@ -142,7 +142,7 @@ WRONG = {
 def test_images_that_do_not_fit_are_refused_by_name(hub: TrackerHub, case: str) -> None:
     given, channels_first, text = WRONG[case]
     with pytest.raises(ConfigurationError, match=text) as caught:
-        hub.log_media("images", {"values": {"sample": given}, "channels_first": channels_first})
+        hub.log_images(values={"sample": given}, channels_first=channels_first)
     assert "'sample'" in str(caught.value)
 
 
@@ -151,8 +151,8 @@ def test_what_is_logged_does_not_change_with_the_scripts_memory(
 ) -> None:
     image = torch.zeros(2, 2, 1)
     values = np.zeros(3)
-    hub.log_media("images", {"values": {"x": image}})
-    hub.log_media("histogram", {"name": "h", "values": values})
+    hub.log_images(values={"x": image})
+    hub.log_histogram(name="h", values=values)
     image.fill_(1.0)
     values[:] = 7
     hub.flush_trackers()
@@ -165,29 +165,24 @@ def test_what_is_logged_does_not_change_with_the_scripts_memory(
 
 
 def test_a_table_is_made_plain_cell_by_cell(hub: TrackerHub, everything: Everything) -> None:
-    hub.log_media(
-        "table",
-        {
-            "table_name": "t",
-            "columns": ["a", "b"],
-            "data": [[np.float32(0.5), torch.tensor(2)], [None, Path("x")]],
-        },
+    hub.log_table(
+        table_name="t",
+        columns=["a", "b"],
+        data=[[np.float32(0.5), torch.tensor(2)], [None, Path("x")]],
         step=1,
     )
     found = only_call(hub, everything)
     assert found["columns"] == ["a", "b"]
     assert found["data"] == [[0.5, 2], [None, "x"]]
     with pytest.raises(ConfigurationError, match=r"row 1 has 1 values for 2 columns \(a, b\)"):
-        hub.log_media("table", {"table_name": "t", "columns": ["a", "b"], "data": [[1, 2], [3]]})
+        hub.log_table(table_name="t", columns=["a", "b"], data=[[1, 2], [3]])
     with pytest.raises(ConfigurationError, match="columns= and data="):
-        hub.log_media("table", {"table_name": "t", "columns": ["a"]})
+        hub.log_table(table_name="t", columns=["a"])
 
 
 def test_a_data_frame_is_a_table(hub: TrackerHub, everything: Everything) -> None:
     pandas = pytest.importorskip("pandas")
-    hub.log_media(
-        "table", {"table_name": "t", "dataframe": pandas.DataFrame({"a": [1, 2], "b": ["x", "y"]})}
-    )
+    hub.log_table(table_name="t", dataframe=pandas.DataFrame({"a": [1, 2], "b": ["x", "y"]}))
     found = only_call(hub, everything)
     assert (found["columns"], found["data"]) == (["a", "b"], [[1, "x"], [2, "y"]])
 
@@ -197,20 +192,18 @@ def test_histograms_texts_and_artifacts(
 ) -> None:
     file = tmp_path / "model.bin"
     file.write_text("x")
-    hub.log_media(
-        "histogram",
-        {"name": "h", "values": torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)},
-        step=1,
+    hub.log_histogram(
+        name="h", values=torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True), step=1
     )
-    hub.log_media("text", {"name": "t", "text": 5}, step=1)  # type: ignore[arg-type]
-    hub.log_media("artifact", {"path": file})
+    hub.log_text(name="t", text=5, step=1)  # type: ignore[arg-type]
+    hub.log_artifact(path=file)
     hub.flush_trackers()
     (_, histogram), (_, text), (_, artifact) = everything.calls
     assert histogram["values"].tolist() == [1.0] * 4
     assert text["text"] == "5"
     assert artifact["name"] == Path(artifact["path"]).name == "model.bin"
     with pytest.raises(ConfigurationError, match="no file or directory"):
-        hub.log_media("artifact", {"path": tmp_path / "absent"})
+        hub.log_artifact(path=tmp_path / "absent")
 
 
 def test_a_verb_that_a_tracker_lacks_is_skipped_and_said_once(everything: Everything) -> None:
@@ -218,8 +211,8 @@ def test_a_verb_that_a_tracker_lacks_is_skipped_and_said_once(everything: Everyt
     hub.init_trackers("project")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        hub.log_media("text", {"name": "t", "text": "a"})
-        hub.log_media("text", {"name": "t", "text": "b"})
+        hub.log_text(name="t", text="a")
+        hub.log_text(name="t", text="b")
         hub.finish()
     (one,) = [str(each.message) for each in caught]
     assert one == "log_text is skipped by trackers that have no such thing: 'numbers'."
@@ -229,11 +222,11 @@ def test_a_verb_that_a_tracker_lacks_is_skipped_and_said_once(everything: Everyt
 def test_verbs_out_of_turn_are_errors_like_log(everything: Everything) -> None:
     hub = TrackerHub([everything])
     with pytest.raises(TrackerError, match=r"log_text: the trackers.*not started"):
-        hub.log_media("text", {"name": "t", "text": "a"})
+        hub.log_text(name="t", text="a")
     hub.init_trackers("project")
     hub.finish()
     with pytest.raises(TrackerError, match="log_images: the run has ended"):
-        hub.log_media("images", {"values": {"x": IMAGE}})
+        hub.log_images(values={"x": IMAGE})
 
 
 def test_all_calls_come_from_one_thread_in_their_order(
@@ -242,7 +235,7 @@ def test_all_calls_come_from_one_thread_in_their_order(
     for step in range(300):
         hub.log({"a": step}, step=step)
         if step % 100 == 0:
-            hub.log_media("text", {"name": "t", "text": str(step)}, step=step)
+            hub.log_text(name="t", text=str(step), step=step)
     hub.flush_trackers()
     assert everything.threads == {"tracker-everything"}
     assert [arguments["step"] for _, arguments in everything.calls] == sorted(
@@ -271,7 +264,7 @@ def test_a_slow_tracker_does_not_hold_the_step_up() -> None:
 
 
 def test_values_of_a_device_are_read_by_the_writer(hub: TrackerHub, everything: Everything) -> None:
-    from accelerate_tracking.entry import DeviceRead
+    from accelerate_tracking.feeding import DeviceRead
 
     # Its arithmetic, on the device there is; the copies are waited for where there is a stream.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
@@ -313,8 +306,8 @@ OFFERED = {cls.name: cls for cls in (NeedsAccount, NoLibrary, OldLibrary, NeedsD
 def choose(log_with: Any, logging_dir: str | None = None) -> tuple[list[str], list[str]]:
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        patch.setattr(registry, "tracker_class", OFFERED.__getitem__)
-        patch.setattr(registry, "available_names", lambda: list(OFFERED))
+        patch.setattr(choice, "tracker_class", OFFERED.__getitem__)
+        patch.setattr(choice, "available_names", lambda: list(OFFERED))
         hub = TrackerHub(log_with, logging_dir)
     return hub.names, [str(each.message) for each in caught]
 
@@ -358,7 +351,7 @@ def test_a_registered_class_is_found_by_name_and_part_of_all() -> None:
 
     try:
         assert "mine_of_tests" in [str(one) for one in get_available_trackers()]
-        assert "mine_of_tests" in registry.available_names()
+        assert "mine_of_tests" in choice.available_names()
         accelerator = Accelerator(cpu=True, log_with="mine_of_tests")
         accelerator.init_trackers("project")
         accelerator.log({"a": 1})
@@ -370,7 +363,7 @@ def test_a_registered_class_is_found_by_name_and_part_of_all() -> None:
         ]
         accelerator.end_training()
     finally:
-        registry._registered.pop("mine_of_tests")
+        choice._registered.pop("mine_of_tests")
 
 
 def test_a_class_that_cannot_be_registered_is_refused() -> None:

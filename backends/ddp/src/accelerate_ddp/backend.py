@@ -14,10 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_core import AcceleratorView, Backend, Claim, Request
 from accelerate_core.contract.capabilities import NEEDS
-from accelerate_ddp.hooks import has_hook, let_go, register
+from accelerate_ddp.hooks import let_go
 from accelerate_ddp.settings import DistributedDataParallelKwargs
-
-__all__ = ["DDPBackend"]
 
 
 class DDPBackend(Backend):
@@ -62,7 +60,7 @@ class DDPBackend(Backend):
 
     def on_end(self, accelerator: AcceleratorView) -> None:
         """Leave the group without anything under way."""
-        if accelerator.num_processes > 1 and has_hook(self.settings):
+        if accelerator.num_processes > 1 and self.settings.has_comm_hook:
             let_go()
 
     def prepare_model(
@@ -84,7 +82,7 @@ class DDPBackend(Backend):
             # torch's new name for it means something else, and says so itself.
             warnings.filterwarnings("ignore", ".*broadcast_buffers.* is deprecated", FutureWarning)
             wrapped = DistributedDataParallel(model, **arguments)
-        register(wrapped, self.settings)
+        self.settings.register_comm_hook(wrapped)
         return wrapped
 
     def unwrap_model(self, accelerator: AcceleratorView, model: torch.nn.Module) -> torch.nn.Module:

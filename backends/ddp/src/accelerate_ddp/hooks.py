@@ -2,6 +2,7 @@
 
 # No postponed annotations here: torch reads those of a hook and wants the class, not its name.
 import atexit
+import enum
 import time
 from typing import Any
 
@@ -11,15 +12,18 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_ddp.settings import DDPCommunicationHookType as Hook
-from accelerate_ddp.settings import DistributedDataParallelKwargs
 
-__all__ = ["bf16_compress", "has_hook", "let_go", "register"]
+class DDPCommunicationHookType(enum.StrEnum):
+    """A communication hook torch ships: what gradients go through on their way."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
 
 
-def has_hook(settings: DistributedDataParallelKwargs) -> bool:
-    """Whether gradients go through a hook written in Python."""
-    return settings.comm_hook is not Hook.NO or settings.comm_wrapper is not Hook.NO
+Hook = DDPCommunicationHookType
 
 
 def let_go() -> None:
@@ -33,23 +37,23 @@ def let_go() -> None:
     time.sleep(0.1)
 
 
-def register(model: DistributedDataParallel, settings: DistributedDataParallelKwargs) -> None:
-    """Register the hook the settings name; none for `no` without a wrapper."""
-    if not has_hook(settings):
-        return
+def register(
+    model: DistributedDataParallel, comm_hook: Hook, wrapper: Hook, state_options: dict[str, Any]
+) -> None:
+    """Register a hook, with a compression around it and the arguments of PowerSGD's state."""
     state: Any = None
-    if settings.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
-        state = powerSGD_hook.PowerSGDState(None, **settings.comm_state_option)
+    if comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
+        state = powerSGD_hook.PowerSGDState(None, **state_options)
     hook: Any = {
         Hook.NO: default_hooks.allreduce_hook,
         Hook.FP16: default_hooks.fp16_compress_hook,
         Hook.BF16: bf16_compress,
         Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
         Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-    }[settings.comm_hook]
-    if settings.comm_wrapper is Hook.FP16:
+    }[comm_hook]
+    if wrapper is Hook.FP16:
         hook = default_hooks.fp16_compress_wrapper(hook)
-    elif settings.comm_wrapper is Hook.BF16:
+    elif wrapper is Hook.BF16:
         hook = _bf16_wrapper(hook)
     model.register_comm_hook(state, hook)
     # For scripts that do not end their training: run before the runtime ends the group.

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Any
 
 from accelerate_core import KwargsHandler, option, settings
 from accelerate_core.errors import ConfigurationError, listing
-
-__all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
-
-
-class DDPCommunicationHookType(enum.StrEnum):
-    """A communication hook torch ships: what gradients go through on their way."""
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
+from accelerate_ddp.hooks import DDPCommunicationHookType, register
 
 
 @settings(env_prefix="ACCELERATE_DDP_", section="ddp_config")
@@ -54,11 +42,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     )
 
     def __post_init__(self) -> None:
-        wrappers = (
-            DDPCommunicationHookType.NO,
-            DDPCommunicationHookType.FP16,
-            DDPCommunicationHookType.BF16,
-        )
+        kinds = DDPCommunicationHookType
+        wrappers = (kinds.NO, kinds.FP16, kinds.BF16)
         if self.comm_wrapper not in wrappers:
             raise ConfigurationError(
                 f"comm_wrapper={self.comm_wrapper} wraps nothing; allowed are {listing(wrappers)}."
@@ -69,8 +54,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
         ours = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option")
         return {name: value for name, value in self.to_kwargs().items() if name not in ours}
 
-    def register_comm_hook(self, model: Any) -> None:
-        """Register the hook these settings name with a `DistributedDataParallel` model."""
-        from accelerate_ddp.hooks import register
+    @property
+    def has_comm_hook(self) -> bool:
+        """Whether gradients go through a hook written in Python."""
+        return {self.comm_hook, self.comm_wrapper} != {DDPCommunicationHookType.NO}
 
-        register(model, self)
+    def register_comm_hook(self, model: Any) -> None:
+        """Register the hook these settings name with a `DistributedDataParallel` model, if any."""
+        if self.has_comm_hook:
+            register(model, self.comm_hook, self.comm_wrapper, self.comm_state_option)

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,18 +27,26 @@ from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.errors import ConfigurationError, PrepareError
 from accelerate_fsdp2 import sequence, states, tensor_parallel, testing, units, weights
-from accelerate_fsdp2.clipping import clip_norm, local, scale
-from accelerate_fsdp2.gradients import Parts, average, groups_of, has_unreduced, part_of
+from accelerate_fsdp2.gradients import (
+    average,
+    clip_norm,
+    groups_of,
+    has_unreduced,
+    local,
+    local_with_grad,
+    scale,
+)
 from accelerate_fsdp2.settings import (
     FullyShardedDataParallelPlugin,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
 
-__all__ = ["FSDP2Backend"]
-
 #: Optimizers that need whole parameters: silently wrong, or an error deep inside of torch.
 _WHOLE_ONLY = ("LBFGS", "Adafactor")
+
+_T = TypeVar("_T")
+_OfModels = weakref.WeakKeyDictionary[nn.Module, _T]
 
 
 class FSDP2Backend(Backend):
@@ -65,24 +74,17 @@ class FSDP2Backend(Backend):
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         super().__init__(settings or FullyShardedDataParallelPlugin(), handlers)
         self.options: FullyShardedDataParallelPlugin = self.settings
-        owned = {"device_placement"}
-        if self.options.state_dict_type == "SHARDED_STATE_DICT":
-            owned.add("checkpoint")
-        self.owns = frozenset(owned)  # type: ignore[misc]
-        self._sources: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-        self._ignored: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = (
-            weakref.WeakKeyDictionary()
-        )
+        sharded = self.options.state_dict_type == "SHARDED_STATE_DICT"
+        self.owns = frozenset({"device_placement", *(["checkpoint"] if sharded else [])})  # type: ignore[misc]
+        #: Weights of models on meta: rank 0's by name, "rank 0" elsewhere, None where nobody has any.
+        self._sources: _OfModels[Any] = weakref.WeakKeyDictionary()
+        self._ignored: _OfModels[list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._unsynced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         #: Models with gradients that are not reduced yet.
         self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         #: Parameters whose gradients the ranks of `tp` have parts of: by name, and then sharded.
-        self._added_names: weakref.WeakKeyDictionary[nn.Module, list[str]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._added: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._added_names: _OfModels[list[str]] = weakref.WeakKeyDictionary()
+        self._added: _OfModels[list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._sharded = states.Sharded()
         self._loss_parallel: Any = None
         self._shards: Any = None
@@ -92,18 +94,15 @@ class FSDP2Backend(Backend):
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
         """Claim what asks for FSDP, or for a mesh."""
-        if request.arguments.get("fsdp_plugin") is not None:
-            return Claim(50, "fsdp_plugin was passed")
-        if request.arguments.get("parallelism_config") is not None:
-            return Claim(40, "parallelism_config was passed")
-        if request.flag("ACCELERATE_USE_FSDP"):
-            return Claim(50, "ACCELERATE_USE_FSDP is set")
-        if request.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-            return Claim(40, "ACCELERATE_USE_PARALLELISM_CONFIG is set")
-        if request.config is not None and "fsdp_config" in request.config:
-            return Claim(30, request.config.where("fsdp_config"))
-        if request.config is not None and "parallelism_config" in request.config:
-            return Claim(20, request.config.where("parallelism_config"))
+        for name, priority in (("fsdp_plugin", 50), ("parallelism_config", 40)):
+            if request.arguments.get(name) is not None:
+                return Claim(priority, f"{name} was passed")
+        for name, priority in (("FSDP", 50), ("PARALLELISM_CONFIG", 40)):
+            if request.flag(f"ACCELERATE_USE_{name}"):
+                return Claim(priority, f"ACCELERATE_USE_{name} is set")
+        for section, priority in (("fsdp_config", 30), ("parallelism_config", 20)):
+            if request.config is not None and section in request.config:
+                return Claim(priority, request.config.where(section))
         return None
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
@@ -140,14 +139,14 @@ class FSDP2Backend(Backend):
                 f"sp_backend={config.sp_backend!r} is not of this backend; fsdp2 has Ulysses of its "
                 "own: leave sp_backend out."
             )
-        sources = Sources.of(os.environ)
-        for name, cls in (
-            ("tp_handler", TorchTensorParallelConfig),
-            ("cp_handler", TorchContextParallelConfig),
-        ):
+        handlers = {
+            "tp_handler": TorchTensorParallelConfig,
+            "cp_handler": TorchContextParallelConfig,
+        }
+        for name, cls in handlers.items():
             given = getattr(config, name)
             if given is None:
-                setattr(config, name, resolve_settings(cls, None, sources)[0])
+                setattr(config, name, resolve_settings(cls, None, Sources.of(os.environ))[0])
             elif not isinstance(given, cls):
                 raise ConfigurationError(
                     f"{name} takes a {cls.__name__} with this backend, not {type(given).__name__}."
@@ -160,18 +159,16 @@ class FSDP2Backend(Backend):
 
     def _shard_mesh(self, accelerator: AcceleratorView) -> Any:
         """Return the mesh over which gradients are reduced: shards, and copies of them."""
-        if self._shards is not None:
-            return self._shards
-        mesh, config = accelerator.torch_device_mesh, accelerator.parallelism_config
-        joint = config.cp_enabled or config.sp_enabled
-        shards = "dp_shard_cp" if joint else "dp_shard"
-        if not config.dp_replicate_enabled:
-            self._shards = self.sub_mesh(shards)
-            return self._shards
-        with warnings.catch_warnings():
-            # Of a flattened dimension and another one there is no mesh but this slice.
-            warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
-            self._shards = mesh["dp_replicate", shards]
+        if self._shards is None:
+            config = accelerator.parallelism_config
+            shards = "dp_shard_cp" if config.cp_enabled or config.sp_enabled else "dp_shard"
+            if config.dp_replicate_enabled:
+                with warnings.catch_warnings():
+                    # Of a flattened dimension and another one there is no mesh but this slice.
+                    warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+                    self._shards = accelerator.torch_device_mesh["dp_replicate", shards]
+            else:
+                self._shards = self.sub_mesh(shards)
         return self._shards
 
     def on_end(self, accelerator: AcceleratorView) -> None:
@@ -202,9 +199,9 @@ class FSDP2Backend(Backend):
         self._agree_on_weights(accelerator, model)
         if config.tp_enabled:
             handler = config.tp_handler
-            plan = tensor_parallel.plan_of(model, handler.plan)
-            self._added_names[model] = tensor_parallel.added_up(model, plan)
-            tensor_parallel.parallelise(model, accelerator.torch_device_mesh["tp"], plan)
+            self._added_names[model] = tensor_parallel.parallelise(
+                model, accelerator.torch_device_mesh["tp"], handler.plan
+            )
             if handler.loss_parallel and self._loss_parallel is None:
                 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -215,10 +212,11 @@ class FSDP2Backend(Backend):
     def _refuse_shared(self, model: nn.Module) -> None:
         """Two models that share a parameter would train a copy each."""
         for name, parameter in model.named_parameters():
-            owner = self._owners.get(parameter)
-            if owner is not None and owner() is not None and owner() is not model:
+            reference = self._owners.get(parameter)
+            owner = None if reference is None else reference()
+            if owner is not None and owner is not model:
                 raise PrepareError(
-                    f"{name!r} of {type(model).__name__} is a parameter of {type(owner()).__name__}, "
+                    f"{name!r} of {type(model).__name__} is a parameter of {type(owner).__name__}, "
                     "too, which is sharded by itself: the tie would be lost. Put both into one "
                     "module and prepare that."
                 )
@@ -227,20 +225,18 @@ class FSDP2Backend(Backend):
     def _align_generators(self, accelerator: AcceleratorView) -> None:
         """Give ranks that get the same samples the same random states, once.
 
-        Dropout of ranks that compute one layer together must agree, and so must augmentation of
-        what they read, whatever seeds they were given.
+        They must agree on dropout in a layer that they share, and on augmentation of what they read.
         """
         config, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
         if self._aligned or not config.non_dp_dim_names:
             return
         self._aligned = True
         for name in config.non_dp_dim_names:
-            states: list[Any] = [rng_state.capture([accelerator.device])]
-            own = states[0]
-            group = mesh[name].get_group()
-            dist.broadcast_object_list(states, group_src=0, group=group)
-            if not _alike(own, states[0]):
-                rng_state.restore(states[0])
+            own = rng_state.capture([accelerator.device])
+            sent: list[Any] = [own]
+            dist.broadcast_object_list(sent, group_src=0, group=mesh[name].get_group())
+            if not _alike(own, sent[0]):
+                rng_state.restore(sent[0])
                 accelerator.note_once(
                     f"Ranks of one {name} group had different random states; they have those of its "
                     "first rank now. Seed them alike: set_seed(seed) without device_specific.",
@@ -252,11 +248,11 @@ class FSDP2Backend(Backend):
             return
         weights.check_models(model)
         meta = accelerator.communicator.gather_object(weights.on_meta(model))
-        if any(meta):
-            self._sources[model] = None if meta[0] else "rank 0"
-            if not meta[0]:
-                held = weights.take_off(model)
-                self._sources[model] = held if accelerator.is_main_process else "rank 0"
+        if meta[0]:
+            self._sources[model] = None
+        elif any(meta):
+            held = weights.take_off(model)
+            self._sources[model] = held if accelerator.is_main_process else "rank 0"
         elif self.options.sync_module_states is False:
             weights.check_alike(model)
         else:
@@ -288,7 +284,13 @@ class FSDP2Backend(Backend):
         if isinstance(model, FSDPModule):
             return model
         mesh = self._shard_mesh(accelerator)
-        self._check_reshard(mesh)
+        reshard: Any = self.options.reshard_after_forward
+        shards = mesh.size(mesh.ndim - 1)
+        if not isinstance(reshard, bool | None) and shards % reshard:
+            raise ConfigurationError(
+                f"reshard_after_forward={reshard} does not divide the {shards} ranks that "
+                "parameters are sharded over."
+            )
         ignored = units.ignored_parameters(model, self.options.ignored_modules)
         for name, parameter in ignored.items():
             if isinstance(parameter, DTensor):
@@ -304,7 +306,6 @@ class FSDP2Backend(Backend):
             "offload_policy": self.options.offload_policy(accelerator.device),
             "ignored_params": set(ignored.values()),
         }
-        reshard: Any = self.options.reshard_after_forward
         for group in groups:
             unit: Any = group[0] if len(group) == 1 else group
             fully_shard(unit, reshard_after_forward=reshard, **arguments)
@@ -314,9 +315,8 @@ class FSDP2Backend(Backend):
             self._materialise(accelerator, model)
         now = dict(model.named_parameters())
         whole = [now[name] for name in ignored]
-        if accelerator.device.type != "cpu":
-            for parameter in whole:
-                parameter.data = parameter.data.to(accelerator.device)
+        for parameter in whole:
+            parameter.data = parameter.data.to(accelerator.device)
         self._ignored[model] = [parameter for parameter in whole if parameter.requires_grad]
         self._added[model] = [now[name] for name in self._added_names.get(model, ())]
         if self.options.forward_prefetch:
@@ -324,18 +324,6 @@ class FSDP2Backend(Backend):
         for method in self._methods(model):
             register_fsdp_forward_method(model, method)
         return model
-
-    def _check_reshard(self, mesh: Any) -> None:
-        reshard = self.options.reshard_after_forward
-        if isinstance(reshard, bool) or reshard is None:
-            return
-        shards = mesh.size(mesh.ndim - 1)
-        assert isinstance(reshard, int)
-        if shards % reshard:
-            raise ConfigurationError(
-                f"reshard_after_forward={reshard} does not divide the {shards} ranks that "
-                "parameters are sharded over."
-            )
 
     def _methods(self, model: nn.Module) -> list[str]:
         asked = list(self.options.forward_methods or [])
@@ -349,25 +337,16 @@ class FSDP2Backend(Backend):
 
     def _materialise(self, accelerator: AcceleratorView, model: nn.Module) -> None:
         source = self._sources.pop(model)
-        held_buffers = {n: b.detach().clone() for n, b in model.named_buffers() if not b.is_meta}
-        if source is None:
-            _check_buffers(model)
         offload = self.options.offload_policy(accelerator.device)
-        place = "cpu" if hasattr(offload, "pin_memory") else accelerator.device
-        model.to_empty(device=place)
+        place = torch.device("cpu") if hasattr(offload, "pin_memory") else accelerator.device
         if source is None:
-            with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers()):
-                    if tensor.is_floating_point():
-                        local(tensor.detach()).fill_(float("nan"))
-                for name, buffer in model.named_buffers():
-                    if name in held_buffers:
-                        buffer.copy_(held_buffers[name])
+            weights.fill_with_nan(model, place)
             accelerator.note_once(
                 f"{type(model).__name__} was on the meta device on every rank, so it has no "
                 "weights yet: its shards are filled with NaN until load_state reads them."
             )
             return
+        model.to_empty(device=place)
         held = source if isinstance(source, dict) else None
         weights.fill_from_rank_0(model, held, accelerator.parallelism_config, accelerator.device)
 
@@ -386,30 +365,19 @@ class FSDP2Backend(Backend):
             )
         if len({p.device_mesh for p in sharded}) > 1 or len(sharded) < len(parameters):
             # One call over all of them cannot mix tensors of several meshes.
-            for group in optimizer.param_groups:
-                for option in ("foreach", "fused"):
+            for option in ("foreach", "fused"):
+                for group in optimizer.param_groups:
                     if option in group:
                         group[option] = False
-            for option in ("foreach", "fused"):
                 if optimizer.defaults.get(option):
                     accelerator.note_once(
                         f"{kind}({option}=True) is switched off: its parameters are on several "
                         "meshes."
                     )
-        self._shard_state(accelerator, optimizer)
-        return optimizer
-
-    def _shard_state(self, accelerator: AcceleratorView, optimizer: Any) -> None:
         config, rank = accelerator.parallelism_config, accelerator.process_index
         for parameter, values in getattr(optimizer, "state", {}).items():
-            if not isinstance(parameter, DTensor):
-                continue
-            for key, value in values.items():
-                whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-                if whole and value.shape == parameter.shape and value.dim():
-                    made: Any = torch.zeros_like(parameter, dtype=value.dtype)
-                    made.to_local().copy_(weights.local_part(value, parameter, config, rank))
-                    values[key] = made.detach()
+            states.shard_state(parameter, values, config, rank)
+        return optimizer
 
     # --- step ---------------------------------------------------------------------------------
 
@@ -438,9 +406,7 @@ class FSDP2Backend(Backend):
 
     def _refuse_unsynced(self, what: str, parameters: Iterable[torch.Tensor]) -> None:
         waiting = {*self._unsynced, *self._waiting}
-        if not waiting:
-            return
-        given = {id(parameter) for parameter in parameters}
+        given = {id(parameter) for parameter in parameters} if waiting else ()
         if any(id(p) in given for model in waiting for p in model.parameters()):
             raise ConfigurationError(
                 f"{what} after a backward under no_sync: the gradients are not reduced and not in "
@@ -542,8 +508,8 @@ class FSDP2Backend(Backend):
         if scaler is None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        parts = [part_of(p) for p in parameters if p.grad is not None]
-        stand_in = Parts(parts)
+        parts = [local_with_grad(p) for p in parameters if p.grad is not None]
+        stand_in = SimpleNamespace(param_groups=[{"params": parts}])  # all a scaler asks of one
         scaler.unscale_(stand_in)
         entry = scaler._per_optimizer_states.pop(id(stand_in))
         for found in entry["found_inf_per_device"].values():
@@ -612,37 +578,25 @@ class FSDP2Backend(Backend):
         """Write each rank's shards with torch.distributed.checkpoint."""
         if "checkpoint" not in self.owns:
             return super().save_state(accelerator, directory, options, later)
-        models = [accelerator.unwrap_model(model) for model in accelerator.models]
-        optimizers = [wrapper.optimizer for wrapper in accelerator.optimizers]
-        return self._sharded.save(models, optimizers, directory, later)
+        return self._sharded.save(*_unwrapped(accelerator), directory, later)
 
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
         """Read the shards of any number of ranks and any mesh."""
         self._forget_gradients(accelerator.models)
-        if "checkpoint" not in self.owns:
-            return
-        models = [accelerator.unwrap_model(model) for model in accelerator.models]
-        optimizers = [wrapper.optimizer for wrapper in accelerator.optimizers]
-        strict = bool(options.get("strict", True))
-        self._sharded.load(models, optimizers, directory, strict)
+        if "checkpoint" in self.owns:
+            strict = bool(options.get("strict", True))
+            self._sharded.load(*_unwrapped(accelerator), directory, strict)
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, an empty one elsewhere."""
-        return states.full_model(accelerator.unwrap_model(model))
+        return self.model_state(accelerator, model)
 
 
-def _check_buffers(model: nn.Module) -> None:
-    """Refuse buffers that nobody has: those on meta that no checkpoint holds."""
-    kept = set(model.state_dict())
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in kept]
-    if lost:
-        raise PrepareError(
-            f"The buffer {lost[0]!r} of {type(model).__name__} is on the meta device on every rank, "
-            "and being not persistent is in no checkpoint. Make buffers where they have memory "
-            "(init_empty_weights keeps them), or the model on rank 0."
-        )
+def _unwrapped(accelerator: AcceleratorView) -> tuple[list[nn.Module], list[Any]]:
+    models = [accelerator.unwrap_model(model) for model in accelerator.models]
+    return models, [wrapper.optimizer for wrapper in accelerator.optimizers]
 
 
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

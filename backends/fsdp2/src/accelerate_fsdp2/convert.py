@@ -11,10 +11,7 @@ import yaml
 
 from accelerate_core.config.files import read_config
 from accelerate_core.errors import ConfigurationError
-
-__all__ = ["command", "converted"]
-
-_STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+from accelerate_fsdp2.settings import strategy_name
 
 #: Keys of FSDP1 that FSDP2 has no choice about.
 _GONE = {
@@ -94,7 +91,7 @@ def converted(values: dict[str, Any], where: str) -> tuple[dict[str, Any], list[
 
 def _strategy(value: Any, where: str, values: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
     """Return whether whole parameters are freed after forward, and the sizes of a mesh."""
-    text = _STRATEGIES.get(str(value), str(value).upper())
+    text = strategy_name(value)
     if text in ("FULL_SHARD", "SHARD_GRAD_OP"):
         return text == "FULL_SHARD", {}
     if text in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):

@@ -15,10 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["Ulysses", "check_buffers", "ring", "ulysses"]
 
-
-def check_buffers(
+def _check_buffers(
     buffers: Sequence[torch.Tensor],
     dims: Sequence[int],
     no_restore: set[torch.Tensor],
@@ -78,7 +76,7 @@ def ring(
         set_rotate_method,
     )
 
-    check_buffers(buffers, dims, no_restore, 2 * mesh.size(), mesh.size())
+    _check_buffers(buffers, dims, no_restore, 2 * mesh.size(), mesh.size())
     set_rotate_method(strategy)
     with (
         _own_memory(buffers, no_restore),
@@ -114,12 +112,12 @@ def ulysses(
     no_restore: set[torch.Tensor],
 ) -> Iterator[None]:
     """Cut the buffers, and let attention exchange sequences for heads."""
-    check_buffers(buffers, dims, no_restore, mesh.size(), mesh.size())
+    _check_buffers(buffers, dims, no_restore, mesh.size(), mesh.size())
     rank = mesh.get_local_rank()
     with _own_memory(buffers, no_restore):
         for buffer, dim in zip(buffers, dims, strict=True):
             buffer.data = buffer.data.chunk(mesh.size(), dim)[rank].clone()
-        mode = Ulysses(mesh.get_group())
+        mode = UlyssesAttention(mesh.get_group())
         whole = F.scaled_dot_product_attention
         # Python code around it (MultiheadAttention) and what backward computes again find it in
         # its module; who holds the function itself meets the mode.
@@ -137,7 +135,7 @@ def ulysses(
         )
 
 
-class Ulysses(TorchFunctionMode):
+class UlyssesAttention(TorchFunctionMode):
     """Give `scaled_dot_product_attention` whole sequences of some heads each.
 
     Every rank has a part of the sequence and all heads; two exchanges around the attention turn
@@ -165,7 +163,8 @@ class Ulysses(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is self._whole and not self._inside:
             return self.attend(*args, **kwargs)
-        if func in _FUSED or (func is F.multi_head_attention_forward and _wants_weights(kwargs)):
+        wants_weights = func is F.multi_head_attention_forward and kwargs.get("need_weights", True)
+        if func in _FUSED or wants_weights:
             raise ConfigurationError(
                 f"Under Ulysses {getattr(func, '__name__', func)} would attend to this rank's part "
                 "of the sequence only. Call MultiheadAttention with need_weights=False, and "
@@ -225,10 +224,6 @@ _FUSED = tuple(
     for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
     if hasattr(torch, name)
 )
-
-
-def _wants_weights(kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("need_weights", True))
 
 
 class _Exchange(torch.autograd.Function):

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from accelerate_core import BackendSettings, KwargsHandler, option, settings
+from accelerate_core.config.truth import truth
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-
-__all__ = [
-    "FullyShardedDataParallelPlugin",
-    "TorchContextParallelConfig",
-    "TorchTensorParallelConfig",
-]
 
 _WRAP = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
-_STRATEGIES = (
-    *("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
-    *("1", "2", "3", "4"),
-)
+#: FSDP1's strategies by number.
+_STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
 _DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16,
     "float16": torch.float16, "fp32": torch.float32, "float32": torch.float32,
@@ -54,7 +47,9 @@ class FullyShardedDataParallelPlugin(BackendSettings):
 
     fsdp_version: int | None = option(default=2, help="2; 1 is not offered", env="FSDP_VERSION")
     sharding_strategy: Any = option(
-        default=None, help="older name: see reshard_after_forward", choices=_STRATEGIES
+        default=None,
+        help="older name: see reshard_after_forward",
+        choices=(*_STRATEGIES.values(), "HYBRID_SHARD_ZERO2", *_STRATEGIES),
     )
     reshard_after_forward: Any = option(
         default=None,
@@ -143,7 +138,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         self.state_dict_type = self._state(self.state_dict_type)
         self.transformer_cls_names_to_wrap = _names(self.transformer_cls_names_to_wrap)
         self.forward_methods = _names(self.forward_methods)
-        self.cpu_offload = _switch("cpu_offload", self.cpu_offload)
+        self.cpu_offload = _offload(self.cpu_offload)
         self.mixed_precision_policy = _policy(self.mixed_precision_policy)
 
     def _refuse_fsdp1(self) -> None:
@@ -176,9 +171,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
     def _strategy(self, value: Any) -> Any:
         if value is None:
             return None
-        names = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD"}
-        text = str(getattr(value, "name", names.get(value, value))).upper()
-        text = names.get(int(text), text) if text.isdigit() else text
+        text = strategy_name(value)
         if text in ("FULL_SHARD", "SHARD_GRAD_OP"):
             if self.reshard_after_forward is None:
                 self.reshard_after_forward = text == "FULL_SHARD"
@@ -197,41 +190,33 @@ class FullyShardedDataParallelPlugin(BackendSettings):
             f"{did_you_mean(text, [*known, *ways])}"
         )
 
-    def _reshard(self, value: Any) -> Any:
-        if value is not None and hasattr(value, "name"):  # FSDP1's ShardingStrategy
-            value = value.name
+    def _reshard(self, value: Any) -> bool | int | None:
+        value = getattr(value, "name", value)  # FSDP1's ShardingStrategy
         if isinstance(value, str):
-            text = value.strip().lower()
-            if text in ("true", "false", "1", "0"):
-                return text in ("true", "1")
-            if text.isdigit():
-                return int(text)
-            return bool(self._strategy(value) == "FULL_SHARD")
-        bad = not isinstance(value, int | None)
-        if bad or (isinstance(value, int) and not isinstance(value, bool) and value < 1):
-            raise ConfigurationError(
-                f"reshard_after_forward={value} must be True, False or a number of ranks."
-            )
-        return value
+            said = truth(value)
+            if said is None and not value.strip().isdigit():
+                return bool(self._strategy(value) == "FULL_SHARD")
+            value = int(value) if said is None else said
+        if isinstance(value, bool | None) or (isinstance(value, int) and value > 0):
+            return value
+        raise ConfigurationError(
+            f"reshard_after_forward={value} must be True, False or a number of ranks."
+        )
 
     def _wrap(self, value: Any) -> Any:
         if value is None or callable(value):
             return value
         text = str(value).lower()
         if text not in _WRAP:
-            raise ConfigurationError(
-                f"auto_wrap_policy={value!r} is not known; allowed are {listing(_WRAP)} and a "
-                f"function.{did_you_mean(text, _WRAP)}"
+            raise _unknown(
+                f"auto_wrap_policy={value!r} is not known", text, _WRAP, " and a function"
             )
         return text
 
     def _state(self, value: Any) -> str:
         text = str(getattr(value, "name", value or "SHARDED_STATE_DICT")).upper()
         if text not in _STATE:
-            raise ConfigurationError(
-                f"state_dict_type={value!r} is not offered; allowed are {listing(_STATE)}."
-                f"{did_you_mean(text, _STATE)}"
-            )
+            raise _unknown(f"state_dict_type={value!r} is not offered", text, _STATE)
         return text
 
     def precision_policy(self, mixed_precision: str) -> MixedPrecisionPolicy:
@@ -245,33 +230,40 @@ class FullyShardedDataParallelPlugin(BackendSettings):
 
     def offload_policy(self, device: torch.device) -> OffloadPolicy:
         """Return where shards live; pinned memory needs an accelerator."""
+        on_cpu = device.type == "cpu"
         if isinstance(self.cpu_offload, OffloadPolicy):
-            pins = getattr(self.cpu_offload, "pin_memory", False)
-            if device.type == "cpu" and pins:
-                return CPUOffloadPolicy(pin_memory=False)
-            return self.cpu_offload
-        if self.cpu_offload:
-            return CPUOffloadPolicy(pin_memory=device.type != "cpu")
-        return OffloadPolicy()
+            pins = on_cpu and getattr(self.cpu_offload, "pin_memory", False)
+            return CPUOffloadPolicy(pin_memory=False) if pins else self.cpu_offload
+        return CPUOffloadPolicy(pin_memory=not on_cpu) if self.cpu_offload else OffloadPolicy()
+
+
+def strategy_name(value: Any) -> str:
+    """Return the name of a strategy of FSDP1, given as a member, a name or a number."""
+    text = str(getattr(value, "name", value)).upper()
+    return _STRATEGIES.get(text, text)
+
+
+def _unknown(what: str, text: str, known: Iterable[str], more: str = "") -> ConfigurationError:
+    known = list(known)
+    return ConfigurationError(
+        f"{what}; allowed are {listing(known)}{more}.{did_you_mean(text, known)}"
+    )
 
 
 def _names(value: Any) -> list[str] | None:
-    if isinstance(value, str):
-        value = value.split(",")
     if value is None:
         return None
-    return [name.strip() for name in value if name.strip()]
+    names = value.split(",") if isinstance(value, str) else value
+    return [name.strip() for name in names if name.strip()]
 
 
-def _switch(name: str, value: Any) -> Any:
-    if isinstance(value, OffloadPolicy | bool | None):
+def _offload(value: Any) -> Any:
+    if isinstance(value, OffloadPolicy | None):
         return value
-    if hasattr(value, "offload_params"):  # FSDP1's
-        return bool(value.offload_params)
-    text = str(value).lower()
-    if text in ("true", "false", "1", "0", "yes", "no"):
-        return text in ("true", "1", "yes")
-    raise ConfigurationError(f"{name}={value!r} takes True, False or a CPUOffloadPolicy.")
+    said = truth(getattr(value, "offload_params", value))  # FSDP1's has the attribute
+    if said is None:
+        raise ConfigurationError(f"cpu_offload={value!r} takes True, False or a CPUOffloadPolicy.")
+    return said
 
 
 def _policy(value: Any) -> Any:
@@ -279,12 +271,8 @@ def _policy(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-        unknown = [name for name in value if name not in known]
-        if unknown:
-            raise ConfigurationError(
-                f"mixed_precision_policy has no {unknown[0]!r}; it has {listing(known)}."
-                f"{did_you_mean(unknown[0], known)}"
-            )
+        if unknown := [name for name in value if name not in known]:
+            raise _unknown(f"mixed_precision_policy has no {unknown[0]!r}", unknown[0], known)
         fields: dict[str, Any] = {
             n: v if n == "cast_forward_inputs" else _dtype(v) for n, v in value.items()
         }
@@ -301,10 +289,7 @@ def _dtype(value: Any) -> torch.dtype | None:
         return value
     text = str(value).removeprefix("torch.")
     if text not in _DTYPES:
-        raise ConfigurationError(
-            f"{value!r} is no dtype of a mixed precision policy; allowed are {listing(_DTYPES)}."
-            f"{did_you_mean(text, _DTYPES)}"
-        )
+        raise _unknown(f"{value!r} is no dtype of a mixed precision policy", text, _DTYPES)
     return _DTYPES[text]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,27 +21,10 @@ from torch.distributed.tensor import DTensor
 from accelerate_checkpoint import SafeReader, read_metadata
 from accelerate_core import ParallelismConfig
 from accelerate_core.errors import CheckpointError, listing
-from accelerate_fsdp2.weights import local_part, whole
-
-__all__ = [
-    "Sharded",
-    "full_model",
-    "full_optimizer",
-    "load_full_model",
-    "load_full_optimizer",
-    "parameter_names",
-]
+from accelerate_fsdp2.gradients import local
+from accelerate_fsdp2.weights import cut, local_part, whole
 
 _PLAIN = "optimizers.json"
-
-
-def parameter_names(models: list[nn.Module]) -> dict[int, str]:
-    """Return the name of every parameter by its id, with the number of its model before it."""
-    return {
-        id(parameter): f"{number}.{name}"
-        for number, model in enumerate(models)
-        for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))
-    }
 
 
 class Sharded:
@@ -55,14 +38,11 @@ class Sharded:
     ) -> Callable[[], None] | None:
         """Write into `directory`; with `later` copy now and return what writes the copy."""
         tensors = _model_tensors(models)
-        plain = []
-        for number, optimizer in enumerate(optimizers):
-            own, rest = _optimizer_parts(optimizer, parameter_names(models), f"optimizer.{number}")
-            tensors |= own
-            plain.append(rest)
+        states = _optimizer_states(models, optimizers)
+        plain = [state.take_apart(tensors) for state in states]
         if dist.get_rank() > 0:  # what is whole on every rank is rank 0's
             tensors = {n: tensor for n, tensor in tensors.items() if isinstance(tensor, DTensor)}
-        if dist.get_rank() == 0:
+        else:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / _PLAIN).write_text(json.dumps(plain))
         dist.barrier()
@@ -93,24 +73,22 @@ class Sharded:
         tensors = _model_tensors(models)
         _compare(directory, tensors, stored, strict)
         tensors = {name: tensor for name, tensor in tensors.items() if name in stored}
-        names = parameter_names(models)
         try:
             plain = json.loads((directory / _PLAIN).read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
-        states = []
-        for number, optimizer in enumerate(optimizers):
-            prefix = f"optimizer.{number}"
-            own = _empty_state(optimizer, names, prefix, stored, directory)
-            _compare_groups(directory, number, plain[number], optimizer, names)
-            tensors |= own
-            states.append((optimizer, prefix, own, plain[number]))
+        states = _optimizer_states(models, optimizers)
+        rooms = []
+        for state in states:
+            rooms.append(state.room(stored, directory))
+            state.compare(plain[state.number], directory)
+            tensors |= rooms[-1]
         try:
             dcp.load(tensors, storage_reader=SafeReader(directory, metadata))
         except Exception as error:
             raise CheckpointError(f"{directory} cannot be read: {error}") from error
-        for optimizer, prefix, own, rest in states:
-            _put_state(optimizer, names, prefix, own, rest)
+        for state, room in zip(states, rooms, strict=True):
+            state.put(room, plain[state.number])
 
 
 def _writer(directory: Path) -> dcp.FileSystemWriter:
@@ -118,16 +96,13 @@ def _writer(directory: Path) -> dcp.FileSystemWriter:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        return DTensor.from_local(
-            tensor.to_local().detach().to("cpu", copy=True),
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    return tensor.detach().to("cpu", copy=True)
+    copy = local(tensor.detach()).to("cpu", copy=True)
+    if not isinstance(tensor, DTensor):
+        return copy
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(
+        copy, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def _model_tensors(models: list[nn.Module]) -> dict[str, torch.Tensor]:
@@ -139,55 +114,115 @@ def _model_tensors(models: list[nn.Module]) -> dict[str, torch.Tensor]:
     }
 
 
-def _parameters(optimizer: Any) -> list[tuple[int, nn.Parameter]]:
-    return [
-        (number, parameter)
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    ]
+def _optimizer_states(models: list[nn.Module], optimizers: list[Any]) -> list[_OptimizerState]:
+    """Name the parameters of every optimizer by model and place."""
+    names = {
+        id(parameter): f"{number}.{name}"
+        for number, model in enumerate(models)
+        for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))
+    }
+    return [_OptimizerState(*numbered, names) for numbered in enumerate(optimizers)]
 
 
-def _name(names: Mapping[int, str], parameter: nn.Parameter) -> str:
-    if id(parameter) not in names:
-        raise CheckpointError(
-            f"An optimizer holds a parameter of the shape {tuple(parameter.shape)} that is in no "
-            "prepared model, and has no name under which it could be saved."
+class _OptimizerState:
+    """The state of one optimizer: tensors, sharded as its parameters are, and plain data beside."""
+
+    def __init__(self, number: int, optimizer: Any, names: Mapping[int, str]) -> None:
+        self.number, self.optimizer = number, optimizer
+        self._kind = type(optimizer).__name__
+        self._prefix = f"optimizer.{number}."
+        for parameter in _parameters(optimizer):
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"An optimizer holds a parameter of the shape {tuple(parameter.shape)} that is "
+                    "in no prepared model, and has no name under which it could be saved."
+                )
+        #: Names by parameter, and those of each group.
+        self._names = {parameter: names[id(parameter)] for parameter in _parameters(optimizer)}
+        self._groups = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+
+    def take_apart(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Add the tensors by name; return the rest as plain data."""
+        values: dict[str, dict[str, Any]] = {}
+        for parameter, state in self.optimizer.state.items():
+            if parameter not in self._names:
+                raise self._cannot_hold(f"the state {parameter!r}")
+            name = self._names[parameter]
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{self._prefix}{name}.{key}"] = value.detach()
+                elif _is_plain(value):
+                    values.setdefault(name, {})[key] = value
+                else:
+                    raise self._cannot_hold(f"{key!r} of {name}")
+        groups = [
+            {**{key: _plain(value) for key, value in group.items()}, "params": names}
+            for group, names in zip(self.optimizer.param_groups, self._groups, strict=True)
+        ]
+        return {"groups": groups, "values": values, "class": self._kind}
+
+    def _cannot_hold(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"A sharded checkpoint holds tensors and plain values of each parameter, and "
+            f"{self._kind} keeps {what}, which is neither. Use "
+            "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
         )
-    return names[id(parameter)]
 
+    def compare(self, plain: Any, directory: Path) -> None:
+        """Refuse what another optimizer has saved, or one with other groups."""
+        there = [list(group["params"]) for group in plain["groups"]]
+        if self._groups != there:
+            raise CheckpointError(
+                f"{directory}: the groups of optimizer {self.number} hold other parameters than "
+                f"when it was saved: {[len(g) for g in there]} there, "
+                f"{[len(g) for g in self._groups]} here."
+            )
+        if plain["class"] != self._kind:
+            raise CheckpointError(
+                f"{directory}: optimizer {self.number} was a {plain['class']} when it was saved, "
+                f"and is a {self._kind}."
+            )
 
-def _optimizer_parts(
-    optimizer: Any, names: Mapping[int, str], prefix: str
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state by name, and the rest as plain data."""
-    tensors: dict[str, torch.Tensor] = {}
-    values: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = [
-        {"params": [], **{k: _plain(v) for k, v in group.items() if k != "params"}}
-        for group in optimizer.param_groups
-    ]
-    known = {parameter for _, parameter in _parameters(optimizer)}
-    if strange := [key for key in optimizer.state if key not in known]:
-        raise CheckpointError(_cannot_hold(optimizer, f"the state {strange[0]!r}"))
-    for number, parameter in _parameters(optimizer):
-        name = _name(names, parameter)
-        groups[number]["params"].append(name)
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{prefix}.{name}.{key}"] = value.detach()
-            elif _is_plain(value):
-                values.setdefault(name, {})[key] = value
+    def room(self, stored: Mapping[str, Any], directory: Path) -> dict[str, torch.Tensor]:
+        """Return tensors to read the state into."""
+        made: dict[str, torch.Tensor] = {}
+        by_name = {self._prefix + name: parameter for parameter, name in self._names.items()}
+        for name, entry in stored.items():
+            parameter = by_name.get(name.rpartition(".")[0])
+            if parameter is None:
+                continue
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointError(f"{directory}: {name} is no tensor.")
+            dtype = entry.properties.dtype
+            if entry.size == parameter.shape and parameter.dim():
+                made[name] = torch.zeros_like(parameter, dtype=dtype)
             else:
-                raise CheckpointError(_cannot_hold(optimizer, f"{key!r} of {name}"))
-    return tensors, {"groups": groups, "values": values, "class": type(optimizer).__name__}
+                made[name] = torch.zeros(entry.size, dtype=dtype)
+        return made
+
+    def put(self, room: dict[str, torch.Tensor], plain: Any) -> None:
+        """Give the optimizer what was read."""
+        read: dict[str, dict[str, Any]] = {}
+        for full, value in room.items():
+            name, _, key = full.removeprefix(self._prefix).rpartition(".")
+            read.setdefault(name, {})[key] = value
+        self.optimizer.state.clear()
+        for parameter, name in self._names.items():
+            if found := {**read.get(name, {}), **plain["values"].get(name, {})}:
+                self.optimizer.state[parameter] = found
+        for group, there in zip(self.optimizer.param_groups, plain["groups"], strict=True):
+            for key, value in there.items():
+                was = group.get(key)
+                if key == "params" or (value is None and was is not None):
+                    continue
+                if isinstance(was, torch.Tensor):
+                    was.fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(was, tuple) else value
 
 
-def _cannot_hold(optimizer: Any, what: str) -> str:
-    return (
-        f"A sharded checkpoint holds tensors and plain values of each parameter, and "
-        f"{type(optimizer).__name__} keeps {what}, which is neither. Use "
-        "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
-    )
+def _parameters(optimizer: Any) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _plain(value: Any) -> Any:
@@ -225,75 +260,6 @@ def _compare(
         raise CheckpointError(f"{directory} does not fit: {'; '.join(wrong[:3])}{more}.")
 
 
-def _compare_groups(
-    directory: Path, number: int, rest: Any, optimizer: Any, names: Mapping[int, str]
-) -> None:
-    own = [[_name(names, p) for p in group["params"]] for group in optimizer.param_groups]
-    there = [list(group["params"]) for group in rest["groups"]]
-    if own != there:
-        raise CheckpointError(
-            f"{directory}: the groups of optimizer {number} hold other parameters than when it was "
-            f"saved: {[len(g) for g in there]} there, {[len(g) for g in own]} here."
-        )
-    if rest["class"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"{directory}: optimizer {number} was a {rest['class']} when it was saved, and is a "
-            f"{type(optimizer).__name__}."
-        )
-
-
-def _empty_state(
-    optimizer: Any,
-    names: Mapping[int, str],
-    prefix: str,
-    stored: Mapping[str, Any],
-    directory: Path,
-) -> dict[str, torch.Tensor]:
-    """Return tensors to read an optimizer's state into: sharded as its parameters are."""
-    made: dict[str, torch.Tensor] = {}
-    by_name: dict[str, list[str]] = {}
-    for name in stored:
-        if name.startswith(prefix + "."):
-            by_name.setdefault(name.rpartition(".")[0], []).append(name)
-    for _, parameter in _parameters(optimizer):
-        for name in by_name.get(f"{prefix}.{_name(names, parameter)}", ()):
-            entry = stored[name]
-            if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{directory}: {name} is no tensor.")
-            dtype = entry.properties.dtype
-            if entry.size == parameter.shape and parameter.dim():
-                made[name] = torch.zeros_like(parameter, dtype=dtype)
-            else:
-                made[name] = torch.zeros(entry.size, dtype=dtype)
-    return made
-
-
-def _put_state(
-    optimizer: Any, names: Mapping[int, str], prefix: str, own: dict[str, Any], rest: Any
-) -> None:
-    state: dict[Any, dict[str, Any]] = {}
-    read: dict[str, dict[str, Any]] = {}
-    for full, value in own.items():
-        name, _, key = full.rpartition(".")
-        read.setdefault(name, {})[key] = value
-    for _, parameter in _parameters(optimizer):
-        name = _name(names, parameter)
-        found = {**read.get(f"{prefix}.{name}", {}), **rest["values"].get(name, {})}
-        if found:
-            state[parameter] = found
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    for group, there in zip(optimizer.param_groups, rest["groups"], strict=True):
-        for key, value in there.items():
-            was = group.get(key)
-            if key == "params" or (value is None and was is not None):
-                continue
-            if isinstance(was, torch.Tensor):
-                was.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(was, tuple) else value
-
-
 # --- whole state dicts, as of one process -----------------------------------------------------------
 
 
@@ -305,15 +271,12 @@ def full_model(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     first = dist.get_rank() == 0
     for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
-            if first:
-                state[name] = value
-            continue
-        held = value.to_local() if isinstance(value, DTensor) else value
-        made = whole(value)
-        if first:
+        made = whole(value) if isinstance(value, torch.Tensor) else value
+        if first and made is not value:
             # On one rank the whole is the shard itself, which training changes.
-            state[name] = made.to("cpu", copy=made.data_ptr() == held.data_ptr())
+            made = made.to("cpu", copy=made.data_ptr() == local(value).data_ptr())
+        if first:
+            state[name] = made
     return state
 
 
@@ -333,14 +296,10 @@ def load_full_model(
     with torch.no_grad():
         for name, value in own.items():
             if name in state and isinstance(value, torch.Tensor):
-                _fill(value, state[name], config, rank)
-
-
-def _fill(value: torch.Tensor, source: torch.Tensor, config: ParallelismConfig, rank: int) -> None:
-    if isinstance(value, DTensor):
-        value.to_local().copy_(local_part(source, value, config, rank))
-    else:
-        value.copy_(source)
+                if isinstance(value, DTensor):
+                    value.to_local().copy_(local_part(state[name], value, config, rank))
+                else:
+                    value.copy_(state[name])
 
 
 def full_optimizer(optimizer: Any) -> dict[str, Any]:
@@ -364,16 +323,20 @@ def load_full_optimizer(
     """Cut a whole optimizer state to this rank's parts, and load it."""
     rank = dist.get_rank()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    parameters = [parameter for _, parameter in _parameters(optimizer)]
-    cut: dict[Any, dict[str, Any]] = {}
-    for number, parameter in zip(numbers, parameters, strict=True):
-        values = dict(state["state"].get(number, {}))
+    own: dict[Any, dict[str, Any]] = {}
+    for number, parameter in zip(numbers, _parameters(optimizer), strict=True):
+        if values := dict(state["state"].get(number, {})):
+            shard_state(parameter, values, config, rank)
+            own[number] = values
+    optimizer.load_state_dict({"state": own, "param_groups": list(state["param_groups"])})
+
+
+def shard_state(
+    parameter: torch.Tensor, values: dict[str, Any], config: ParallelismConfig, rank: int
+) -> None:
+    """Shard what an optimizer keeps of a parameter as the parameter is, in place."""
+    if isinstance(parameter, DTensor) and parameter.dim():
         for key, value in values.items():
-            same = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if same and isinstance(parameter, DTensor) and parameter.dim():
-                room = torch.zeros_like(parameter, dtype=value.dtype)
-                cast(Any, room).to_local().copy_(local_part(value, parameter, config, rank))
-                values[key] = room
-        if values:
-            cut[number] = values
-    optimizer.load_state_dict({"state": cut, "param_groups": list(state["param_groups"])})
+            is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if is_whole and value.shape == parameter.shape:
+                values[key] = cut(value, parameter, config, rank)

@@ -20,8 +20,6 @@ from torch.distributed.tensor.parallel import (
 
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
-__all__ = ["added_up", "parallelise", "plan_of"]
-
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -49,22 +47,20 @@ _STYLES: dict[str, Any] = {
 _WHOLE, _ADDED = "replicate", "replicated_with_grad_allreduce"
 
 
-def added_up(model: nn.Module, plan: Mapping[str, Any]) -> list[str]:
-    """Return the names of whole parameters whose gradients the ranks have parts of."""
-    modules = dict(model.named_modules())
-    return [
-        f"{name}.{own}"
-        for name, _, style in _matches(model, plan)
-        if style == _ADDED
-        for own, _ in modules[name].named_parameters()
-    ]
+def parallelise(model: nn.Module, mesh: DeviceMesh, given: Mapping[str, Any] | None) -> list[str]:
+    """Distribute the modules that a plan names over the ranks of a one-dimensional mesh.
 
+    Parameters that were tied stay tied.
 
-def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the plan that was given, else the model's own.
+    Args:
+        given: the plan, instead of the model's own.
+
+    Returns:
+        The names of whole parameters whose gradients the ranks have parts of.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no plan, a name matches no module, a style is not known, a
+            dimension cannot be divided by the number of ranks, or a tie would be broken.
     """
     plan = given or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not plan:
@@ -73,29 +69,24 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Any]
             "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={'layers.*.fc1': "
             "'colwise', 'layers.*.fc2': 'rowwise'}))."
         )
-    return dict(plan)
-
-
-def parallelise(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> nn.Module:
-    """Distribute the modules that a plan names over the ranks of a one-dimensional mesh.
-
-    Parameters that were tied stay tied.
-
-    Raises:
-        ConfigurationError: a name matches no module, a style is not known, a dimension cannot be
-            divided by the number of ranks, or a tie would be broken.
-    """
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return model  # distributed already, as by transformers
-    styles = {name: _style(pattern, style) for name, pattern, style in _matches(model, plan)}
+    matches = _matches(model, plan)
     modules = dict(model.named_modules())
-    for name, style in styles.items():
-        if style is not None:
-            _check_divides(name, modules[name], style, mesh.size())
+    added = [
+        f"{name}.{own}"
+        for name, _, style in matches
+        if style == _ADDED
+        for own, _ in modules[name].named_parameters()
+    ]
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return added  # distributed already, as by transformers
+    styles = {name: _style(pattern, style) for name, pattern, style in matches}
+    styled = {name: style for name, style in styles.items() if style is not None}
+    for name, style in styled.items():
+        _check_divides(name, modules[name], style, mesh.size())
     ties = _ties(model)
-    parallelize_module(model, mesh, {n: s for n, s in styles.items() if s is not None})
-    _retie(model, ties)
-    return model
+    parallelize_module(model, mesh, styled)
+    _retie(ties)
+    return added
 
 
 def _matches(model: nn.Module, plan: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
@@ -151,27 +142,24 @@ def _check_divides(name: str, module: nn.Module, style: ParallelStyle, ranks: in
             )
 
 
-def _slots(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    return [
-        (f"{prefix}.{name}" if prefix else name, module, name)
-        for prefix, module in model.named_modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    ]
+#: A place of a parameter: its whole name, the module, and the name there.
+_Slot = tuple[str, nn.Module, str]
 
 
-def _ties(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
-    by: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for slot in _slots(model):
-        by.setdefault(id(slot[1]._parameters[slot[2]]), []).append(slot)
+def _ties(model: nn.Module) -> list[list[_Slot]]:
+    by: dict[int, list[_Slot]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                slot = (f"{prefix}.{name}" if prefix else name, module, name)
+                by.setdefault(id(parameter), []).append(slot)
     return [slots for slots in by.values() if len(slots) > 1]
 
 
-def _retie(model: nn.Module, ties: list[list[tuple[str, nn.Module, str]]]) -> None:
-    for slots in ties:
-        first_name, first_module, first = slots[0]
+def _retie(ties: list[list[_Slot]]) -> None:
+    for (first_name, first_module, first), *others in ties:
         kept = first_module._parameters[first]
-        for name, module, attribute in slots[1:]:
+        for name, module, attribute in others:
             other = module._parameters[attribute]
             if other is kept:
                 continue

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["enable_cpu_ring_attention", "ring_runs_on_cpu"]
-
 _enabled = False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +12,6 @@ from torch import nn
 
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_fsdp2.settings import FullyShardedDataParallelPlugin
-
-__all__ = ["check_groups", "find_units", "ignored_parameters"]
 
 #: Parameters from which a unit of its own is worth its collectives; torch's own default.
 _MIN_PARAMS = 100_000_000
@@ -26,9 +24,8 @@ def find_units(model: nn.Module, options: FullyShardedDataParallelPlugin) -> lis
 
     Modules that share a parameter are in one group, so that the tie is kept.
     """
-    chosen = [module for module in _chosen(model, options) if module is not model]
-    chosen = list(dict.fromkeys(chosen))
-    return _joined(model, _bottom_up(model, chosen))
+    chosen = set(_chosen(model, options)) - {model}
+    return _joined(model, [module for module in model.modules() if module in chosen])
 
 
 def _chosen(model: nn.Module, options: FullyShardedDataParallelPlugin) -> Iterable[nn.Module]:
@@ -99,31 +96,20 @@ def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
 
 
 def _by_function(model: nn.Module, policy: Any) -> list[nn.Module]:
-    names = inspect.signature(policy).parameters
-    if "recurse" in names:  # the form of torch's own policies
+    if "recurse" not in inspect.signature(policy).parameters:
+        return [module for module in model.modules() if policy(module)]
 
-        def chosen(module: nn.Module) -> bool:
-            numel = sum(parameter.numel() for parameter in module.parameters())
-            return bool(policy(module=module, recurse=False, nonwrapped_numel=numel))
-
-    else:
-
-        def chosen(module: nn.Module) -> bool:
-            return bool(policy(module))
+    def chosen(module: nn.Module) -> bool:  # the form of torch's own policies
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        return bool(policy(module=module, recurse=False, nonwrapped_numel=numel))
 
     return [module for module in model.modules() if chosen(module)]
 
 
-def _bottom_up(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
-    depth = {id(module): name.count(".") for name, module in model.named_modules()}
-    order = {id(module): number for number, module in enumerate(model.modules())}
-    return sorted(chosen, key=lambda module: (-depth[id(module)], order[id(module)]))
-
-
 def _joined(model: nn.Module, units: list[nn.Module]) -> list[Group]:
-    """Put units that share a parameter into one group."""
+    """Put units that share a parameter into one group; of nested ones the inner comes first."""
     inside = {id(model): model}
-    for unit in reversed(units):  # outermost first: the innermost has the last word
+    for unit in units:  # outermost first: the innermost has the last word
         inside.update((id(module), unit) for module in unit.modules())
     holders: dict[int, list[nn.Module]] = {}
     for module in model.modules():
@@ -188,12 +174,10 @@ def check_groups(model: nn.Module, units: list[Group], ignored: set[nn.Parameter
     seen: set[int] = {id(parameter) for parameter in ignored}
     for group in [*units, [model]]:
         dtypes: dict[torch.dtype, str] = {}
-        for name, parameter in _parameters(group):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            if parameter.requires_grad:
+        for name, parameter in (named for module in group for named in module.named_parameters()):
+            if id(parameter) not in seen and parameter.requires_grad:
                 dtypes.setdefault(parameter.dtype, name)
+            seen.add(id(parameter))
         if len(dtypes) > 1:
             kinds = " and ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
             raise PrepareError(
@@ -201,8 +185,3 @@ def check_groups(model: nn.Module, units: list[Group], ignored: set[nn.Parameter
                 f"{kinds}. FSDP2 gathers a unit's parameters as one: give them one dtype, freeze "
                 "some, or make them units of their own (auto_wrap_policy)."
             )
-
-
-def _parameters(group: Group) -> Iterator[tuple[str, nn.Parameter]]:
-    for module in group:
-        yield from module.named_parameters()

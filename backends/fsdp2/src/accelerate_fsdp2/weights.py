@@ -13,17 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accelerate_core import ParallelismConfig
 from accelerate_core.errors import PrepareError
-
-__all__ = [
-    "broadcast_whole",
-    "check_alike",
-    "check_models",
-    "fill_from_rank_0",
-    "local_part",
-    "on_meta",
-    "take_off",
-    "whole",
-]
+from accelerate_fsdp2.gradients import local
 
 
 def on_meta(model: nn.Module) -> bool:
@@ -62,16 +52,12 @@ def check_models(model: nn.Module) -> None:
     own = {
         name: (tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model).items()
     }
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    for rank, other in enumerate(every):
-        for name in {**every[0], **other}:
-            first, here = every[0].get(name), other.get(name)
-            if first != here:
-                raise PrepareError(
-                    f"The ranks prepare different models: {name!r} is {first or 'missing'} on rank "
-                    f"0 and {here or 'missing'} on rank {rank} (shape, dtype, trained)."
-                )
+    if found := _differences(own):
+        rank, (name, *_), first, other = found
+        raise PrepareError(
+            f"The ranks prepare different models: {name!r} is {first.get(name, 'missing')} on rank "
+            f"0 and {other.get(name, 'missing')} on rank {rank} (shape, dtype, trained)."
+        )
 
 
 @torch.no_grad()
@@ -102,16 +88,26 @@ def check_alike(model: nn.Module) -> None:
         for name, t in _tensors(model).items()
         if t.numel() and not isinstance(t, DTensor)
     }
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, sums)
+    if found := _differences(sums):
+        rank, names, *_ = found
+        raise PrepareError(
+            f"{len(names)} weights of rank {rank} are not those of rank 0, such as {names[0]!r}, "
+            "and sync_module_states=False forbids to send them. Set the same seed on all ranks, or "
+            "leave sync_module_states out."
+        )
+
+
+def _differences(
+    own: dict[str, Any],
+) -> tuple[int, list[str], dict[str, Any], dict[str, Any]] | None:
+    """Compare what ranks say by name: a rank unlike rank 0, the names, and what both have said."""
+    every: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    first = every[0]
     for rank, other in enumerate(every):
-        differ = [name for name in every[0] if other.get(name) != every[0][name]]
-        if differ:
-            raise PrepareError(
-                f"{len(differ)} weights of rank {rank} are not those of rank 0, such as "
-                f"{differ[0]!r}, and sync_module_states=False forbids to send them. Set the same "
-                "seed on all ranks, or leave sync_module_states out."
-            )
+        if names := [name for name in first | other if first.get(name) != other.get(name)]:
+            return rank, names, first, other
+    return None
 
 
 def _checksum(tensor: torch.Tensor) -> str:
@@ -124,12 +120,6 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 # --- shards ---------------------------------------------------------------------------------------
-
-
-def _coordinate(config: ParallelismConfig, dimension: str, rank: int) -> int:
-    """Return a rank's index in a dimension of the mesh, or in one made of several."""
-    names = ("dp_shard", "cp", "sp") if dimension == "dp_shard_cp" else (dimension,)
-    return config.shard(rank, names)[0]
 
 
 def local_part(
@@ -151,9 +141,41 @@ def local_part(
     # A strided shard is a shard of what the dimensions after it have sharded already.
     for number, dim in [*plain, *strided]:
         parts = torch.chunk(tensor, mesh.size(number), dim)
-        index = _coordinate(config, names[number], rank)
+        name = names[number]
+        joint = ("dp_shard", "cp", "sp") if name == "dp_shard_cp" else (name,)
+        index, _ = config.shard(rank, joint)
         tensor = parts[index] if index < len(parts) else tensor.narrow(dim, 0, 0)
     return tensor
+
+
+def cut(whole: torch.Tensor, like: DTensor, config: ParallelismConfig, rank: int) -> torch.Tensor:
+    """Return a tensor distributed as `like`, of which a rank takes its part of a whole one."""
+    made: Any = torch.zeros_like(like, dtype=whole.dtype)
+    made.to_local().copy_(local_part(whole, like, config, rank))
+    return made.detach()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def fill_with_nan(model: nn.Module, device: torch.device) -> None:
+    """Give a model on meta memory, and NaN for weights; buffers that have values keep them.
+
+    Raises:
+        PrepareError: a buffer on meta that no checkpoint holds.
+    """
+    kept = set(model.state_dict())
+    held = {name: b.detach().clone() for name, b in model.named_buffers() if not b.is_meta}
+    if lost := [n for n, _ in model.named_buffers() if n not in held and n not in kept]:
+        raise PrepareError(
+            f"The buffer {lost[0]!r} of {type(model).__name__} is on the meta device on every rank, "
+            "and being not persistent is in no checkpoint. Make buffers where they have memory "
+            "(init_empty_weights keeps them), or the model on rank 0."
+        )
+    model.to_empty(device=device)
+    for name, tensor in _tensors(model).items():
+        if name in held:
+            tensor.copy_(held[name])
+        elif tensor.is_floating_point():
+            local(tensor.detach()).fill_(float("nan"))
 
 
 @torch.no_grad()
@@ -170,9 +192,7 @@ def fill_from_rank_0(
     Args:
         source: whole tensors by name, on rank 0.
     """
-    names = {id(t): name for name, t in reversed(list(model.named_parameters()))}
-    for parameter in model.parameters():
-        name = names[id(parameter)]
+    for name, parameter in model.named_parameters():
         whole = None if source is None else source[name]
         if isinstance(parameter, DTensor):
             _scatter(parameter, whole, config, device)
@@ -191,30 +211,26 @@ def _give(tensor: torch.Tensor, whole: torch.Tensor | None) -> None:
 def _scatter(
     parameter: DTensor, whole: torch.Tensor | None, config: ParallelismConfig, device: torch.device
 ) -> None:
-    local = parameter.to_local()
-    size = dist.get_world_size()
-    pieces: list[torch.Tensor] | None = None
+    own = parameter.to_local()
+    ranks = range(dist.get_world_size())
     # Every rank knows every part's size: the parts of a meta tensor cost nothing.
     shadow = torch.empty(parameter.shape, device="meta")
-    sizes = [local_part(shadow, parameter, config, rank).numel() for rank in range(size)]
-    room = max(sizes)
+    room = max(local_part(shadow, parameter, config, rank).numel() for rank in ranks)
+    pieces: list[torch.Tensor] | None = None
     if whole is not None:
         pieces = []
-        for rank in range(size):
+        for rank in ranks:
             part = local_part(whole.to(parameter.dtype), parameter, config, rank)
             padded = torch.zeros(room, dtype=parameter.dtype, device=device)
             padded[: part.numel()] = part.reshape(-1)
             pieces.append(padded)
     got = torch.empty(room, dtype=parameter.dtype, device=device)
     dist.scatter(got, pieces, src=0)
-    local.copy_(got[: local.numel()].view(local.shape))
+    own.copy_(got[: own.numel()].view(own.shape))
 
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with all its parts; all ranks of its mesh call this."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    sharded: Any = tensor.detach()
-    made: torch.Tensor = sharded.full_tensor()
-    return made
+    made: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return made.detach()

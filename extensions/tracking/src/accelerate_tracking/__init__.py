@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate_tracking.choice import normalise_log_with
+from accelerate_tracking.choice import (
+    get_available_trackers,
+    is_for_every_rank,
+    normalise_log_with,
+    register_tracker_class,
+)
 from accelerate_tracking.hub import TrackerHub
 from accelerate_tracking.media import pictures
 from accelerate_tracking.network import unreachable
@@ -16,13 +21,13 @@ from accelerate_tracking.normalise import (
     normalise_values,
     split,
 )
-from accelerate_tracking.opening import is_for_every_rank
-from accelerate_tracking.registry import get_available_trackers, register_tracker_class
 from accelerate_tracking.tracker import (
     VERBS,
     BlankTracker,
+    Columns,
     GeneralTracker,
     IncompleteTrackerError,
+    Rows,
     RunGroup,
     on_main_process,
 )
@@ -30,10 +35,12 @@ from accelerate_tracking.tracker import (
 __all__ = [
     "VERBS",
     "BlankTracker",
+    "Columns",
     "GeneralTracker",
     "IncompleteTrackerError",
     "NotTaken",
     "Reporter",
+    "Rows",
     "RunGroup",
     "TrackerHub",
     "each",

@@ -1,31 +1,100 @@
-"""Who tracks: what `log_with` asks for, what `"all"` stands for, and why one is passed over."""
+"""Who tracks: what `log_with` asks for, what `"all"` stands for, and how each is built."""
 
 from __future__ import annotations
 
 import enum
-import importlib.metadata
+import hashlib
 import inspect
 import os
 import warnings
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
 
+from accelerate_core.config.enums import LoggerType
 from accelerate_core.errors import (
     ConfigurationError,
     MissingPluginError,
     TrackerError,
     did_you_mean,
 )
-from accelerate_core.plugins.discovery import installed
-from accelerate_tracking import registry
-from accelerate_tracking.tracker import GeneralTracker
-
-__all__ = ["ALL", "Asked", "Requested", "choose", "name_of", "normalise_log_with", "passed_over"]
+from accelerate_core.plugins.discovery import check_api_version, find, installed
+from accelerate_tracking.tracker import GeneralTracker, RunGroup
 
 ALL = "all"
 
 #: A tracker class to be built, or an instance.
 Asked = type[GeneralTracker] | GeneralTracker
 Requested = str | Asked
+InitKwargs = Mapping[str, Mapping[str, Any]]
+
+_registered: dict[str, type[GeneralTracker]] = {}
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
+    """Let a tracker class of your own be asked for by its name, and be part of `"all"`.
+
+    Call it before the `Accelerator` is made; it returns the class, so that it can decorate one.
+    Registering a class again, or one that is defined anew in a notebook, replaces it.
+
+    Raises:
+        TrackerError: it is no subclass of `GeneralTracker`, or lacks a name or
+            `requires_logging_directory`.
+        ConfigurationError: the name is that of an installed tracker, or `all`.
+    """
+    if not _is_tracker_class(tracker_class):
+        raise TrackerError(
+            f"register_tracker_class takes a subclass of GeneralTracker, not {tracker_class!r}."
+        )
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str) or not name:
+        raise TrackerError(
+            f"{tracker_class.__qualname__} needs a class attribute such as name = 'my_tracker'."
+        )
+    if not isinstance(getattr(tracker_class, "requires_logging_directory", None), bool):
+        raise TrackerError(
+            f"{tracker_class.__qualname__} needs a class attribute "
+            "requires_logging_directory = True or False."
+        )
+    if name == "all" or any(record.name == name for record in installed().of_kind("tracker")):
+        raise ConfigurationError(f"The name {name!r} is taken by a tracker that is installed.")
+    _registered[name] = tracker_class
+    LoggerType.register(name)
+    return tracker_class
+
+
+def tracker_class(name: str) -> type[GeneralTracker]:
+    """Return the class for a name in `log_with`.
+
+    Raises:
+        PluginVersionError: it was written for another major version of the contract.
+        MissingPluginError: there is none; the text has the pip command or the nearest name.
+        TrackerError: what is installed by that name is no tracker.
+    """
+    own = _registered.get(name)
+    if own is not None:
+        return own
+    record = find("tracker", name, because="log_with")
+    found: type[GeneralTracker] = record.load()
+    if getattr(found, "api_version", None) is not None:
+        check_api_version(record, found)
+    if not _is_tracker_class(found):
+        raise TrackerError(f"{found!r} is offered as a tracker but is no GeneralTracker class.")
+    return found
+
+
+def _is_tracker_class(given: object) -> TypeGuard[type[GeneralTracker]]:
+    """Tell whether it is a tracker class, not an instance or something else."""
+    return isinstance(given, type) and issubclass(given, GeneralTracker)
+
+
+def available_names() -> list[str]:
+    """Return the names that `"all"` looks at."""
+    return [*(record.name for record in installed().of_kind("tracker")), *_registered]
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """Return the trackers that are installed or registered; whether they can run is not asked."""
+    return [LoggerType(name) for name in available_names()]
 
 
 def normalise_log_with(log_with: object) -> list[Requested]:
@@ -42,12 +111,9 @@ def normalise_log_with(log_with: object) -> list[Requested]:
     """
     if log_with is None:
         return []
-    if isinstance(log_with, (list, tuple, set, frozenset)):
-        asked = [_normalise_one(item) for item in log_with]
-    else:
-        asked = [_normalise_one(log_with)]
+    several = isinstance(log_with, (list, tuple, set, frozenset))
     once: list[Requested] = []
-    for item in asked:
+    for item in map(_normalise_one, log_with if several else [log_with]):  # type: ignore[call-overload]
         if not any(item is known or (isinstance(item, str) and item == known) for known in once):
             once.append(item)
     return once
@@ -59,9 +125,7 @@ def _normalise_one(item: object) -> Requested:
     if isinstance(item, str):
         name = str(item)
         return ALL if name.lower() == ALL else name
-    if isinstance(item, GeneralTracker) or (
-        isinstance(item, type) and issubclass(item, GeneralTracker)
-    ):
+    if isinstance(item, GeneralTracker) or _is_tracker_class(item):
         return item
     what = f"the class {item.__qualname__}" if isinstance(item, type) else type(item).__name__
     raise TypeError(
@@ -71,9 +135,7 @@ def _normalise_one(item: object) -> Requested:
 
 
 def choose(
-    requested: list[Requested],
-    logging_dir: str | os.PathLike[str] | None,
-    is_main: bool,
+    requested: list[Requested], logging_dir: str | os.PathLike[str] | None, is_main: bool
 ) -> list[Asked]:
     """Return the trackers that are to run, those asked for by name first.
 
@@ -81,73 +143,61 @@ def choose(
         MissingPluginError: one asked for by name, or its library, is not installed.
         ConfigurationError: one asked for requires a directory and there is none.
     """
-    chosen = _named(requested, logging_dir, is_main)
-    if ALL not in requested:
-        return chosen
+    chosen: list[Asked] = []
+    for item in requested:
+        if item == ALL:
+            continue
+        tracker = tracker_class(item) if isinstance(item, str) else item
+        if isinstance(tracker, type):
+            _check_usable(tracker, logging_dir)
+        elif is_main or tracker.main_process_only is False:
+            tracker.validate()
+        if tracker not in chosen:
+            chosen.append(tracker)
+    if ALL in requested:
+        _add_all(chosen, logging_dir, is_main)
+    return chosen
+
+
+def _check_usable(
+    tracker: type[GeneralTracker], logging_dir: str | os.PathLike[str] | None
+) -> None:
+    """Refuse a class asked for by name; whether it has an account is for its library to say."""
+    lacking = GeneralTracker.unusable.__func__(tracker, os.environ)  # type: ignore[attr-defined]
+    if lacking:
+        raise MissingPluginError(f"The tracker {name_of(tracker)!r} cannot run: {lacking}.")
+    if tracker.requires_logging_directory is True and logging_dir is None:
+        raise ConfigurationError(
+            f"The tracker {name_of(tracker)!r} writes into a directory and none is given. Pass "
+            f"Accelerator(project_dir=...) or ProjectConfiguration(logging_dir=...)."
+        )
+
+
+def _add_all(
+    chosen: list[Asked], logging_dir: str | os.PathLike[str] | None, is_main: bool
+) -> None:
     taken = {name_of(item) for item in chosen}
-    for name in registry.available_names():
+    for name in available_names():
         if name in taken:
             continue
         try:
-            tracker = registry.tracker_class(name)
-            _check_class(tracker)
-            why = passed_over(tracker, logging_dir)
+            tracker = tracker_class(name)
+            if tracker.requires_logging_directory is True and logging_dir is None:
+                why: str | None = "it writes into a directory and no logging_dir is given"
+            else:
+                why = tracker.unusable(os.environ)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         if why is None:
             if tracker not in chosen:
                 chosen.append(tracker)
         elif is_main:
-            warnings.warn(f"log_with='all' passes over the tracker {name!r}: {why}.", stacklevel=4)
+            warnings.warn(f"log_with='all' passes over the tracker {name!r}: {why}.", stacklevel=5)
     if not chosen:
         warnings.warn(
             "log_with='all' found no tracker that can be used here; nothing is tracked.",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return chosen
-
-
-def _named(
-    requested: list[Requested],
-    logging_dir: str | os.PathLike[str] | None,
-    is_main: bool,
-) -> list[Asked]:
-    chosen: list[Asked] = []
-    for item in requested:
-        if item == ALL:
-            continue
-        tracker = registry.tracker_class(item) if isinstance(item, str) else item
-        if isinstance(tracker, type):
-            _check_class(tracker)
-            lacking = GeneralTracker.unusable.__func__(tracker, os.environ)  # type: ignore[attr-defined]
-            if lacking:
-                raise MissingPluginError(f"The tracker {name_of(tracker)!r} cannot run: {lacking}.")
-            if _lacks_directory(tracker, logging_dir):
-                raise ConfigurationError(
-                    f"The tracker {name_of(tracker)!r} writes into a directory and none is "
-                    f"given. Pass Accelerator(project_dir=...) or "
-                    f"ProjectConfiguration(logging_dir=...)."
-                )
-        elif is_main or tracker.main_process_only is False:
-            tracker.validate()
-        if tracker not in chosen:
-            chosen.append(tracker)
-    return chosen
-
-
-def passed_over(
-    tracker: type[GeneralTracker], logging_dir: str | os.PathLike[str] | None
-) -> str | None:
-    """Return why `"all"` leaves a tracker out, None if it does not."""
-    if _lacks_directory(tracker, logging_dir):
-        return "it writes into a directory and no logging_dir is given"
-    return tracker.unusable(os.environ)
-
-
-def _lacks_directory(
-    tracker: type[GeneralTracker], logging_dir: str | os.PathLike[str] | None
-) -> bool:
-    return tracker.requires_logging_directory is True and logging_dir is None
 
 
 def name_of(item: Asked) -> str:
@@ -158,15 +208,47 @@ def name_of(item: Asked) -> str:
     return (item if isinstance(item, type) else type(item)).__name__
 
 
-def _check_class(tracker: type[GeneralTracker]) -> None:
-    if not (isinstance(tracker, type) and issubclass(tracker, GeneralTracker)):
-        raise TrackerError(f"{tracker!r} is offered as a tracker but is no GeneralTracker class.")
+def is_for_every_rank(item: Asked, init_kwargs: InitKwargs) -> bool:
+    """Tell whether a tracker runs on the other ranks too: by its class, or by `init_kwargs`."""
+    declared = getattr(item, "main_process_only", True)
+    wanted = init_kwargs.get(name_of(item), {}).get("main_process_only", declared)
+    return wanted is False
 
 
-def check_arguments(
+def builder(
+    item: Asked,
+    project_name: str,
+    logging_dir: str | os.PathLike[str] | None,
+    init_kwargs: InitKwargs,
+    rank: int,
+    size: int,
+) -> Callable[[], GeneralTracker]:
+    """Return what makes a tracker, with its arguments already checked.
+
+    Raises:
+        ConfigurationError: its constructor does not take the arguments.
+    """
+    keywords = dict(init_kwargs.get(name_of(item), {}))
+    keywords.pop("main_process_only", None)
+    positional: tuple[Any, ...] = (project_name,)
+    if isinstance(item, type):
+        if item.requires_logging_directory is True:
+            positional += (logging_dir,)
+        _check_arguments(item, positional, keywords)
+
+    def build() -> GeneralTracker:
+        tracker = item(*positional, **keywords) if isinstance(item, type) else item
+        if is_for_every_rank(item, init_kwargs):
+            tracker.main_process_only = False
+            tracker.run_group = RunGroup(_group_name(project_name), rank, size)
+        return tracker
+
+    return build
+
+
+def _check_arguments(
     tracker: type[GeneralTracker], positional: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
-    """Raise `ConfigurationError` if the constructor does not take these arguments."""
     try:
         signature = inspect.signature(tracker)
     except (TypeError, ValueError):
@@ -182,14 +264,7 @@ def check_arguments(
         ) from None
 
 
-def distribution_of(cls: type) -> str:
-    """Return ` (distribution and version)` of the package a class comes from, if it is known."""
-    package = cls.__module__.partition(".")[0]
-    for record in installed().of_kind("tracker"):  # also where its files lie in a checkout
-        if record.target.replace(":", ".").split(".")[0] == package:
-            return f" ({record.distribution} {record.version})"
-    try:
-        found = importlib.metadata.packages_distributions().get(package, [])
-        return "".join(f" ({each} {importlib.metadata.version(each)})" for each in found[:1])
-    except Exception:
-        return ""
+def _group_name(project: str) -> str:
+    """Return a name all ranks of this start come to without talking, and no other start has."""
+    parts = [os.environ.get(v, "") for v in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    return f"{project}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:8]}"

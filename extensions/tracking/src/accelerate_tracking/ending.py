@@ -11,11 +11,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from accelerate_core.distributed.failures import is_failure
-
-__all__ = ["TooLongError", "limited", "watch"]
 
 
 class TooLongError(TimeoutError):
@@ -50,32 +48,27 @@ def limited(function: Callable[[], object], seconds: float, name: str) -> None:
         raise raised[0]
 
 
-class Closes(Protocol):
-    """What can be closed."""
+def watch(finish: Callable[[bool], None]) -> Callable[[], None]:
+    """Have a method called at the end of the script, told whether that failed.
 
-    def finish(self, failed: bool = False) -> None:
-        """Deliver what is left and close; a second call does nothing."""
-
-
-def watch(hub: Closes) -> Callable[[], None]:
-    """Have `finish` called at the end of the script; return what takes that back.
+    It is held weakly. Returns what takes that back.
 
     An uncaught exception is seen by our hook before any hook installed so far: libraries that
     close their own runs in one would do so before what is still on its way has arrived. No hook
     is told of `sys.exit`, so that its code is noticed at the call, while the run is open.
     """
-    me = weakref.ref(hub)
+    method = weakref.WeakMethod(finish)
     code: object = None
     previous_hook, previous_exit = sys.excepthook, sys.exit
 
     def raised(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        hub = me()
-        if hub is not None:
+        close = method()
+        if close is not None:
             try:
                 with _undisturbed():
-                    hub.finish(failed=True)
+                    close(True)
             except Exception as problem:
                 sys.stderr.write(f"Closing the trackers after the failure: {problem}\n")
         previous_hook(kind, error, trace)
@@ -88,9 +81,9 @@ def watch(hub: Closes) -> Callable[[], None]:
         previous_exit(status)
 
     def ended() -> None:
-        hub = me()
-        if hub is not None:
-            hub.finish(failed=is_failure(SystemExit(code)))
+        close = method()
+        if close is not None:
+            close(is_failure(SystemExit(code)))
 
     def forget() -> None:
         atexit.unregister(ended)

@@ -1,4 +1,4 @@
-"""One thread per tracker feeds its library: in order, and without the step waiting for it."""
+"""From a call of `log` to the libraries: a thread for each, so that no step waits for one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from accelerate_tracking.entry import LogEntry
 from accelerate_tracking.normalise import NotTaken, is_ill
 from accelerate_tracking.tracker import GeneralTracker
 
-__all__ = ["InlineWriter", "TrackerWriter", "drain"]
+if TYPE_CHECKING:
+    import torch
 
 #: Entries handed to a library at once.
 BATCH = 500
@@ -35,10 +35,110 @@ REFUSALS = 5
 _DRAWING = threading.Lock()
 
 
+class DeviceRead:
+    """One-element tensors of devices, on their way to the host without anybody waiting.
+
+    The copies are queued behind the work that makes the values; `values` waits for them.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        import torch  # it is there already: somebody made the tensors
+
+        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for key, tensor in tensors.items():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(key)
+        self._parts: list[tuple[list[str], torch.Tensor, torch.Event | None]] = []
+        current = torch.accelerator.current_accelerator()
+        for (device, _), keys in groups.items():
+            # One copy per device and type, and of values that later in-place work cannot change.
+            stacked = torch.stack([tensors[key].detach().reshape(()) for key in keys])
+            if current is None or device.type != current.type:
+                self._parts.append((keys, stacked, None))
+                continue
+            host = stacked.to("cpu", non_blocking=True)
+            event = torch.accelerator.current_stream(device).record_event()
+            self._parts.append((keys, host, event))
+
+    def values(self) -> dict[str, Any]:
+        """Wait for the copies and return the numbers."""
+        found: dict[str, Any] = {}
+        for keys, host, event in self._parts:
+            if event is not None:
+                event.synchronize()
+            found.update(zip(keys, host.tolist(), strict=True))
+        return found
+
+
+class LogEntry:
+    """What was logged; what it has on a device is read once, whichever writer comes first.
+
+    Args:
+        verb: `log`, or what stands behind `log_`.
+        arguments: of the tracker's method; of `log` the values.
+        keywords: further arguments, by tracker.
+        others: values of `log` that only some trackers take.
+        read: waits for a device and returns the arguments that were lacking.
+    """
+
+    __slots__ = (
+        "_lock", "_read", "arguments", "keywords", "others", "refused", "step", "verb",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        verb: str,
+        arguments: dict[str, Any],
+        step: int | None,
+        keywords: Mapping[str, Mapping[str, Any]] | None = None,
+        others: dict[str, object] | None = None,
+        read: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        self.verb, self.arguments, self.step = verb, arguments, step
+        self.keywords, self.others, self._read = keywords, others, read
+        #: Whether what came from the device turned out to be nothing that can be logged.
+        self.refused = False
+        self._lock = threading.Lock() if read is not None else None
+
+    @property
+    def method(self) -> str:
+        """The method of a tracker that takes it."""
+        return "log" if self.verb == "log" else f"log_{self.verb}"
+
+    @property
+    def keys(self) -> str:
+        """What a warning calls it."""
+        found = self.arguments
+        if self.verb in ("log", "images"):
+            named = found if self.verb == "log" else found.get("values", ())
+            keys = [repr(key) for key in (*named, *(self.others or {}))]
+            return ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
+        return repr(found.get("name", found.get("table_name", "")))
+
+    @property
+    def is_plain_log(self) -> bool:
+        """Whether `log_many` can take it together with its neighbours."""
+        return self.verb == "log" and not self.keywords and not self.others
+
+    def resolve(self) -> None:
+        """Wait for what comes from a device; raise, once, if it cannot be logged."""
+        if self._lock is None:
+            return
+        with self._lock:
+            if self._read is not None:
+                read, self._read = self._read, None
+                try:
+                    self.arguments.update(read())
+                except Exception:
+                    self.refused = True
+                    raise
+
+
 class _Marker(threading.Event):
     """Set when all that was queued before it is delivered and flushed."""
 
-    ends = False
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.ends = ends
 
 
 class TrackerWriter:
@@ -85,24 +185,18 @@ class TrackerWriter:
         self.accepted += 1
         self._queue.put(entry)
 
-    def request_flush(self, end: bool = False) -> threading.Event:
+    def request_flush(self, end: bool) -> threading.Event:
         """Return an event that is set when all taken so far is delivered and flushed.
 
         Args:
             end: the thread is to end then.
         """
-        done = _Marker()
-        done.ends = end
+        done = _Marker(end)
         self._awaited.set()
         self._queue.put(done)
         if not self._thread.is_alive():
             done.set()
         return done
-
-    def stop(self, timeout: float) -> None:
-        """End the thread after what it was given, or leave it after `timeout` seconds."""
-        self.request_flush(end=True)
-        self._thread.join(timeout)
 
     def _run(self) -> None:
         marker: _Marker | None = None
@@ -232,15 +326,12 @@ class InlineWriter(TrackerWriter):
         self.accepted += 1
         self._deliver([entry])
 
-    def request_flush(self, end: bool = False) -> threading.Event:
+    def request_flush(self, end: bool) -> threading.Event:
         """Flush, and return an event that is set."""
         self._flush()
         done = threading.Event()
         done.set()
         return done
-
-    def stop(self, timeout: float) -> None:
-        """Do nothing: there is no thread."""
 
 
 def finite(values: Any) -> Any:
@@ -257,37 +348,37 @@ def finite(values: Any) -> Any:
     return kept
 
 
-def drain(writers: Iterable[TrackerWriter], timeout: float | None = None) -> list[TrackerWriter]:
+def drain(
+    writers: Iterable[TrackerWriter], timeout: float | None = None, end: bool = False
+) -> list[TrackerWriter]:
     """Wait until all is delivered and flushed; return those that are not done.
 
     While it takes more than a second, a line on stderr says how far it is.
 
     Args:
         timeout: seconds; None waits as long as any of them moves, and `PATIENCE` seconds more.
+        end: their threads are to end then.
     """
-    waiting = [(writer, writer.request_flush()) for writer in writers]
-    begun = moved = time.monotonic()
-    seen = -1
-    shown = False
+    waiting = [(writer, writer.request_flush(end)) for writer in writers]
+    patience = PATIENCE if timeout is None else timeout
+    #: When the time began to run out: with a timeout at once, else when one of them last moved.
+    begun = since = time.monotonic()
+    seen, shown = -1, False
     while waiting := [(writer, done) for writer, done in waiting if not done.is_set()]:
-        left = PATIENCE if timeout is None else begun + timeout - time.monotonic()
-        waiting[0][1].wait(max(0.0, min(0.1, left)))
+        waiting[0][1].wait(max(0.0, min(0.1, since + patience - time.monotonic())))
         now, delivered = time.monotonic(), sum(writer.delivered for writer, _ in waiting)
-        if delivered != seen:
-            seen, moved = delivered, now
-        if now - (moved if timeout is None else begun) > (PATIENCE if timeout is None else timeout):
+        if timeout is None and delivered != seen:
+            seen, since = delivered, now
+        if now - since > patience:
             break
-        if now - begun > 1.0:
+        left = [writer for writer, done in waiting if not done.is_set()]
+        if now - begun > 1.0 and left:
             shown = True
-            _show([writer for writer, done in waiting if not done.is_set()])
+            parts = [f"{one.tracker.name} {one.delivered}/{one.accepted}" for one in left]
+            _say(f"\rTrackers write what is left: {', '.join(parts)}   ")
     if shown:
         _say("\n")
     return [writer for writer, done in waiting if not done.is_set()]
-
-
-def _show(writers: list[TrackerWriter]) -> None:
-    parts = [f"{one.tracker.name} {one.delivered}/{one.accepted}" for one in writers]
-    _say(f"\rTrackers write what is left: {', '.join(parts)}   ")
 
 
 def _say(text: str) -> None:

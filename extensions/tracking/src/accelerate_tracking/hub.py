@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import secrets
 import sys
@@ -12,16 +13,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from accelerate_core.contract.parts import LogKwargs
 from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing
-from accelerate_tracking import feeding as writing
-from accelerate_tracking import media
-from accelerate_tracking.artifacts import ArtifactCopies
-from accelerate_tracking.choice import Asked, choose, name_of, normalise_log_with
+from accelerate_tracking import feeding
+from accelerate_tracking.choice import (
+    Asked,
+    builder,
+    choose,
+    is_for_every_rank,
+    name_of,
+    normalise_log_with,
+)
 from accelerate_tracking.ending import TooLongError, limited, watch
-from accelerate_tracking.entry import DeviceRead, LogEntry
-from accelerate_tracking.feeding import InlineWriter, TrackerWriter, drain
-from accelerate_tracking.messages import report_failure, whole, why_not
+from accelerate_tracking.feeding import DeviceRead, InlineWriter, LogEntry, TrackerWriter, drain
+from accelerate_tracking.media import ArtifactCopies, MediaVerbs, Payload
+from accelerate_tracking.messages import report_failure, why_not
 from accelerate_tracking.normalise import (
     NotTaken,
     Reporter,
@@ -29,15 +36,9 @@ from accelerate_tracking.normalise import (
     normalise_config,
     normalise_values,
 )
-from accelerate_tracking.opening import builder, is_for_every_rank
 from accelerate_tracking.tracker import BlankTracker, GeneralTracker
-from accelerate_tracking.verbs import MediaVerbs
-
-__all__ = ["TrackerHub"]
 
 _logger = logging.getLogger(__name__)
-
-_Kwargs = Mapping[str, Mapping[str, Any]] | None
 
 _CLOSED = {
     "new": "the trackers ({names}) are not started. Call init_trackers(project_name) first.",
@@ -54,9 +55,9 @@ _open_hubs: weakref.WeakSet[TrackerHub] = weakref.WeakSet()
 class TrackerHub(MediaVerbs):
     """The trackers of one Accelerator; implements `accelerate_core.contract.parts.Tracking`.
 
-    Which trackers run is decided here, at construction; they are built and
-    started by `init`. On ranks other than the main one, trackers are blank unless
-    `main_process_only` is False, in their class or among their `init_kwargs`.
+    Which trackers run is decided at construction; `init_trackers` builds and starts them. On ranks
+    other than the main one they are blank unless `main_process_only` is False, in their class or
+    among their `init_kwargs`.
 
     `log` and the verbs return at once: one thread per tracker feeds its library in
     order, and flushes it every other second. A tracker that raises is named once in
@@ -71,8 +72,8 @@ class TrackerHub(MediaVerbs):
     Raises:
         TypeError: `asked` has something else.
         MissingPluginError: for a name that was asked for and is not installed.
-        ConfigurationError: a tracker asked for by name or class requires a
-            logging directory and there is none.
+        ConfigurationError: a tracker asked for by name or class requires a directory, and there
+            is none.
     """
 
     api_version = (1, 0)
@@ -92,7 +93,7 @@ class TrackerHub(MediaVerbs):
         self._logging_dir = logging_dir
         self._rank, self._size, self._is_main = rank, size, is_main
         self._reporter = Reporter()
-        self._staging = ArtifactCopies(logging_dir)
+        self._artifacts = ArtifactCopies(logging_dir)
         self._state = "new"
         self._logged = False
         #: The runs to go on in; forgotten at the end of the run.
@@ -114,7 +115,7 @@ class TrackerHub(MediaVerbs):
     # --- the life of a run --------------------------------------------------------------------
 
     def init_trackers(
-        self, project_name: str, config: object = None, init_kwargs: _Kwargs = None
+        self, project_name: str, config: object = None, init_kwargs: LogKwargs = None
     ) -> None:
         """Build and start the trackers, and hand them the configuration.
 
@@ -122,13 +123,12 @@ class TrackerHub(MediaVerbs):
             project_name: what the libraries group runs by.
             config: see `normalise_config`; None stores nothing.
             init_kwargs: per tracker name, further arguments of its constructor, and
-                `main_process_only=False` to run it on every rank. Entries for
-                trackers that were not asked for are left alone.
+                `main_process_only=False` to run it on every rank.
 
         Raises:
             TrackerError: a run is already open.
-            ConfigurationError: a tracker's constructor does not take the arguments,
-                or the config is none.
+            ConfigurationError: a tracker's constructor does not take the arguments, or the config
+                is none.
         """
         if not self._asked:
             return
@@ -145,18 +145,13 @@ class TrackerHub(MediaVerbs):
                 plain = normalise_config(config, self._reporter)
             except TypeError as error:
                 raise ConfigurationError(f"init_trackers(config=...): {error}") from None
-        place = (self._rank, self._size)
-        self._openers = [
-            partial(
-                self._open,
-                item,
-                builder(item, project_name, self._logging_dir, kwargs, place)
-                if runs
-                else partial(BlankTracker, name_of(item)),
-                plain,
-            )
-            for item, runs in zip(self._asked, here, strict=True)
-        ]
+        self._openers = []
+        for item, runs in zip(self._asked, here, strict=True):
+            build: Callable[[], GeneralTracker] = partial(BlankTracker, name_of(item))
+            if runs:
+                directory, place = self._logging_dir, (self._rank, self._size)
+                build = builder(item, project_name, directory, kwargs, *place)
+            self._openers.append(partial(self._open, item, build, plain))
         self._state = "open"
         handled = sys.exc_info()[1]
         self._handled = None if handled is None else id(handled)
@@ -164,7 +159,7 @@ class TrackerHub(MediaVerbs):
         self._start = secrets.token_hex(4)
         self.trackers = [start() for start in self._openers]
         self._feed()
-        self._at_exit = watch(self)
+        self._at_exit = watch(self.finish)
         _open_hubs.add(self)
 
     def _open(
@@ -180,38 +175,33 @@ class TrackerHub(MediaVerbs):
                 tracker.validate()
             stage = "start"
             tracker.start()
-        except Exception as error:
-            # One that never started has nothing to close.
+        except Exception as error:  # one that never started has nothing to close
             report_failure(item, stage, error)
             return BlankTracker(name_of(item))
         if config is not None:
             try:
                 tracker.store_init_configuration(dict(config))
             except Exception as error:
-                report_failure(item, "store_init_configuration", error, off=is_ill(error))
-                if is_ill(error):
+                ill = is_ill(error)
+                report_failure(item, "store_init_configuration", error, off=ill)
+                if ill:
                     self._retired.append(tracker)
                     return BlankTracker(name_of(item))
         return tracker
 
     def _feed(self) -> None:
         """Start a writer for each tracker that runs."""
-        running = [tracker for tracker in self.trackers if not isinstance(tracker, BlankTracker)]
-        for tracker in running:
+        self._writers = []
+        for tracker in self.trackers:
+            if isinstance(tracker, BlankTracker):
+                continue
             if any(type(it).__module__ == "sqlite3" for it in vars(tracker).values()):
                 tracker.same_thread = True  # a connection serves the thread that made it
-        self._writers = [
-            (InlineWriter if tracker.same_thread else TrackerWriter)(
-                tracker, self._resolve, self._writer_failed, self._refused
-            )
-            for tracker in running
-        ]
+            kind = InlineWriter if tracker.same_thread else TrackerWriter
+            self._writers.append(kind(tracker, self._resolve, self._switch_off, self._refused))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed script needs to go on in these runs: only text.
-
-        `runs` has their ids by tracker; `start` is this start of them.
-        """
+        """Return what a resumed script needs: the runs' ids by tracker, and this start of them."""
         runs: dict[str, str] = {}
         for tracker in self.trackers if self._state == "open" else ():
             try:
@@ -224,11 +214,7 @@ class TrackerHub(MediaVerbs):
         return {"runs": runs, "start": self._start} if runs else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the runs of a checkpoint.
-
-        Best before `init_trackers`. After it, runs that were just opened and hold
-        nothing yet are discarded for those of the checkpoint.
-        """
+        """Go on in the runs of a checkpoint; runs that hold nothing yet are discarded for them."""
         runs = dict(state.get("runs", {}))
         self.resumed_runs = runs
         if not runs or runs == self._resume or state.get("start") == self._start:
@@ -256,7 +242,7 @@ class TrackerHub(MediaVerbs):
     # --- logging ------------------------------------------------------------------------------
 
     def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: _Kwargs = None
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
         """Hand one set of values to every tracker, without waiting for any.
 
@@ -276,44 +262,21 @@ class TrackerHub(MediaVerbs):
             raise ConfigurationError(
                 f"log takes a dict of names and values, not {type(values).__name__}."
             )
-        step = whole(step)
+        step = _whole(step)
         if not self._writers:
             return
         pending: dict[str, Any] = {}
         plain, other = normalise_values(values, self._reporter, pending)
-        if other:
-            other = self._accepted(other)
-        if not plain and not other:
-            return
-        read = DeviceRead(pending).values if pending else None
-        self._put(LogEntry("log", plain, step, log_kwargs, other, read))
+        for key, value in list(other.items()):
+            if not any(writer.tracker.accepts(value) for writer in self._writers):
+                self._reporter.report(key, why_not(other.pop(key)))
+        if plain or other:
+            read = DeviceRead(pending).values if pending else None
+            self._put(LogEntry("log", plain, step, log_kwargs, other, read))
 
-    def _accepted(self, other: dict[str, object]) -> dict[str, object]:
-        taken: dict[str, object] = {}
-        for key, value in other.items():
-            if any(writer.tracker.accepts(value) for writer in self._writers):
-                taken[key] = value
-            else:
-                self._reporter.report(key, why_not(value))
-        return taken
-
-    def log_media(
-        self,
-        verb: str,
-        arguments: Mapping[str, Any],
-        step: int | None = None,
-        log_kwargs: _Kwargs = None,
+    def _hand_on(
+        self, verb: str, make: Callable[[], Payload], step: int | None, log_kwargs: LogKwargs
     ) -> None:
-        """Hand images, a table, a figure, a file, a text or a histogram to every tracker.
-
-        Args:
-            verb: one of `VERBS`. Trackers without it are named once.
-            arguments: those of the function of that name in `accelerate_tracking.media`.
-
-        Raises:
-            TrackerError: no run is open.
-            ConfigurationError: the arguments are none that the verb takes.
-        """
         if not self._is_open(f"log_{verb}"):
             return
         without = [w.tracker.name for w in self._writers if verb not in w.tracker.supports]
@@ -323,11 +286,12 @@ class TrackerHub(MediaVerbs):
             )
         if len(without) == len(self._writers):
             return
-        prepared, read = media.payload(verb, arguments, self._reporter)
+        made = make()
+        arguments, read = ({}, made) if callable(made) else (made, None)
         if verb == "artifact":
-            prepared["source"] = prepared["path"]
-            prepared["path"] = self._staging.keep(prepared["path"])
-        self._put(LogEntry(verb, prepared, whole(step), log_kwargs, None, read))
+            arguments["source"] = arguments["path"]
+            arguments["path"] = self._artifacts.keep(arguments["path"])
+        self._put(LogEntry(verb, arguments, _whole(step), log_kwargs, None, read))
 
     def _put(self, entry: LogEntry) -> None:
         self._logged = True
@@ -427,10 +391,14 @@ class TrackerHub(MediaVerbs):
         # What was switched off may still write out what it had taken. Then the last first: each
         # has wrapped the streams and hooks that the ones before had wrapped.
         for tracker in [*self._retired, *reversed(self.trackers)]:
-            if tracker in stuck:
+            if tracker in stuck or isinstance(tracker, BlankTracker):
                 continue
+            close = tracker.finish_failed if failed else tracker.finish
             try:
-                self._close(tracker, failed)
+                if tracker.finishes_in_place or tracker.same_thread:
+                    close()
+                else:
+                    limited(close, feeding.PATIENCE, f"finish-{tracker.name}")
             except Exception as error:
                 hangs = hangs or isinstance(error, TooLongError)
                 if tracker in self._retired:
@@ -439,7 +407,7 @@ class TrackerHub(MediaVerbs):
                     self._switch_off(tracker, "finish", error)
         self._retired = []
         if not hangs:  # a library that hangs may still be reading
-            self._staging.clear()
+            self._artifacts.clear()
 
     def _end_run(self, state: str) -> None:
         self._state = state
@@ -447,18 +415,9 @@ class TrackerHub(MediaVerbs):
         if self._at_exit is not None:
             self._at_exit()
 
-    def _close(self, tracker: GeneralTracker, failed: bool) -> None:
-        close = tracker.finish_failed if failed else tracker.finish
-        if isinstance(tracker, BlankTracker) or tracker.finishes_in_place or tracker.same_thread:
-            close()
-        else:
-            limited(close, writing.PATIENCE, f"finish-{tracker.name}")
-
     def _stop_writers(self) -> list[GeneralTracker]:
         """Deliver what is left; return the trackers that are stuck."""
-        stuck = drain(self._writers)
-        for writer in self._writers:
-            writer.stop(0.0 if writer in stuck else 5.0)
+        stuck = drain(self._writers, end=True)
         for writer in stuck:
             warnings.warn(
                 f"The tracker {writer.tracker.name!r} took {writer.delivered} of "
@@ -469,24 +428,37 @@ class TrackerHub(MediaVerbs):
         self._writers = []
         return [writer.tracker for writer in stuck]
 
-    def forked(self) -> None:
-        """Let go of the run in a forked child: it is the parent's, and so are its threads."""
-        self._writers, self._retired = [], []
-        self._end_run("forked")
-
-    def _writer_failed(self, tracker: GeneralTracker, stage: str, error: Exception) -> None:
-        self._retired.append(tracker)
-        self._switch_off(tracker, stage, error)
-
     def _switch_off(self, tracker: GeneralTracker, stage: str, error: Exception) -> None:
+        """Put a blank tracker in the place of one that raised, and close that at the end."""
+        self._retired.append(tracker)
         if tracker in self.trackers:
             self.trackers[self.trackers.index(tracker)] = BlankTracker(tracker.name)
         report_failure(tracker, stage, error)
 
 
+def _whole(step: Any) -> int | None:
+    """Return a step as an int.
+
+    Raises:
+        ConfigurationError: it is no whole number.
+    """
+    if step is None or type(step) is int:
+        return step
+    try:
+        if not isinstance(step, bool):
+            return operator.index(step)
+    except TypeError:
+        pass
+    raise ConfigurationError(
+        f"log(step=...) takes a whole number or None, not {step!r} ({type(step).__name__})."
+    )
+
+
 def _forked() -> None:
+    """Let go of the runs in a forked child: they are the parent's, and so are their threads."""
     for hub in list(_open_hubs):
-        hub.forked()
+        hub._writers, hub._retired = [], []
+        hub._end_run("forked")
 
 
 if hasattr(os, "register_at_fork"):

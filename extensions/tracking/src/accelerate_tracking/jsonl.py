@@ -14,8 +14,6 @@ from typing import Any, TextIO
 from accelerate_tracking.runs import RUN_FILE, strict
 from accelerate_tracking.tracker import GeneralTracker
 
-__all__ = ["JsonlTracker"]
-
 
 class JsonlTracker(GeneralTracker):
     """Writes `LOGGING_DIR/PROJECT/RUN/run.jsonl`; without dependencies.
@@ -41,17 +39,14 @@ class JsonlTracker(GeneralTracker):
     takes_not_finite = True
 
     def __init__(
-        self,
-        project_name: str,
-        logging_dir: str | os.PathLike[str],
-        run_name: str | None = None,
+        self, project_name: str, logging_dir: str | os.PathLike[str], run_name: str | None = None
     ) -> None:
         super().__init__()
         self.project_name = project_name
         self._root = Path(logging_dir) / _file_name(project_name)
         self._run_name = run_name
         self._file: TextIO | None = None
-        self._images = 0
+        self._files = 0
 
     @property
     def tracker(self) -> Path:
@@ -102,15 +97,9 @@ class JsonlTracker(GeneralTracker):
 
         finite = values[numpy.isfinite(values)]
         counts, edges = numpy.histogram(finite, bins=64)
+        bars = {"counts": counts.tolist(), "edges": edges.tolist()}
         lost = int(values.size - finite.size)
-        self._write(
-            "histogram",
-            step=step,
-            name=name,
-            counts=counts.tolist(),
-            edges=edges.tolist(),
-            not_finite=lost,
-        )
+        self._write("histogram", step=step, name=name, **bars, not_finite=lost)
 
     def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
         path = self._media(name, step, "png")
@@ -148,8 +137,8 @@ class JsonlTracker(GeneralTracker):
     def _media(self, name: str, step: int | None, suffix: str) -> Path:
         folder = self.tracker / "media"
         folder.mkdir(exist_ok=True)
-        self._images += 1
-        return folder / f"{_file_name(name)[:100]}_{step}_{self._images}.{suffix}"
+        self._files += 1
+        return folder / f"{_file_name(name)[:100]}_{step}_{self._files}.{suffix}"
 
     def _write(self, kind: str, **fields: Any) -> None:
         if self._file is None:

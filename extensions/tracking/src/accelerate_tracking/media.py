@@ -1,4 +1,4 @@
-"""What the verbs take, made into what trackers take. NumPy is needed only here.
+"""The verbs beside `log`: what they take, made into what trackers take. NumPy is needed only here.
 
 Images: name -> one image, H W C, or a batch of them, N H W C; float in [0, 1] or uint8; with
 `channels_first` C H W or N C H W. A NumPy array, a tensor of any device, or a list of images of
@@ -8,60 +8,151 @@ one shape. C is 1, 3 or 4.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate_core.contract.parts import LogKwargs
 from accelerate_core.errors import ConfigurationError
-from accelerate_tracking.normalise import Reporter, is_scalar, scalar, text_of
+from accelerate_tracking.normalise import Reporter, is_scalar, is_tensor, scalar, text_of
 
-__all__ = ["artifact", "figure", "histogram", "images", "payload", "pictures", "table", "text"]
+Arguments = dict[str, Any]
+#: Arguments of a tracker's `log_<verb>`, or what reads them off a device later.
+Payload = Arguments | Callable[[], Arguments]
 
-Payload = tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]
+
+class MediaVerbs:
+    """Images, tables, figures, files, texts, histograms; `contract.parts.Tracking` documents them.
+
+    Each raises ConfigurationError for what it does not take, with its name.
+    """
+
+    _reporter: Reporter
+
+    def _hand_on(
+        self, verb: str, make: Callable[[], Payload], step: int | None, log_kwargs: LogKwargs
+    ) -> None:
+        """Hand what `make` returns to the trackers that have the verb; nobody else has it made."""
+        raise NotImplementedError
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        channels_first: bool = False,
+        log_kwargs: LogKwargs = None,
+    ) -> None:
+        """Log images by name."""
+        self._hand_on("images", lambda: _images(values, channels_first), step, log_kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Any = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: LogKwargs = None,
+    ) -> None:
+        """Log a table."""
+
+        def make() -> Arguments:
+            if dataframe is None:
+                return _table(table_name, columns, data, self._reporter)
+            rows = dataframe.values.tolist()
+            return _table(table_name, dataframe.columns, rows, self._reporter)
+
+        self._hand_on("table", make, step, log_kwargs)
+
+    def log_figure(
+        self, name: str, figure: Any, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log a matplotlib figure."""
+
+        def make() -> Arguments:
+            if isinstance(figure, type) or not callable(getattr(figure, "savefig", None)):
+                raise ConfigurationError(
+                    f"log_figure({name!r}) takes a matplotlib figure, not {type(figure).__name__}."
+                )
+            return {"name": text_of(str(name)), "figure": figure}
+
+        self._hand_on("figure", make, step, log_kwargs)
+
+    def log_artifact(
+        self, path: str | os.PathLike[str], name: str | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Keep a file or directory with the run."""
+
+        def make() -> Arguments:
+            found = Path(os.fspath(path)).expanduser()
+            if not found.exists():
+                raise ConfigurationError(f"log_artifact: there is no file or directory {found}.")
+            return {"path": str(found.absolute()), "name": text_of(str(name or found.name))}
+
+        self._hand_on("artifact", make, None, log_kwargs)
+
+    def log_text(
+        self, name: str, text: str, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log a text."""
+
+        def make() -> Arguments:
+            return {"name": text_of(str(name)), "text": text_of(str(text))}
+
+        self._hand_on("text", make, step, log_kwargs)
+
+    def log_histogram(
+        self, name: str, values: Any, step: int | None = None, log_kwargs: LogKwargs = None
+    ) -> None:
+        """Log the distribution of an array or tensor, of any shape."""
+        self._hand_on("histogram", lambda: _histogram(name, values), step, log_kwargs)
 
 
-def payload(verb: str, arguments: Mapping[str, Any], reporter: Reporter) -> Payload:
-    """Return the arguments of a tracker's `log_<verb>`, and what reads the rest off a device.
+class ArtifactCopies:
+    """Copies of what `log_artifact` was given, as it was at the call, until the run ends.
 
     Args:
-        verb: one of `VERBS`.
-        arguments: those of the function of that name here.
-
-    Raises:
-        ConfigurationError: they are none that the verb takes.
+        directory: where their folder is made, with the first file; None for the system's own place.
     """
-    if verb == "images":
-        return images(**arguments)
-    if verb == "histogram":
-        return histogram(**arguments)
-    if verb == "table":
-        return table(**arguments, reporter=reporter), None
-    make: Any = {"figure": figure, "artifact": artifact, "text": text}[verb]
-    return make(**arguments), None
 
+    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+        self._directory = None if directory is None else Path(directory).absolute()
+        self._folder: Path | None = None
+        self._count = 0
 
-def images(values: Any, channels_first: bool = False) -> Payload:
-    """Return the arguments of `log_images`, and what reads them off a device later.
+    def keep(self, path: str) -> str:
+        """Return the path of a copy of a file or directory; its own where there is no room."""
+        source = Path(path)
+        try:
+            if self._folder is None:
+                if self._directory is not None:
+                    self._directory.mkdir(parents=True, exist_ok=True)
+                self._folder = Path(tempfile.mkdtemp(prefix=".artifacts-", dir=self._directory))
+            self._count += 1
+            target = self._folder / str(self._count) / source.name
+            target.parent.mkdir()
+            if source.is_dir():
+                shutil.copytree(source, target)
+            else:
+                shutil.copy2(source, target)
+        except (OSError, shutil.Error) as error:
+            warnings.warn(
+                f"log_artifact: {path} could not be copied ({error}); the trackers read it where "
+                f"it lies, so keep it until the end of the run.",
+                stacklevel=5,
+            )
+            return path
+        return str(target)
 
-    Raises:
-        ConfigurationError: a shape, type or range that is not the convention's, with its name.
-    """
-    if not isinstance(values, Mapping) or not values:
-        raise ConfigurationError(
-            f"log_images takes a dict of names and images, not {type(values).__name__}."
-        )
-    batches = {text_of(str(name)): _copied(str(name), value) for name, value in values.items()}
-    for name, batch in batches.items():
-        _check_shape(name, tuple(batch.shape), channels_first)
-        _check_type(name, str(batch.dtype))
-
-    def read() -> dict[str, Any]:
-        return {"values": {k: _as_uint8(k, v, channels_first) for k, v in batches.items()}}
-
-    if any(_on_device(batch) for batch in batches.values()):
-        return {}, read
-    return read(), None
+    def clear(self) -> None:
+        """Delete the copies."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
 
 def pictures(values: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
@@ -76,53 +167,87 @@ def pictures(values: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
             yield (name if len(batch) == 1 else f"{name}/{index}"), index, single
 
 
-def histogram(name: str, values: Any) -> Payload:
-    """Return the arguments of `log_histogram`; values of any shape are made one-dimensional."""
+def _images(values: Any, channels_first: bool) -> Payload:
+    if not isinstance(values, Mapping) or not values:
+        raise ConfigurationError(
+            f"log_images takes a dict of names and images, not {type(values).__name__}."
+        )
+    batches = {text_of(str(name)): _copied(str(name), value) for name, value in values.items()}
+    for name, batch in batches.items():
+        _check_image(name, tuple(batch.shape), str(batch.dtype), channels_first)
+
+    def read() -> Arguments:
+        return {"values": {k: _as_uint8(k, v, channels_first) for k, v in batches.items()}}
+
+    return read if any(map(_on_device, batches.values())) else read()
+
+
+def _check_image(name: str, shape: tuple[int, ...], dtype: str, channels_first: bool) -> None:
+    wanted = "C H W or N C H W" if channels_first else "H W C or N H W C"
+    if 0 in shape:
+        raise ConfigurationError(f"log_images: {name!r} is empty, of shape {shape}.")
+    several = len(shape) in (3, 4)
+    if not several or shape[-3 if channels_first else -1] not in (1, 3, 4):
+        hint = ""
+        if several and not channels_first and shape[-3] in (1, 3, 4):
+            hint = " It looks like C H W: pass channels_first=True."
+        elif len(shape) == 2:
+            hint = " A grey image is H W 1."
+        raise ConfigurationError(
+            f"log_images: {name!r} has the shape {shape}; it takes {wanted} with C 1, 3 or 4.{hint}"
+        )
+    kind = dtype.removeprefix("torch.")
+    if kind != "uint8" and "float" not in kind:
+        raise ConfigurationError(
+            f"log_images: {name!r} is of type {kind}; it takes uint8, or float in [0, 1]."
+        )
+
+
+def _as_uint8(name: str, value: Any, channels_first: bool) -> Any:
+    numpy = _numpy_module()
+    array = _as_array(value)
+    if array.ndim == 3:
+        array = array[None]
+    if channels_first:
+        array = array.transpose(0, 2, 3, 1)
+    if array.dtype == numpy.uint8:
+        return numpy.ascontiguousarray(array)
+    low, high = float(array.min(initial=0)), float(array.max(initial=0))
+    if not (low >= -1e-3 and high <= 1 + 1e-3):
+        raise ConfigurationError(
+            f"log_images: {name!r} has values from {low:.4g} to {high:.4g}; a float image is "
+            f"within [0, 1]. Scale it, or pass uint8."
+        )
+    return (array.clip(0, 1) * 255 + 0.5).astype(numpy.uint8)
+
+
+def _histogram(name: str, values: Any) -> Payload:
     copied = _copied(name, values)
 
-    def read() -> dict[str, Any]:
-        flat = _numpy(copied).reshape(-1)
+    def read() -> Arguments:
+        flat = _as_array(copied).reshape(-1)
         if flat.dtype.kind not in "biuf":
             raise ConfigurationError(f"log_histogram({name!r}): {flat.dtype} are no numbers.")
         return {"name": str(name), "values": flat}
 
-    return ({}, read) if _on_device(copied) else (read(), None)
+    return read if _on_device(copied) else read()
 
 
-def table(
-    table_name: str,
-    columns: Any = None,
-    data: Any = None,
-    dataframe: Any = None,
-    *,
-    reporter: Reporter,
-) -> dict[str, Any]:
-    """Return the arguments of `log_table`: names of columns, and rows of plain values.
-
-    Raises:
-        ConfigurationError: neither rows nor a data frame, or rows of another length.
-    """
-    if dataframe is not None:
-        columns, data = list(dataframe.columns), dataframe.values.tolist()
+def _table(table_name: str, columns: Any, data: Any, reporter: Reporter) -> Arguments:
     if columns is None or data is None:
         raise ConfigurationError(
             f"log_table({table_name!r}) takes columns= and data= (a list of rows), or dataframe=."
         )
     names = _unique(text_of(str(column)) for column in columns)
     rows = []
-    for number, row in enumerate(data):
-        row = list(row)
+    for number, row in enumerate(map(list, data)):
         if len(row) != len(names):
             raise ConfigurationError(
                 f"log_table({table_name!r}): row {number} has {len(row)} values for "
                 f"{len(names)} columns ({', '.join(names)})."
             )
-        rows.append(
-            [
-                _cell(f"{table_name}[{name}]", cell, reporter)
-                for name, cell in zip(names, row, strict=True)
-            ]
-        )
+        pairs = zip(names, row, strict=True)
+        rows.append([_cell(f"{table_name}[{name}]", cell, reporter) for name, cell in pairs])
     return {"table_name": text_of(str(table_name)), "columns": names, "data": rows}
 
 
@@ -146,47 +271,16 @@ def _unique(names: Iterable[str]) -> list[str]:
     return found
 
 
-def text(name: str, text: Any) -> dict[str, Any]:
-    """Return the arguments of `log_text`."""
-    return {"name": text_of(str(name)), "text": text_of(str(text))}
-
-
-def figure(name: str, figure: Any) -> dict[str, Any]:
-    """Return the arguments of `log_figure`.
-
-    Raises:
-        ConfigurationError: it is no figure.
-    """
-    if isinstance(figure, type) or not callable(getattr(figure, "savefig", None)):
-        raise ConfigurationError(
-            f"log_figure({name!r}) takes a matplotlib figure, not {type(figure).__name__}."
-        )
-    return {"name": text_of(str(name)), "figure": figure}
-
-
-def artifact(path: Any, name: str | None = None) -> dict[str, Any]:
-    """Return the arguments of `log_artifact`.
-
-    Raises:
-        ConfigurationError: there is no such file or directory.
-    """
-    found = Path(os.fspath(path)).expanduser()
-    if not found.exists():
-        raise ConfigurationError(f"log_artifact: there is no file or directory {found}.")
-    return {"path": str(found.absolute()), "name": text_of(str(name or found.name))}
-
-
 def _copied(name: str, value: Any) -> Any:
     """Copy, so that later in-place work of the script does not change what is logged."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if is_tensor(value):
         # On a device the clone is queued behind the work; the writer copies it to the host.
         return value.detach().clone()
     numpy = _numpy_module()
     try:
         if isinstance(value, (list, tuple)):
-            if torch is not None and any(isinstance(item, torch.Tensor) for item in value):
-                return torch.stack([item.detach() for item in value])
+            if any(map(is_tensor, value)):
+                return sys.modules["torch"].stack([item.detach() for item in value])
             return numpy.stack([numpy.asarray(item) for item in value])
         return numpy.array(value)
     except (ValueError, RuntimeError, TypeError) as error:
@@ -195,61 +289,18 @@ def _copied(name: str, value: Any) -> Any:
         ) from None
 
 
-def _check_shape(name: str, shape: Sequence[int], channels_first: bool) -> None:
-    wanted = "C H W or N C H W" if channels_first else "H W C or N H W C"
-    if 0 in shape:
-        raise ConfigurationError(f"log_images: {name!r} is empty, of shape {tuple(shape)}.")
-    if len(shape) in (3, 4) and shape[-3 if channels_first else -1] in (1, 3, 4):
-        return
-    hint = ""
-    if len(shape) in (3, 4) and not channels_first and shape[-3] in (1, 3, 4):
-        hint = " It looks like C H W: pass channels_first=True."
-    elif len(shape) == 2:
-        hint = " A grey image is H W 1."
-    raise ConfigurationError(
-        f"log_images: {name!r} has the shape {tuple(shape)}; it takes {wanted} with C 1, 3 or 4.{hint}"
-    )
-
-
-def _check_type(name: str, kind: str) -> None:
-    kind = kind.removeprefix("torch.")
-    if kind != "uint8" and "float" not in kind:
-        raise ConfigurationError(
-            f"log_images: {name!r} is of type {kind}; it takes uint8, or float in [0, 1]."
-        )
-
-
-def _as_uint8(name: str, value: Any, channels_first: bool) -> Any:
-    numpy = _numpy_module()
-    array = _numpy(value)
-    if array.ndim == 3:
-        array = array[None]
-    if channels_first:
-        array = array.transpose(0, 2, 3, 1)
-    if array.dtype == numpy.uint8:
-        return numpy.ascontiguousarray(array)
-    low, high = float(array.min(initial=0)), float(array.max(initial=0))
-    if not (low >= -1e-3 and high <= 1 + 1e-3):
-        raise ConfigurationError(
-            f"log_images: {name!r} has values from {low:.4g} to {high:.4g}; a float image is "
-            f"within [0, 1]. Scale it, or pass uint8."
-        )
-    return (array.clip(0, 1) * 255 + 0.5).astype(numpy.uint8)
-
-
-def _numpy(value: Any) -> Any:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        value = value.cpu()
-        # NumPy has no bfloat16 or float8.
-        kept = value.dtype in (torch.float32, torch.float64) or not value.is_floating_point()
-        return (value if kept else value.float()).numpy()
-    return value
+def _as_array(value: Any) -> Any:
+    if not is_tensor(value):
+        return value
+    value = value.cpu()
+    # NumPy has no bfloat16 or float8.
+    if value.is_floating_point() and value.element_size() < 4:
+        value = value.float()
+    return value.numpy()
 
 
 def _on_device(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return is_tensor(value) and value.device.type != "cpu"
 
 
 def _numpy_module() -> Any:

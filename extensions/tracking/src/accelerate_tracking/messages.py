@@ -1,37 +1,16 @@
-"""What is said of trackers and values that went wrong, and the checks before that."""
+"""What is said of trackers and values that went wrong."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
-import operator
 import warnings
-from typing import Any
 
-from accelerate_core.errors import ConfigurationError
-from accelerate_tracking.choice import Asked, distribution_of, name_of
+from accelerate_core.plugins.discovery import installed
+from accelerate_tracking.choice import Asked, name_of
 from accelerate_tracking.normalise import NotTaken
 
-__all__ = ["report_failure", "whole", "why_not"]
-
 _logger = logging.getLogger(__name__)
-
-
-def whole(step: Any) -> int | None:
-    """Return a step as an int.
-
-    Raises:
-        ConfigurationError: it is no whole number.
-    """
-    if step is None or type(step) is int:
-        return step
-    try:
-        if not isinstance(step, bool):
-            return operator.index(step)
-    except TypeError:
-        pass
-    raise ConfigurationError(
-        f"log(step=...) takes a whole number or None, not {step!r} ({type(step).__name__})."
-    )
 
 
 def why_not(value: object) -> str:
@@ -44,23 +23,30 @@ def why_not(value: object) -> str:
     return f"is a {kind}, which no tracker takes; log takes numbers, strings and dicts of them"
 
 
-def report_failure(
-    tracker: Asked, stage: str, error: Exception, off: bool = True, hint: str = ""
-) -> None:
+def report_failure(tracker: Asked, stage: str, error: Exception, off: bool = True) -> None:
     """Warn that a tracker raised; with `off` it is not asked again."""
     name = name_of(tracker)
     _logger.debug("tracker %r raised in %s", name, stage, exc_info=error)
-    owner = distribution_of(tracker if isinstance(tracker, type) else type(tracker))
+    owner = f"The tracker {name!r}{_distribution_of(tracker)}"
     if isinstance(error, NotTaken):
-        text = f"The tracker {name!r}{owner} did not take all of {stage.partition(' of ')[0]}: {error}."
-        warnings.warn(text, RuntimeWarning, stacklevel=5)
-        return
-    what = "is switched off; the run goes on" if off else "goes on without it"
-    if "same thread" in str(error) or "different thread" in str(error):
-        hint += " Its library is bound to one thread: set `same_thread = True` in its class."
-    warnings.warn(
-        f"The tracker {name!r}{owner} raised in {stage} and {what}. "
-        f"{type(error).__name__}: {error}{hint}",
-        RuntimeWarning,
-        stacklevel=5,
-    )
+        text = f"{owner} did not take all of {stage.partition(' of ')[0]}: {error}."
+    else:
+        what = "is switched off; the run goes on" if off else "goes on without it"
+        text = f"{owner} raised in {stage} and {what}. {type(error).__name__}: {error}"
+        if "same thread" in str(error) or "different thread" in str(error):
+            text += " Its library is bound to one thread: set `same_thread = True` in its class."
+    warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+
+def _distribution_of(tracker: Asked) -> str:
+    """Return ` (distribution and version)` of the package a tracker comes from, if it is known."""
+    cls = tracker if isinstance(tracker, type) else type(tracker)
+    package = cls.__module__.partition(".")[0]
+    for record in installed().of_kind("tracker"):  # also where its files lie in a checkout
+        if record.target.replace(":", ".").split(".")[0] == package:
+            return f" ({record.distribution} {record.version})"
+    try:
+        found = importlib.metadata.packages_distributions().get(package, [])
+        return "".join(f" ({each} {importlib.metadata.version(each)})" for each in found[:1])
+    except Exception:
+        return ""

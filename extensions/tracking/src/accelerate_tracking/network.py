@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit
-
-__all__ = ["SECONDS", "unreachable"]
 
 #: How long a server may take to take a connection.
 SECONDS = 3.0
@@ -25,16 +24,14 @@ def unreachable(url: str, environ: Mapping[str, str]) -> str | None:
     answered = threading.Event()
 
     def connect() -> None:
-        try:
-            with socket.create_connection((host, port), timeout=SECONDS):
-                answered.set()
-        except OSError:
-            pass
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, port), timeout=SECONDS),
+        ):
+            answered.set()
 
     # Looking a name up takes no time limit: hence the thread.
     thread = threading.Thread(target=connect, name="reach", daemon=True)
     thread.start()
     thread.join(SECONDS)
-    if answered.is_set():
-        return None
-    return f"its server does not answer ({host}:{port})"
+    return None if answered.is_set() else f"its server does not answer ({host}:{port})"

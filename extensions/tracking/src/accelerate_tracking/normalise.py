@@ -6,6 +6,7 @@ NumPy and torch are recognised only if the script has imported them; nothing is 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import enum
@@ -14,28 +15,15 @@ import numbers
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from decimal import Decimal
 from typing import Any
-
-__all__ = [
-    "NotTaken",
-    "Reporter",
-    "each",
-    "is_foreign",
-    "is_ill",
-    "is_scalar",
-    "normalise_config",
-    "made_by",
-    "normalise_values",
-    "scalar",
-    "split",
-    "text_of",
-]
 
 #: Tensors and arrays in a config are written out up to this many elements.
 CONFIG_ELEMENTS = 1024
 
 _MISSING: Any = object()
+_TWICE = "because two entries have this name after joining with '/'"
 
 
 class Reporter:
@@ -44,22 +32,20 @@ class Reporter:
     def __init__(self) -> None:
         self._said: set[str] = set()
 
-    def report(self, key: str, problem: str) -> None:
-        """Warn about `key` unless that has been done before."""
-        if key not in self._said:
-            self._said.add(key)
-            warnings.warn(f"Not logged: {key!r} {problem}.", UserWarning, stacklevel=3)
-
     def first(self, what: str) -> bool:
         """Tell whether this is said for the first time."""
         new = what not in self._said
         self._said.add(what)
         return new
 
+    def report(self, key: str, problem: str) -> None:
+        """Warn about `key` unless that has been done before."""
+        if self.first(key):
+            warnings.warn(f"Not logged: {key!r} {problem}.", UserWarning, stacklevel=3)
+
     def note(self, text: str) -> None:
         """Warn with `text` unless that has been done before."""
-        if text not in self._said:
-            self._said.add(text)
+        if self.first(text):
             warnings.warn(text, UserWarning, stacklevel=5)
 
 
@@ -68,26 +54,24 @@ def normalise_values(
 ) -> tuple[dict[str, Any], dict[str, object]]:
     """Make the values of one `log` call plain.
 
-    Nested mappings are joined by `/`; numbers of any library and dtype, and
-    tensors and arrays of one element, become Python numbers (reading a device
-    tensor waits for it). Strings stay; paths and enums become strings.
+    Nested mappings are joined by `/`; numbers of any library and dtype, and tensors and arrays of
+    one element, become Python numbers. Strings stay; paths and enums become strings.
 
     Args:
-        values: what the caller logs.
         reporter: told which keys clash or hold None.
-        pending: if given, one-element tensors of a device are put here unread, by
-            key, and are None among the plain values.
+        pending: if given, one-element tensors of a device are put here unread, by key, and are
+            None among the plain values; else reading them waits for the device.
 
     Returns:
-        The plain values, and those that are none: tensors and arrays of several
-        elements, containers, objects of other packages. A tracker may take them.
+        The plain values, and those that are none, which a tracker may take: tensors and arrays of
+        several elements, containers, objects of other packages.
     """
     plain: dict[str, Any] = {}
     other: dict[str, object] = {}
     tensor = getattr(sys.modules.get("torch"), "Tensor", ())
     for key, value in _flatten(values, "", reporter, ()):
         if key in plain or key in other:
-            reporter.report(key, "because two entries have this name after joining with '/'")
+            reporter.report(key, _TWICE)
             continue
         if type(value) is float:  # the common case, and the step waits
             plain[key] = value
@@ -110,9 +94,7 @@ def normalise_values(
 
 
 class NotTaken(ValueError):
-    """A library did not take some of the values it was given.
-
-    It is said once, and the tracker goes on.
+    """A library did not take some values: it is said once, and the tracker goes on.
 
     Args:
         problems: what was wrong, by key.
@@ -164,16 +146,17 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str], 
         if isinstance(value, str):
             texts[key] = value
         elif isinstance(value, (bool, int, float)):
-            numbers_[key] = _as_float(value)
+            numbers_[key] = as_float(value)
         else:
             others[key] = value
     return numbers_, texts, others
 
 
-def _as_float(value: float) -> float:
+def as_float(value: float) -> float:
+    """Return a number as a float; an int beyond what a float holds as an infinity."""
     try:
         return float(value)
-    except OverflowError:  # an int beyond what a float holds
+    except OverflowError:
         return float("inf") if value > 0 else float("-inf")
 
 
@@ -181,11 +164,10 @@ def normalise_config(config: object, reporter: Reporter) -> dict[str, Any]:
     """Make a run's configuration plain.
 
     Args:
-        config: a mapping, a dataclass instance, an `argparse.Namespace`, or an
-            object with `model_dump` or `to_dict`. Nested ones are joined by `/`;
-            sequences, sets and small tensors become lists; paths, dtypes,
-            devices and dates strings; enums their values, or names; functions and classes
-            their qualified names; None stays.
+        config: a mapping, a dataclass instance, an `argparse.Namespace`, or an object with
+            `model_dump` or `to_dict`. Nested ones are joined by `/`; sequences, sets and small
+            tensors become lists; paths, dtypes, devices and dates strings; enums their values, or
+            names; functions and classes their qualified names; None stays.
         reporter: told which keys cannot be written down.
 
     Raises:
@@ -200,13 +182,14 @@ def normalise_config(config: object, reporter: Reporter) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for key, value in _flatten(fields, "", reporter, (), config=True):
         if key in plain:
-            reporter.report(key, "because two entries have this name after joining with '/'")
+            reporter.report(key, _TWICE)
             continue
-        written = _written(value, ())
-        if written is _MISSING:
-            reporter.report(key, f"cannot be written down ({_describe(value)})")
-        else:
-            plain[key] = written
+        try:
+            plain[key] = _written(value, ())
+        except _NotPlain:
+            shape = getattr(value, "shape", None)
+            what = type(value).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
+            reporter.report(key, f"cannot be written down ({what})")
     return plain
 
 
@@ -226,8 +209,8 @@ def scalar(value: object) -> Any:
         return _element(value)
     if isinstance(value, numbers.Integral):
         return int(value)
-    if isinstance(value, numbers.Real) or _is_decimal(value):
-        return float(value)  # type: ignore[arg-type]
+    if isinstance(value, (numbers.Real, Decimal)):
+        return float(value)
     return _MISSING
 
 
@@ -237,10 +220,7 @@ def is_scalar(value: object) -> bool:
 
 
 def is_foreign(value: object) -> bool:
-    """Whether `value` is, or holds, an object that neither Python, NumPy nor torch made.
-
-    Such an object is meant for a tracker that knows it: an image, a table.
-    """
+    """Whether `value` is, or holds, an object for a tracker: not of Python, NumPy or torch."""
     if isinstance(value, Mapping):
         return any(is_foreign(item) for item in value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -295,53 +275,37 @@ def _fields(value: object) -> Mapping[Any, Any] | None:
         if callable(getattr(value, method, None)):
             try:
                 dumped = getattr(value, method)()
-            except Exception:
-                # A method of that name with another meaning; its text may still do.
+            except Exception:  # it means something else by that name; its text may still do
                 return None
             return dumped if isinstance(dumped, Mapping) else None
     return None
 
 
+class _NotPlain(ValueError):
+    """A value of a config cannot be written down."""
+
+
 def _written(value: object, parents: tuple[int, ...]) -> Any:
-    if value is None:
-        return None
-    number = scalar(value)
+    """Return a value of a config as plain data, or raise `_NotPlain`."""
+    number = None if value is None else scalar(value)
     if number is not _MISSING:
         return number
     if id(value) in parents:
-        return _MISSING
+        raise _NotPlain
     inside = (*parents, id(value))
     if _is_array(value):
-        return _written_array(value)
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+            if _count(value) <= CONFIG_ELEMENTS:
+                return _written(value.tolist(), ())  # type: ignore[attr-defined]
+        raise _NotPlain
     fields = _fields(value)
     if fields is not None:
-        pairs = {str(key): _written(item, inside) for key, item in fields.items()}
-        return _MISSING if _lacks_one(pairs.values()) else pairs
+        return {str(key): _written(item, inside) for key, item in fields.items()}
     if isinstance(value, (Sequence, Set)) and not isinstance(value, (bytes, bytearray)):
-        return _written_items(value, inside)
+        items = [_written(item, inside) for item in value]
+        # A set has no order of its own; ranks and runs should agree on one.
+        return sorted(items, key=repr) if isinstance(value, Set) else items
     return _text(value)
-
-
-def _written_items(value: Iterable[object], inside: tuple[int, ...]) -> Any:
-    items = [_written(item, inside) for item in value]
-    if _lacks_one(items):
-        return _MISSING
-    # A set has no order of its own; ranks and runs should agree on one.
-    return sorted(items, key=repr) if isinstance(value, Set) else items
-
-
-def _lacks_one(items: Iterable[object]) -> bool:
-    # By identity: `in` would call the `==` of whatever is inside.
-    return any(item is _MISSING for item in items)
-
-
-def _written_array(value: Any) -> Any:
-    if _count(value) > CONFIG_ELEMENTS:
-        return _MISSING
-    try:
-        return _written(value.tolist(), ())
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return _MISSING
 
 
 def _text(value: object) -> Any:
@@ -354,21 +318,21 @@ def _text(value: object) -> Any:
         return f"{getattr(value, '__module__', '?')}.{name}"
     kind = type(value)
     # The default repr is an address: it differs between runs and says nothing.
-    if kind.__repr__ is object.__repr__ and kind.__str__ is object.__str__:
-        return _MISSING
-    if callable(getattr(value, "__next__", None)):
-        return _MISSING
+    says_nothing = kind.__repr__ is object.__repr__ and kind.__str__ is object.__str__
+    if says_nothing or callable(getattr(value, "__next__", None)):
+        raise _NotPlain
     return str(value)
 
 
+def is_tensor(value: object) -> bool:
+    """Whether `value` is a tensor of torch, which may not be imported, or be half imported."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
 def _is_array(value: object) -> bool:
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    # A module still being imported has no classes yet.
-    tensor = getattr(torch, "Tensor", None)
-    if tensor is not None and isinstance(value, tensor):
-        return True
-    array, generic = getattr(numpy, "ndarray", None), getattr(numpy, "generic", None)
-    return array is not None and generic is not None and isinstance(value, (array, generic))
+    numpy = sys.modules.get("numpy")
+    arrays = (getattr(numpy, "ndarray", ()), getattr(numpy, "generic", ()))
+    return is_tensor(value) or isinstance(value, arrays)
 
 
 def _is_on_device(value: Any) -> bool:
@@ -388,23 +352,10 @@ def _element(value: Any) -> Any:
             return item
         # The widest NumPy floats come out of `.item()` as themselves.
         return float(item) if isinstance(item, numbers.Real) or _is_array(item) else _MISSING
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError):
         # A meta tensor, for one, has a shape but no value.
         return _MISSING
 
 
 def _count(value: Any) -> int:
-    torch = sys.modules.get("torch")
-    is_tensor = torch is not None and isinstance(value, torch.Tensor)
-    return int(value.numel() if is_tensor else value.size)
-
-
-def _is_decimal(value: object) -> bool:
-    decimal = sys.modules.get("decimal")
-    return decimal is not None and isinstance(value, decimal.Decimal)
-
-
-def _describe(value: object) -> str:
-    shape = getattr(value, "shape", None)
-    kind = type(value).__name__
-    return kind if shape is None else f"{kind} of shape {tuple(shape)}"
+    return int(value.numel() if is_tensor(value) else value.size)

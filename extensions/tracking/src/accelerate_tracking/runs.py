@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass, field
@@ -9,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_core.errors import TrackerError
-
-__all__ = ["RUN_FILE", "Run", "find_runs", "read_run", "sparkline", "strict"]
+from accelerate_tracking.normalise import as_float
 
 RUN_FILE = "run.jsonl"
 
 _BARS = "▁▂▃▄▅▆▇█"
-
 
 #: What JSON has no numbers for.
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -31,7 +30,7 @@ def strict(value: Any) -> Any:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """One run as its file tells it.
 
     `status` is running (or killed, which nobody could write down), finished or failed.
@@ -53,14 +52,10 @@ class Run:
         """Return last value, its step, smallest and largest value and their number, per key."""
         found = {}
         for key, points in self.curves.items():
+            step, last = points[-1]
             finite = [value for _, value in points if math.isfinite(value)]
-            found[key] = {
-                "last": points[-1][1],
-                "step": points[-1][0],
-                "min": min(finite, default=math.nan),
-                "max": max(finite, default=math.nan),
-                "count": len(points),
-            }
+            low, high = min(finite, default=math.nan), max(finite, default=math.nan)
+            found[key] = {"last": last, "step": step, "min": low, "max": high, "count": len(points)}
         return found
 
 
@@ -81,20 +76,17 @@ def find_runs(directory: Path) -> list[Path]:
     return found
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RecordedRun:
     """Read one run; lines that are torn or of another make are passed over."""
-    run = Run(path)
+    run = RecordedRun(path)
     with (path / RUN_FILE).open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                entry = json.loads(line)
-                _take(run, entry)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                _take(run, json.loads(line))
     return run
 
 
-def _take(run: Run, entry: dict[str, Any]) -> None:
+def _take(run: RecordedRun, entry: dict[str, Any]) -> None:
     kind = entry["kind"]
     run.ended = float(entry["time"])
     if kind == "start":
@@ -110,7 +102,7 @@ def _take(run: Run, entry: dict[str, Any]) -> None:
                 points = run.curves.setdefault(key, [])
                 step = entry["step"]
                 after = points[-1][0] + 1 if points else 0
-                points.append((after if step is None else int(step), _as_float(value)))
+                points.append((after if step is None else int(step), as_float(value)))
             else:
                 run.texts[key] = str(value)
     elif kind == "text":
@@ -121,18 +113,11 @@ def _take(run: Run, entry: dict[str, Any]) -> None:
         run.files.append(entry["file"])
 
 
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an int beyond what a float holds
-        return math.inf if value > 0 else -math.inf
-
-
 def sparkline(points: list[tuple[int, float]], width: int = 40) -> str:
     """Draw a curve in one line: means of `width` pieces; a dot where nothing is finite."""
     if not points:
         return ""
-    width = max(1, min(width, len(points)))
+    width = min(width, len(points))
     means: list[float | None] = []
     for piece in range(width):
         some = points[piece * len(points) // width : (piece + 1) * len(points) // width]

@@ -16,18 +16,14 @@ from accelerate_core.builtin.no_tracking import Nothing
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.distributed.process import running
 from accelerate_core.errors import TrackerError
-
-__all__ = [
-    "VERBS",
-    "BlankTracker",
-    "GeneralTracker",
-    "IncompleteTrackerError",
-    "RunGroup",
-    "on_main_process",
-]
+from accelerate_tracking.normalise import is_foreign, made_by
 
 #: What can be logged beside values; a tracker supports a verb by having the method `log_<verb>`.
 VERBS = ("images", "table", "figure", "artifact", "text", "histogram")
+
+#: What `log_table` gets: names, and for each row a plain value of each.
+Columns = list[str]
+Rows = list[list[Any]]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,9 +46,8 @@ def on_main_process(
 ) -> Callable[Concatenate[Self_, P], R | None]:
     """Let a tracker's method run on the main process only, and return None elsewhere.
 
-    A tracker whose `main_process_only` is False runs the method on every rank.
-    No process group is started to find the rank out, so that the method may be
-    called, and `__init__` decorated, before there is an Accelerator.
+    A tracker whose `main_process_only` is False runs it on every rank. No process group is started
+    to find the rank out: `__init__` can be decorated, and called before there is an Accelerator.
     """
 
     @functools.wraps(function)
@@ -85,16 +80,13 @@ class RunGroup:
 class GeneralTracker:
     """Base of the trackers: subclass it to send metrics wherever you like.
 
-    A subclass has the class attributes `name` (a string, its name in
-    `init_kwargs`, `log_kwargs` and `get_tracker`), `requires_logging_directory`
-    (a bool) and a property `tracker` (the library's own run object), and
-    implements `store_init_configuration` and `log`; `start` and `finish` where
-    there is something to do. With `main_process_only = False` every rank has
-    one that works.
+    A subclass has the class attributes `name` (a string, its name in `init_kwargs`, `log_kwargs`
+    and `get_tracker`), `requires_logging_directory` (a bool) and a property `tracker` (the
+    library's own run object), and implements `store_init_configuration` and `log`; `start` and
+    `finish` where there is something to do.
 
-    One named in `log_with` by class is built by `init_trackers` as
-    `cls(project_name, **init_kwargs)`, or `cls(project_name, logging_dir,
-    **init_kwargs)` if it requires a directory.
+    One named in `log_with` by class is built by `init_trackers` as `cls(project_name,
+    **init_kwargs)`, or `cls(project_name, logging_dir, **init_kwargs)` if it requires a directory.
 
     `start` and `store_init_configuration` are called by the thread that calls
     `init_trackers`; `log`, the verbs and `flush` by one writer thread per tracker, in
@@ -109,32 +101,14 @@ class GeneralTracker:
         log_text(name, text, step, **kwargs)
         log_histogram(name, values, step, **kwargs)             a one-dimensional array
 
+    `docs/write_a_tracker.md` has a whole one.
+
     Raises:
         IncompleteTrackerError: the subclass lacks one of the three.
-
-    Example:
-        class MemoryTracker(GeneralTracker):
-            name = "memory"
-            api_version = (1, 0)
-            requires_logging_directory = False
-
-            def __init__(self, project_name: str = "", **kwargs):
-                super().__init__()
-                self.rows = []
-
-            @property
-            def tracker(self):
-                return self.rows
-
-            def store_init_configuration(self, values):
-                self.config = values
-
-            def log(self, values, step=None, **kwargs):
-                self.rows.append((step, values))
     """
 
+    #: False: every rank has one that works.
     main_process_only: bool = True
-
     #: The version of the contract it was written for; another major one is refused by name.
     api_version: tuple[int, int] | None = None
     #: The library as pip names it, with the oldest version that will do: `name>=1.2`.
@@ -187,9 +161,16 @@ class GeneralTracker:
 
     def validate(self) -> None:
         """Raise `IncompleteTrackerError` unless the instance has all a tracker must have."""
-        missing = [what for what in _REQUIRED if not _has(self, what)]
+        cls = type(self)
+        # Looked up without evaluating: a property may only work once the run is open.
+        places = [vars(self), *map(vars, cls.__mro__)]
+        missing = [name for name in _REQUIRED if not any(name in place for place in places)]
         if missing:
-            _raise_missing(type(self), missing)
+            raise IncompleteTrackerError(
+                f"The tracker class {cls.__qualname__} ({cls.__module__}) lacks "
+                f"{' and '.join(f'`{name}`' for name in missing)}. Add "
+                f"{'; '.join(_REQUIRED[name] for name in missing)}."
+            )
 
     @classmethod
     def unusable(cls, environ: Mapping[str, str]) -> str | None:
@@ -204,12 +185,12 @@ class GeneralTracker:
             version = importlib.metadata.version(wanted.name)
         except importlib.metadata.PackageNotFoundError:
             return f"its library is not installed: pip install '{wanted}'"
-        if not wanted.specifier.contains(version, prereleases=True):
-            return (
-                f"its library is too old or too new: {wanted.name} {version}, it needs {wanted}: "
-                f"pip install -U '{wanted}'"
-            )
-        return None
+        if wanted.specifier.contains(version, prereleases=True):
+            return None
+        return (
+            f"its library is too old or too new: {wanted.name} {version}, it needs {wanted}: "
+            f"pip install -U '{wanted}'"
+        )
 
     @property
     def run_id(self) -> str | None:
@@ -223,17 +204,16 @@ class GeneralTracker:
         """Keep the run's configuration.
 
         Args:
-            values: one level deep, nested keys joined by `/`; the values are
-                Python numbers, bools, strings, None, and lists (of those, of
-                lists, of dicts).
+            values: one level deep, nested keys joined by `/`; the values are Python numbers, bools,
+                strings, None, and lists (of those, of lists, of dicts).
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record one set of values.
 
         Args:
-            values: one level deep, nested keys joined by `/`; Python numbers,
-                bools and strings, and objects for which `accepts` said yes.
+            values: one level deep, nested keys joined by `/`; Python numbers, bools and strings,
+                and objects for which `accepts` said yes.
             step: the step they belong to, or None.
             kwargs: this tracker's entry in the caller's `log_kwargs`.
         """
@@ -256,12 +236,10 @@ class GeneralTracker:
     def accepts(self, value: object) -> bool:
         """Whether `log` takes this value, which is neither a number nor a string.
 
-        Asked for media objects of other packages, tensors and arrays of several
-        elements, and containers. Default: objects of `packages`; if that is None,
-        anything but tensors, arrays, None and containers without a foreign object.
+        Asked for media objects of other packages, tensors and arrays of several elements, and
+        containers. Default: objects of `packages`; if that is None, anything but tensors, arrays,
+        None and containers without a foreign object.
         """
-        from accelerate_tracking.normalise import is_foreign, made_by
-
         return is_foreign(value) if self.packages is None else made_by(value, self.packages)
 
     def discard(self) -> None:
@@ -290,28 +268,11 @@ def _check_declared(cls: type[GeneralTracker]) -> None:
             )
 
 
-def _has(tracker: object, attribute: str) -> bool:
-    # Looked up without evaluating: a property may only work once the run is open.
-    if attribute in getattr(tracker, "__dict__", {}):
-        return True
-    return any(attribute in base.__dict__ for base in type(tracker).__mro__)
-
-
-def _raise_missing(cls: type, missing: list[str]) -> None:
-    raise IncompleteTrackerError(
-        f"The tracker class {cls.__qualname__} ({cls.__module__}) lacks "
-        + " and ".join(f"`{what}`" for what in missing)
-        + ". Add "
-        + "; ".join(_REQUIRED[what] for what in missing)
-        + "."
-    )
-
-
 class BlankTracker(GeneralTracker):
     """Does nothing, whatever it is asked: for ranks that do not track.
 
-    Any method of the real tracker or of its library's run object can be called
-    on it, so that a script needs no `if is_main_process`.
+    Any method of the real tracker or of its library's run object can be called on it, so that a
+    script needs no `if is_main_process`.
     """
 
     requires_logging_directory = False
@@ -324,10 +285,6 @@ class BlankTracker(GeneralTracker):
     def tracker(self) -> Any:
         """An object that swallows every call."""
         return Nothing(self.name)
-
-    def accepts(self, value: object) -> bool:
-        """Nothing is taken."""
-        return False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

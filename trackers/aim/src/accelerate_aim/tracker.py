@@ -8,8 +8,6 @@ from typing import Any
 
 from accelerate_tracking import GeneralTracker, each, pictures, split
 
-__all__ = ["AimTracker"]
-
 
 class AimTracker(GeneralTracker):
     """A run in the Aim repository `LOGGING_DIR/.aim`.
@@ -45,12 +43,13 @@ class AimTracker(GeneralTracker):
         return str(self.writer.hash)
 
     def start(self) -> None:
-        from aim import Run
+        import aim
 
+        self._aim: Any = aim
         options: dict[str, Any] = {"repo": self.logging_dir, "experiment": self.run_name}
         if self.resume_id is not None:
             options |= {"run_hash": self.resume_id, "force_resume": True}
-        self.writer: Any = Run(**{**options, **self._kwargs})
+        self.writer: Any = aim.Run(**{**options, **self._kwargs})
         self.writer.name = self.run_name
         if self.run_group is not None:
             self.writer.name += f" rank{self.run_group.rank}"
@@ -61,10 +60,8 @@ class AimTracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Track each value; `kwargs` go to `aim.Run.track`."""
-        from aim import Text
-
         numbers, texts, others = split(values)
-        objects = {key: Text(text) for key, text in texts.items()}
+        objects = {key: self._aim.Text(text) for key, text in texts.items()}
         each(
             {**numbers, **objects, **others},
             lambda key, value: self.writer.track(value, name=key, step=step, **kwargs),
@@ -72,16 +69,13 @@ class AimTracker(GeneralTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Track each batch as one list; `kwargs` go to `aim.Image`."""
-        from aim import Image
-
-        for name in values:
-            batch = [Image(image, **kwargs) for _, _, image in pictures({name: values[name]})]
+        for name, found in values.items():
+            images = [image for _, _, image in pictures({name: found})]
+            batch = [self._aim.Image(image, **kwargs) for image in images]
             self.writer.track(batch if len(batch) > 1 else batch[0], name=name, step=step)
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
-        from aim import Image
-
-        self.writer.track(Image(figure, **kwargs), name=name, step=step)
+        self.writer.track(self._aim.Image(figure, **kwargs), name=name, step=step)
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
         """Keep a file or directory, in `artifacts` beside the repository unless told otherwise."""
@@ -93,14 +87,10 @@ class AimTracker(GeneralTracker):
         keep(path, name, **{"block": True, **kwargs})
 
     def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
-        from aim import Text
-
-        self.writer.track(Text(text), name=name, step=step, **kwargs)
+        self.writer.track(self._aim.Text(text), name=name, step=step, **kwargs)
 
     def log_histogram(self, name: str, values: Any, step: int | None = None, **kwargs: Any) -> None:
-        from aim import Distribution
-
-        self.writer.track(Distribution(values, **kwargs), name=name, step=step)
+        self.writer.track(self._aim.Distribution(values, **kwargs), name=name, step=step)
 
     def finish(self) -> None:
         self.writer.close()

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from accelerate_core.config.truth import truth
 from accelerate_core.errors import TrackerError
-from accelerate_tracking import GeneralTracker, NotTaken, pictures, split, unreachable
+from accelerate_tracking import (
+    Columns,
+    GeneralTracker,
+    NotTaken,
+    Rows,
+    pictures,
+    split,
+    unreachable,
+)
 
-__all__ = ["ClearMLTracker"]
+_SERVER = re.compile(r"api_server[\"']?\s*[:=]\s*[\"']?([^\s\"']+)")
 
 
 class ClearMLTracker(GeneralTracker):
@@ -47,20 +55,21 @@ class ClearMLTracker(GeneralTracker):
     @classmethod
     def unusable(cls, environ: Mapping[str, str]) -> str | None:
         why = super().unusable(environ)
-        offline = environ.get("CLEARML_OFFLINE_MODE") or environ.get("TRAINS_OFFLINE_MODE") or ""
-        if why or offline.lower() in {"1", "true", "t", "yes", "y", "on"}:
+        offline = environ.get("CLEARML_OFFLINE_MODE") or environ.get("TRAINS_OFFLINE_MODE")
+        if why or truth(offline):
             return why
-        home = os.path.join(os.path.expanduser("~"), "clearml.conf")
-        if (
-            environ.get("CLEARML_API_ACCESS_KEY")
-            or Path(environ.get("CLEARML_CONFIG_FILE", home)).exists()
-        ):
-            host = environ.get("CLEARML_API_HOST")
-            # With a file the library looks up the server there.
-            if host or environ.get("CLEARML_API_ACCESS_KEY"):
-                return unreachable(host or "https://api.clear.ml", environ)
-            return _configured_unreachable(Path(environ.get("CLEARML_CONFIG_FILE", home)), environ)
-        return "it needs an account: run clearml-init, or set CLEARML_OFFLINE_MODE=1"
+        file = Path(environ.get("CLEARML_CONFIG_FILE") or Path.home() / "clearml.conf")
+        key, server = environ.get("CLEARML_API_ACCESS_KEY"), environ.get("CLEARML_API_HOST")
+        if not key and not file.exists():
+            return "it needs an account: run clearml-init, or set CLEARML_OFFLINE_MODE=1"
+        if not key and not server:
+            try:  # where the library looks it up
+                server = _SERVER.findall(file.read_text("utf-8"))[0]
+            except IndexError:
+                pass
+            except (OSError, UnicodeDecodeError):
+                return None
+        return unreachable(server or "https://api.clear.ml", environ)
 
     @property
     def tracker(self) -> Any:
@@ -114,8 +123,7 @@ class ClearMLTracker(GeneralTracker):
         problems = {}
         for key, number in numbers.items():
             if math.isfinite(number):
-                title, series = _split(key)
-                logger.report_scalar(title, series, value=number, iteration=step, **kwargs)
+                logger.report_scalar(*_split(key), value=number, iteration=step, **kwargs)
             else:
                 problems[key] = f"is {number}, which ClearML would keep as 0: it is in its log only"
                 texts[key] = str(number)
@@ -142,23 +150,16 @@ class ClearMLTracker(GeneralTracker):
             )
 
     def log_table(
-        self,
-        table_name: str,
-        columns: list[str],
-        data: list[list[Any]],
-        step: int | None = None,
-        **kwargs: Any,
+        self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        title, series = _split(table_name)
         self.task.get_logger().report_table(
-            title, series, iteration=step or 0, table_plot=[columns, *data], **kwargs
+            *_split(table_name), iteration=step or 0, table_plot=[columns, *data], **kwargs
         )
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
-        title, series = _split(name)
         options = {"report_image": True, **kwargs}
         self.task.get_logger().report_matplotlib_figure(
-            title, series, figure, iteration=step or 0, **options
+            *_split(name), figure, iteration=step or 0, **options
         )
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
@@ -172,10 +173,9 @@ class ClearMLTracker(GeneralTracker):
         import numpy
 
         counts, edges = numpy.histogram(values, bins=64)
-        title, series = _split(name)
         labels = [f"{edge:.4g}" for edge in edges[:-1]]
         self.task.get_logger().report_histogram(
-            title, series, counts.tolist(), iteration=step or 0, xlabels=labels, **kwargs
+            *_split(name), counts.tolist(), iteration=step or 0, xlabels=labels, **kwargs
         )
 
     def flush(self) -> bool:
@@ -200,11 +200,3 @@ def _split(name: str) -> tuple[str, str]:
     title, _, series = name.rpartition("/")
     # A series of its title's name is what the library makes of one without a name.
     return (title, series) if title and title != series else (name, "")
-
-
-def _configured_unreachable(file: Path, environ: Mapping[str, str]) -> str | None:
-    try:
-        found = re.search(r"api_server[\"']?\s*[:=]\s*[\"']?([^\s\"']+)", file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError):
-        return None
-    return unreachable(found[1] if found else "https://api.clear.ml", environ)

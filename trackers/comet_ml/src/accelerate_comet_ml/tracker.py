@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_tracking import GeneralTracker, pictures, split, unreachable
-
-__all__ = ["CometMLTracker"]
+from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, split, unreachable
 
 
 class CometMLTracker(GeneralTracker):
@@ -37,9 +34,7 @@ class CometMLTracker(GeneralTracker):
         why = super().unusable(environ)
         if why or environ.get("COMET_START_ONLINE", "").lower() in {"0", "false", "no"}:
             return why
-        configured = environ.get(
-            "COMET_CONFIG", os.path.join(os.path.expanduser("~"), ".comet.config")
-        )
+        configured = environ.get("COMET_CONFIG", Path.home() / ".comet.config")
         if environ.get("COMET_API_KEY") or _has_key(Path(configured)):
             server = environ.get("COMET_URL_OVERRIDE", "https://www.comet.com")
             return unreachable(server, environ)
@@ -83,12 +78,7 @@ class CometMLTracker(GeneralTracker):
             self.writer.log_image(Image.fromarray(image), name=name, step=step, **kwargs)
 
     def log_table(
-        self,
-        table_name: str,
-        columns: list[str],
-        data: list[list[Any]],
-        step: int | None = None,
-        **kwargs: Any,
+        self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
         file = table_name if table_name.endswith((".csv", ".tsv")) else f"{table_name}.csv"
         # Without a row the library looks for the width of the first one.

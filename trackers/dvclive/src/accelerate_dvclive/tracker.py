@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_tracking import GeneralTracker, each, pictures, split
-
-__all__ = ["DVCLiveTracker"]
+from accelerate_tracking import Columns, GeneralTracker, Rows, each, pictures, split
 
 
 class DVCLiveTracker(GeneralTracker):
@@ -73,18 +71,17 @@ class DVCLiveTracker(GeneralTracker):
 
     @property
     def run_id(self) -> str:
-        directory = self._options.get("dir", "dvclive") if self._live is None else self._live.dir
+        directory = self._options["dir"] if self._live is None else self._live.dir
         return str(Path(directory).absolute())
 
     def start(self) -> None:
         import dvclive  # noqa: F401  a broken library is better known now
 
-        self._live, self._options = self._given, dict(self._kwargs)
+        self._live, self._options = self._given, {"dir": "dvclive", **self._kwargs}
         if self.resume_id is not None:
             self._options |= {"dir": self.resume_id, "resume": True}
         elif self.run_group is not None:
-            directory = self._options.get("dir", "dvclive")
-            self._options["dir"] = f"{directory}/rank{self.run_group.rank}"
+            self._options["dir"] += f"/rank{self.run_group.rank}"
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self._config = values
@@ -129,12 +126,7 @@ class DVCLiveTracker(GeneralTracker):
             self.live.log_image(_file(name, step), image, **kwargs)
 
     def log_table(
-        self,
-        table_name: str,
-        columns: list[str],
-        data: list[list[Any]],
-        step: int | None = None,
-        **kwargs: Any,
+        self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
         """Save the rows as a plot of DVC, the second column over the first."""
         points = [dict(zip(columns, row, strict=True)) for row in data]

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate_tracking import GeneralTracker, pictures, split
-
-__all__ = ["MLflowTracker"]
+from accelerate_core.config.truth import truth
+from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, split
 
 #: What the server takes at once.
 METRICS_AT_ONCE, PARAMS_AT_ONCE, PARAM_LENGTH, KEY_LENGTH = 1000, 100, 6000, 250
@@ -66,8 +65,7 @@ class MLflowTracker(GeneralTracker):
         self._given_id = environ.get("MLFLOW_RUN_ID") or run_id
         tags = environ.get("MLFLOW_TAGS") or tags or {}
         self.tags = json.loads(tags) if isinstance(tags, str) else dict(tags)
-        said = environ.get("MLFLOW_NESTED_RUN", str(bool(nested_run))).strip().lower()
-        self.nested_run = said in {"1", "true", "yes", "on", "y", "t"}
+        self.nested_run = bool(truth(environ.get("MLFLOW_NESTED_RUN", nested_run)))
         self.run_name, self.description = run_name, description
         self._names: dict[str, str] = {}
 
@@ -101,10 +99,8 @@ class MLflowTracker(GeneralTracker):
         run_id = self.resume_id or self._given_id
         if mlflow.active_run() is not None and not self.nested_run and run_id is None:
             # There is an active run: another Accelerator's, or the script's own.
-            tags = {
-                **self.tags,
-                **({"mlflow.note.content": self.description} if self.description else {}),
-            }
+            note = {"mlflow.note.content": self.description} if self.description else {}
+            tags = {**self.tags, **note}
             run = self.client.create_run(experiment_id, tags=tags, run_name=self.run_name)
             self.active_run: Any = mlflow.ActiveRun(run)
             return
@@ -123,8 +119,7 @@ class MLflowTracker(GeneralTracker):
         known = self.client.get_run(self.run_id).data.params
         params = []
         for key, value in values.items():
-            text = value if isinstance(value, str) else str(value)
-            key = self._key(key)
+            key, text = self._key(key), str(value)
             if len(text) > PARAM_LENGTH:
                 text = text[:PARAM_LENGTH]
                 warnings.warn(f"mlflow keeps {PARAM_LENGTH} characters of {key!r}.", stacklevel=2)
@@ -140,12 +135,9 @@ class MLflowTracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as metrics and strings as tags; `kwargs` go to `log_batch`."""
-        self._log([(values, step)], **kwargs)
+        self.log_many([(values, step)], **kwargs)
 
-    def log_many(self, entries: Sequence[tuple[dict[str, Any], int | None]]) -> None:
-        self._log(entries)
-
-    def _log(self, entries: Sequence[tuple[dict[str, Any], int | None]], **kwargs: Any) -> None:
+    def log_many(self, entries: Sequence[tuple[dict[str, Any], int | None]], **kwargs: Any) -> None:
         from mlflow.entities import Metric
 
         metrics: list[Any] = []
@@ -168,12 +160,7 @@ class MLflowTracker(GeneralTracker):
             self.client.log_image(self.run_id, image, key=self._key(name), step=step or 0, **kwargs)
 
     def log_table(
-        self,
-        table_name: str,
-        columns: list[str],
-        data: list[list[Any]],
-        step: int | None = None,
-        **kwargs: Any,
+        self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
         """Log a table as a JSON artifact; a second one of the name is added below the first."""
         table = {name: [row[i] for row in data] for i, name in enumerate(columns)}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate_tracking import GeneralTracker, NotTaken, pictures, split, unreachable
-
-__all__ = ["SwanLabTracker"]
-
-_WITHOUT_ACCOUNT = {"offline", "local", "disabled"}
+from accelerate_tracking import (
+    Columns,
+    GeneralTracker,
+    NotTaken,
+    Rows,
+    pictures,
+    split,
+    unreachable,
+)
 
 
 class SwanLabTracker(GeneralTracker):
@@ -39,9 +42,9 @@ class SwanLabTracker(GeneralTracker):
     @classmethod
     def unusable(cls, environ: Mapping[str, str]) -> str | None:
         why = super().unusable(environ)
-        if why or environ.get("SWANLAB_MODE", "").lower() in _WITHOUT_ACCOUNT:
+        if why or environ.get("SWANLAB_MODE", "").lower() in {"offline", "local", "disabled"}:
             return why
-        folder = environ.get("SWANLAB_SAVE_DIR", os.path.join(os.path.expanduser("~"), ".swanlab"))
+        folder = environ.get("SWANLAB_SAVE_DIR", Path.home() / ".swanlab")
         if environ.get("SWANLAB_API_KEY") or (Path(folder) / ".netrc").exists():
             return unreachable(environ.get("SWANLAB_API_HOST", "https://api.swanlab.cn"), environ)
         return "it needs an account: set SWANLAB_API_KEY, or SWANLAB_MODE=offline"
@@ -58,6 +61,7 @@ class SwanLabTracker(GeneralTracker):
     def start(self) -> None:
         import swanlab
 
+        self._swanlab: Any = swanlab
         options: dict[str, Any] = {"project": self.run_name}
         if self.resume_id is not None:
             options |= {"id": self.resume_id, "resume": "allow"}
@@ -72,48 +76,33 @@ class SwanLabTracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and texts at once; `kwargs` go to `swanlab.Run.log`."""
-        import swanlab
-
         if step is not None and step < 0:
             raise NotTaken(dict.fromkeys(values, f"at step {step}: SwanLab takes none below 0"))
         values = {"".join(c if c.isprintable() else "_" for c in k): v for k, v in values.items()}
         numbers, texts, others = split(values)
-        objects = {key: swanlab.Text(text) for key, text in texts.items()}
+        objects = {key: self._swanlab.Text(text) for key, text in texts.items()}
         self.run.log({**numbers, **objects, **others}, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log each batch as one list; `kwargs` go to `swanlab.Image`."""
-        import swanlab
-
         batches = {
-            name: [swanlab.Image(image, **kwargs) for _, _, image in pictures({name: batch})]
+            name: [self._swanlab.Image(image, **kwargs) for _, _, image in pictures({name: batch})]
             for name, batch in values.items()
         }
         self.run.log(batches, step=step)
 
     def log_table(
-        self,
-        table_name: str,
-        columns: list[str],
-        data: list[list[Any]],
-        step: int | None = None,
-        **kwargs: Any,
+        self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        import swanlab
-
-        table = swanlab.echarts.Table()
+        table = self._swanlab.echarts.Table()
         table.add(columns, data)
-        self.run.log({table_name: swanlab.ECharts(table, **kwargs)}, step=step)
+        self.run.log({table_name: self._swanlab.ECharts(table, **kwargs)}, step=step)
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
-        import swanlab
-
-        self.run.log({name: swanlab.Image(figure, **kwargs)}, step=step)
+        self.run.log({name: self._swanlab.Image(figure, **kwargs)}, step=step)
 
     def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
-        import swanlab
-
-        self.run.log({name: swanlab.Text(text, **kwargs)}, step=step)
+        self.run.log({name: self._swanlab.Text(text, **kwargs)}, step=step)
 
     def flush(self) -> bool:
         return False  # its file is buffered until the end

@@ -8,9 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accelerate_tracking import GeneralTracker, each, pictures, split
-
-__all__ = ["TensorBoardTracker"]
+from accelerate_tracking import Columns, GeneralTracker, Rows, each, pictures, split
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -90,12 +88,7 @@ class TensorBoardTracker(GeneralTracker):
             self.writer.add_image(name, image, global_step=step, dataformats=layout, **kwargs)
 
     def log_table(
-        self,
-        table_name: str,
-        columns: list[str],
-        data: list[list[Any]],
-        step: int | None = None,
-        **kwargs: Any,
+        self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
         """Write the table as Markdown, which the Text tab draws as one."""
         rows = [columns, ["---"] * len(columns), *data]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 from typing import Any
 
-from accelerate_tracking import GeneralTracker, pictures
-
-__all__ = ["TrackioTracker"]
+from accelerate_tracking import Columns, GeneralTracker, Rows, pictures
 
 
 class TrackioTracker(GeneralTracker):
@@ -42,6 +41,7 @@ class TrackioTracker(GeneralTracker):
     def start(self) -> None:
         import trackio
 
+        self._trackio: Any = trackio
         options: dict[str, Any] = {"project": self.run_name, "embed": False}
         if self.resume_id is not None:
             options |= {"name": self.resume_id, "resume": "allow"}
@@ -57,34 +57,22 @@ class TrackioTracker(GeneralTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log each image by itself; `kwargs` go to `trackio.Image`."""
-        import trackio
-
-        found = {name: trackio.Image(image, **kwargs) for name, _, image in pictures(values)}
+        found = {name: self._trackio.Image(image, **kwargs) for name, _, image in pictures(values)}
         self.run.log(found, step=step)
 
     def log_table(
-        self,
-        table_name: str,
-        columns: list[str],
-        data: list[list[Any]],
-        step: int | None = None,
-        **kwargs: Any,
+        self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        import trackio
-
-        table = trackio.Table(columns=columns, data=data, **kwargs)
+        table = self._trackio.Table(columns=columns, data=data, **kwargs)
         self.run.log({table_name: table}, step=step)
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
-        import io
-
-        import trackio
         from PIL import Image
 
         file = io.BytesIO()
         figure.savefig(file, format="png")
         file.seek(0)
-        self.run.log({name: trackio.Image(Image.open(file), **kwargs)}, step=step)
+        self.run.log({name: self._trackio.Image(Image.open(file), **kwargs)}, step=step)
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
         """Keep a file or directory; `kwargs` go to `trackio.Run.log_artifact`."""
@@ -92,14 +80,10 @@ class TrackioTracker(GeneralTracker):
         self.run.log_artifact(path, **{"name": name, "type": "file", **kwargs})
 
     def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
-        import trackio
-
-        self.run.log({name: trackio.Markdown(text, **kwargs)}, step=step)
+        self.run.log({name: self._trackio.Markdown(text, **kwargs)}, step=step)
 
     def log_histogram(self, name: str, values: Any, step: int | None = None, **kwargs: Any) -> None:
-        import trackio
-
-        self.run.log({name: trackio.Histogram(values, **kwargs)}, step=step)
+        self.run.log({name: self._trackio.Histogram(values, **kwargs)}, step=step)
 
     def flush(self) -> bool:
         """Write out what its thread has queued; a Space gives no such promise."""

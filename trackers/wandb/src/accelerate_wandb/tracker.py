@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from accelerate_tracking import GeneralTracker, pictures, unreachable
-
-__all__ = ["WandBTracker"]
-
-_WITHOUT_ACCOUNT = {"offline", "dryrun", "disabled"}
+from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, unreachable
 
 
 class WandBTracker(GeneralTracker):
@@ -48,7 +44,7 @@ class WandBTracker(GeneralTracker):
     def unusable(cls, environ: Mapping[str, str]) -> str | None:
         why = super().unusable(environ)
         mode = environ.get("WANDB_MODE") or _setting(environ, "mode")
-        if why or mode.lower() in _WITHOUT_ACCOUNT:
+        if why or mode.lower() in {"offline", "dryrun", "disabled"}:
             return why
         server = environ.get("WANDB_BASE_URL") or _setting(environ, "base_url")
         server = server or "https://api.wandb.ai"
@@ -68,6 +64,7 @@ class WandBTracker(GeneralTracker):
     def start(self) -> None:
         import wandb
 
+        self._wandb: Any = wandb
         options: dict[str, Any] = {"project": self.run_name}
         if self.resume_id is not None:
             options |= {"id": self.resume_id, "resume": "allow"}
@@ -98,40 +95,28 @@ class WandBTracker(GeneralTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log each batch as one list of images; `kwargs` go to `wandb.Image`."""
-        import wandb
-
-        found: dict[str, list[Any]] = {name: [] for name in values}
-        for name in values:
-            for _, _, image in pictures({name: values[name]}):
-                found[name].append(wandb.Image(image, **kwargs))
+        found = {
+            name: [self._wandb.Image(image, **kwargs) for _, _, image in pictures({name: batch})]
+            for name, batch in values.items()
+        }
         self.log(found, step)
 
     def log_table(
-        self,
-        table_name: str,
-        columns: list[str],
-        data: list[list[Any]],
-        step: int | None = None,
-        **kwargs: Any,
+        self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        import wandb
-
         # Columns of several types, and None, are refused otherwise.
         options = {"allow_mixed_types": True, **kwargs}
-        self.log({table_name: wandb.Table(columns=columns, data=data, **options)}, step)
+        self.log({table_name: self._wandb.Table(columns=columns, data=data, **options)}, step)
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
         import matplotlib.pyplot  # noqa: F401  the library takes it to be imported
-        import wandb
 
-        self.log({name: wandb.Image(figure, **kwargs)}, step)
+        self.log({name: self._wandb.Image(figure, **kwargs)}, step)
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
         """Log a file or directory; `kwargs` go to `wandb.Artifact`."""
-        import wandb
-
         name = re.sub(r"[^a-zA-Z0-9_.\-]+", "_", name)[:128]
-        artifact = wandb.Artifact(**{"name": name, "type": "file", **kwargs})
+        artifact = self._wandb.Artifact(**{"name": name, "type": "file", **kwargs})
         add = artifact.add_dir if Path(path).is_dir() else artifact.add_file
         add(path)
         self.run.log_artifact(artifact)
@@ -140,9 +125,7 @@ class WandBTracker(GeneralTracker):
         self.log({name: text}, step, **kwargs)
 
     def log_histogram(self, name: str, values: Any, step: int | None = None, **kwargs: Any) -> None:
-        import wandb
-
-        self.log({name: wandb.Histogram(values, **kwargs)}, step)
+        self.log({name: self._wandb.Histogram(values, **kwargs)}, step)
 
     def flush(self) -> bool:
         return False  # the library's own process writes, and tells nobody when

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from accelerate_core.builtin.console import console
-
-if TYPE_CHECKING:
-    from accelerate_tracking.runs import Run
-
-__all__ = ["command"]
+from accelerate_core.errors import TrackerError, did_you_mean, listing
+from accelerate_tracking.runs import RecordedRun, find_runs, read_run, sparkline, strict
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _STYLES = {"finished": "green", "failed": "red", "running": "yellow"}
@@ -36,12 +33,11 @@ def show(
     directory: Path, keys: tuple[str, ...], png: Path | None, with_config: bool, as_json: bool
 ) -> None:
     """Print the last values and the curves of the runs in DIRECTORY or below."""
-    from accelerate_tracking.runs import find_runs, read_run, strict
-
     runs = [read_run(path) for path in find_runs(directory)]
     _choose(directory, runs, keys)
     if as_json:
-        click.echo(json.dumps(strict([_plain(run) for run in runs]), indent=1, allow_nan=False))
+        plain = [asdict(run) | {"path": str(run.path), "summary": run.summary()} for run in runs]
+        click.echo(json.dumps(strict(plain), indent=1, allow_nan=False))
     else:
         for run in runs:
             _print(run, with_config)
@@ -50,12 +46,8 @@ def show(
         click.echo(f"The curves are in {png}.", err=as_json)
 
 
-def _choose(directory: Path, runs: list[Run], keys: tuple[str, ...]) -> None:
+def _choose(directory: Path, runs: list[RecordedRun], keys: tuple[str, ...]) -> None:
     """Leave the values that were asked for; one that no run has is an error."""
-    from fnmatch import fnmatchcase
-
-    from accelerate_core.errors import TrackerError, did_you_mean, listing
-
     known = list(dict.fromkeys(name for run in runs for name in run.curves))
     for key in keys:
         if not any(fnmatchcase(name, key) for name in known):
@@ -63,33 +55,21 @@ def _choose(directory: Path, runs: list[Run], keys: tuple[str, ...]) -> None:
                 f"{directory} has no value {key!r}; there is {listing(known)}."
                 f"{did_you_mean(key, known)}"
             )
-    if keys:
-        for run in runs:
-            run.curves = {
-                name: points
-                for name, points in run.curves.items()
-                if any(fnmatchcase(name, key) for key in keys)
-            }
+    for run in runs if keys else ():
+        run.curves = {
+            name: points
+            for name, points in run.curves.items()
+            if any(fnmatchcase(name, key) for key in keys)
+        }
 
 
-def _plain(run: Run) -> dict[str, Any]:
-    return {**asdict(run), "path": str(run.path), "summary": run.summary()}
-
-
-def _print(run: Run, with_config: bool) -> None:
+def _print(run: RecordedRun, with_config: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from accelerate_tracking.runs import sparkline
-
     out = console()
-    title = Text.assemble(
-        (str(run.path), "bold"),
-        "  ",
-        (run.status, _STYLES.get(run.status, "")),
-        f"  {_when(run)}",
-    )
-    out.print(title)
+    status = (run.status, _STYLES.get(run.status, ""))
+    out.print(Text.assemble((str(run.path), "bold"), "  ", status, f"  {_when(run)}"))
     if with_config:
         for key, value in run.config.items():
             out.print(Text(f"  {key} = {value!r}"))
@@ -104,14 +84,14 @@ def _print(run: Run, with_config: bool) -> None:
         out.print("  no values")
 
 
-def _when(run: Run) -> str:
+def _when(run: RecordedRun) -> str:
     if run.started is None:
         return ""
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))
     return f"{begun}, {(run.ended or run.started) - run.started:.0f} s"
 
 
-def _draw(runs: list[Run], png: Path) -> None:
+def _draw(runs: list[RecordedRun], png: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
