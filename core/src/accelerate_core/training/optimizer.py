@@ -47,7 +47,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __reduce__(self) -> Any:
         # What belongs to this run stays here: a pickle or a copy is of the user's own optimizer.
-        return _plain, (self.optimizer,)
+        return plain, (self.optimizer,)
 
     state: Any = attribute("optimizer.state", "State per parameter.", settable=True)
     param_groups: list[dict[str, Any]] = attribute(
@@ -99,5 +99,6 @@ class AcceleratedOptimizer(Optimizer):
         getattr(self.optimizer, "eval", lambda: None)()
 
 
-def _plain(inner: Any) -> Any:
+def plain(inner: Any) -> Any:
+    """Return what a wrapper was pickled as: the user's own object."""
     return inner

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelerate_core.delegation import method
+from accelerate_core.delegation import attribute, method
 from accelerate_core.training.gradient_state import GradientState
-from accelerate_core.training.optimizer import AcceleratedOptimizer
+from accelerate_core.training.optimizer import AcceleratedOptimizer, plain
 
 
 class AcceleratedScheduler:
@@ -41,6 +41,9 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self._at_a_time = 1 if split_batches else num_processes
 
+    #: A backend that wraps schedulers itself has them pointed at another optimizer, too.
+    optimizer: Any = attribute("scheduler.optimizer", "Whose rates it sets.", settable=True)
+
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":
             raise AttributeError(name)
@@ -48,7 +51,7 @@ class AcceleratedScheduler:
 
     def __reduce__(self) -> Any:
         # As for optimizers: a pickle or a copy is of the user's own scheduler.
-        return _plain, (self.scheduler,)
+        return plain, (self.scheduler,)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step as the optimizer did; arguments (a metric, an epoch) are passed on."""
@@ -74,7 +77,3 @@ class AcceleratedScheduler:
     get_last_lr = method("scheduler", LRScheduler.get_last_lr)
     state_dict = method("scheduler", LRScheduler.state_dict)
     load_state_dict = method("scheduler", LRScheduler.load_state_dict)
-
-
-def _plain(inner: Any) -> Any:
-    return inner
