@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import PrepareError
 from accelerate_core.plugins import discovery, selection
 from accelerate_core.plugins.discovery import PluginRecord
+from accelerate_core.training.scheduler import AcceleratedScheduler
 
 X, Y = torch.randn(16, 4), torch.randn(16, 2)
 
@@ -185,11 +187,44 @@ def test_schedulers_follow_an_optimizer_that_took_anothers_place(chained: bool) 
         )
     model, optimizer, scheduler = accelerator.prepare(net, sgd, decay)
     assert optimizer.optimizer is not sgd
-    for _ in range(2):
-        accelerator.backward(mse_loss(model(X), Y))
-        optimizer.step()
-        scheduler.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's about optimizer.step() that it has not marked
+        for _ in range(2):
+            accelerator.backward(mse_loss(model(X), Y))
+            optimizer.step()
+            scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_repointed_scheduler_that_steps_too_early_is_told() -> None:
+    accelerator = Accelerator(cpu=True, backend=Replaces)
+    net = nn.Linear(4, 2)
+    sgd = torch.optim.SGD(net.parameters(), 1.0)
+    decay = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    _, optimizer, scheduler = accelerator.prepare(net, sgd, decay)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
+        scheduler.step()
+
+
+class Wraps(Replaces):
+    """Wraps schedulers itself, as a backend does that steps them at a pace of its own."""
+
+    def prepare_scheduler(self, accelerator: Any, scheduler: Any) -> Any:
+        return AcceleratedScheduler(scheduler, [], gradient_state=accelerator.gradient_state)
+
+
+def test_a_scheduler_that_a_backend_has_wrapped_follows_too() -> None:
+    accelerator = Accelerator(cpu=True, backend=Wraps)
+    net = nn.Linear(4, 2)
+    sgd = torch.optim.SGD(net.parameters(), 1.0)
+    decay = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    model, optimizer, scheduler = accelerator.prepare(net, sgd, decay)
+    accelerator.backward(mse_loss(model(X), Y))
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert scheduler.scheduler.optimizer is optimizer.optimizer
 
 
 # --- an engine that owns forward and backward ----------------------------------------------------

@@ -18,7 +18,7 @@ from accelerate_core import Accelerator, ParallelismConfig
 from accelerate_core.errors import CheckpointError, ConfigurationError, PrepareError
 from accelerate_core.utils import GradientAccumulationPlugin, set_seed
 from accelerate_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from accelerate_deepspeed.reading import merge
+from accelerate_deepspeed.checkpoint_files import merge
 from accelerate_deepspeed.zero import GatheredParameters
 
 ADAM = torch.optim.AdamW
@@ -929,10 +929,10 @@ def what_is_no_such_checkpoint_is_refused_on_all_ranks() -> None:
     accelerator.wait_for_everyone()
     with pytest.raises(CheckpointError):
         accelerator.load_state(target)  # the manifest knows
-    from accelerate_deepspeed import states
+    from accelerate_deepspeed import checkpoint
 
     with pytest.raises(CheckpointError, match="Evil"):
-        states.load(accelerator, target / "backend_deepspeed", {})
+        checkpoint.load(accelerator, target / "backend_deepspeed", {})
     assert not Evil.made
 
 

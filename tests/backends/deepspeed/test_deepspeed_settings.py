@@ -19,11 +19,11 @@ from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.errors import CheckpointError, ConfigurationError
 from accelerate_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
 from accelerate_deepspeed import automatic as steps
+from accelerate_deepspeed.checkpoint_files import merge
 from accelerate_deepspeed.cli import command
 from accelerate_deepspeed.optimizers import check_compiler, needs_build
-from accelerate_deepspeed.reading import merge
 
-RUN = steps.Run(data_ranks=2, all_ranks=2, accumulation=4, micro_batch=8)
+RUN = steps.RunSizes(data_ranks=2, all_ranks=2, accumulation=4, micro_batch=8)
 
 
 def settled(config=None, **fields) -> HfDeepSpeedConfig:
@@ -120,13 +120,17 @@ def test_a_file_with_a_list_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"zero_stage": 4}, "one of 0, 1, 2, 3"),
-        ({"offload_optimizer_device": "gpu"}, "allowed are"),
-        ({"gradient_clipping": "much"}, "takes a number"),
+        ({"zero_stage": 4}, r"zero_stage=4\): .*less than or equal to 3"),
+        ({"offload_optimizer_device": "gpu"}, "should be 'none', 'cpu' or 'nvme'"),
+        ({"gradient_clipping": "much"}, r"gradient_clipping.*'much'.*a valid number"),
+        ({"gradient_clipping": -1.0}, "at least 0"),
         ({"gradient_accumulation_steps": 0}, "at least 1"),
         ({"enable_msamp": True}, "not maintained"),
         ({"multinode_launcher": "pdhs"}, "Did you mean 'pdsh'"),
-        ({"offload_param_device": "nvme", "zero_stage": 3}, "needs offload_param_nvme_path"),
+        (
+            {"offload_param_device": "nvme", "zero_stage": 3},
+            r"\(offload_param_nvme_path\): offload needs",
+        ),
         (
             {
                 "offload_param_device": "nvme",

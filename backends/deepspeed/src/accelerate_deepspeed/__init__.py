@@ -2,7 +2,7 @@
 
 from accelerate_deepspeed.backend import DeepSpeedBackend
 from accelerate_deepspeed.config import HfDeepSpeedConfig
-from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
+from accelerate_deepspeed.optimizers import DummyOptim, DummyScheduler
 from accelerate_deepspeed.settings import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
 
 __all__ = [

@@ -6,55 +6,37 @@ Nothing here imports deepspeed, so that a config can be shown and checked where 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate_core import GradScalerKwargs, origin_of
 from accelerate_core.errors import ConfigurationError
 from accelerate_deepspeed.config import AUTO, HfDeepSpeedConfig
-from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
-from accelerate_deepspeed.settings import DeepSpeedPlugin, check_nvme
+from accelerate_deepspeed.optimizers import DummyOptim, DummyScheduler
+from accelerate_deepspeed.settings import DeepSpeedPlugin
 
-__all__ = [
-    "Run",
-    "accumulation_of",
-    "own_precision",
-    "settle_batches",
-    "settle_fields",
-    "settle_optimizer",
-    "settle_precision",
-    "settle_rest",
-    "settle_sizes",
-]
-
-_OFFLOAD = "zero_optimization.offload_"
-#: Field of the plugin -> name in the config.
-_NAMES = {
-    "zero_stage": "zero_optimization.stage",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "offload_optimizer_device": f"{_OFFLOAD}optimizer.device",
-    "offload_param_device": f"{_OFFLOAD}param.device",
-    "offload_optimizer_nvme_path": f"{_OFFLOAD}optimizer.nvme_path",
-    "offload_param_nvme_path": f"{_OFFLOAD}param.nvme_path",
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-}
-#: What "auto" means where no field says anything; None removes the key.
-_DEFAULTS: dict[str, Any] = {
-    "zero_stage": 2,
-    "gradient_clipping": 0.0,
-    "offload_optimizer_device": "none",
-    "offload_param_device": "none",
-    "offload_optimizer_nvme_path": None,
-    "offload_param_nvme_path": None,
-    "zero3_save_16bit_model": False,
-}
+#: Field of the plugin -> name in the config, and what "auto" means where the field says nothing:
+#: None removes the key, AUTO leaves it to `prepare`.
+_FIELDS: dict[str, tuple[str, Any]] = {
+    "zero_stage": ("zero_optimization.stage", 2),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", AUTO),
+    "gradient_clipping": ("gradient_clipping", 0.0),
+    "offload_optimizer_device": ("zero_optimization.offload_optimizer.device", "none"),
+    "offload_param_device": ("zero_optimization.offload_param.device", "none"),
+    "offload_optimizer_nvme_path": ("zero_optimization.offload_optimizer.nvme_path", None),
+    "offload_param_nvme_path": ("zero_optimization.offload_param.nvme_path", None),
+    "zero3_save_16bit_model": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save", False
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a config needs to know of a run.
+class RunSizes:
+    """The numbers of a run that batch sizes follow from.
 
     Attributes:
         data_ranks: ranks with different samples.
@@ -78,11 +60,14 @@ def settle_fields(plugin: DeepSpeedPlugin) -> None:
     """
     config: HfDeepSpeedConfig = plugin.hf_ds_config
     bare = not config.config
-    for field, name in _NAMES.items():
+    for field, (name, default) in _FIELDS.items():
         value = getattr(plugin, field)
-        if value is None or value == AUTO:
-            continue
-        if config.has(name) and not config.is_auto(name):
+        if value in (None, AUTO):
+            if config.is_auto(name) and default is None:
+                config.del_config_sub_tree(name)
+            elif config.is_auto(name) and default != AUTO:
+                config.set_value(name, default, f"default of {field}")
+        elif config.has(name) and not config.is_auto(name):
             there = config.get_value(name)
             if not _same(value, there):
                 raise ConfigurationError(
@@ -90,15 +75,8 @@ def settle_fields(plugin: DeepSpeedPlugin) -> None:
                     f"{name}={there!r} (of {config.origin}). Remove one of them, or write "
                     '"auto" in the config.'
                 )
-        elif not (value == "none" and not config.has(name)):
+        elif config.has(name) or value != "none":
             config.set_value(name, value, f"{field} from {origin_of(plugin, field)}")
-    for field, default in _DEFAULTS.items():
-        name = _NAMES[field]
-        if config.is_auto(name):
-            if default is None:
-                config.del_config_sub_tree(name)
-            else:
-                config.set_value(name, default, f"default of {field}")
     if not config.has("gradient_clipping"):
         # DeepSpeed's own default is 1.0, which no loop asked for.
         config.set_value("gradient_clipping", 0.0, "the loop clips, or nobody")
@@ -107,9 +85,10 @@ def settle_fields(plugin: DeepSpeedPlugin) -> None:
     config.choices("zero_optimization.stage", (0, 1, 2, 3))
     for field in ("zero_stage", "offload_optimizer_device", "offload_param_device"):
         # What the config says is to be seen in the plugin, too.
-        if getattr(plugin, field) is None and config.has(_NAMES[field]):
-            setattr(plugin, field, config.get_value(_NAMES[field]))
-    _whole(config, "gradient_accumulation_steps")
+        name, _ = _FIELDS[field]
+        if getattr(plugin, field) is None and config.has(name):
+            setattr(plugin, field, config.get_value(name))
+    accumulation_of(config)
     limit = config.get_value("gradient_clipping")
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
         raise ConfigurationError(
@@ -129,26 +108,28 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _check_offload(config: HfDeepSpeedConfig) -> None:
-    for kind, stages in (("optimizer", (1, 2, 3)), ("param", (3,))):
-        section = f"{_OFFLOAD}{kind}"
-        device = config.get_value(f"{section}.device", "none")
+    for kind in ("optimizer", "param"):
+        section = f"zero_optimization.offload_{kind}"
+        name = f"{section}.device"
+        config.choices(name, ("none", "cpu", "nvme"))
+        device = config.get_value(name, "none")
         if device in (None, "none"):
             continue
-        config.choices(f"{section}.device", ("none", "cpu", "nvme"))
-        if config.stage not in stages:
-            needs = "stage 3" if stages == (3,) else "stage 1, 2 or 3"
+        if config.stage < (least := 3 if kind == "param" or device == "nvme" else 1):
             raise ConfigurationError(
-                f"{section}.device={device!r} ({config.where(section + '.device')}) needs ZeRO "
-                f"{needs}; the stage is {config.stage} "
+                f"{name}={device!r} ({config.where(name)}) needs ZeRO "
+                f"{'stage 3' if least == 3 else 'stage 1, 2 or 3'}; the stage is {config.stage} "
                 f"({config.where('zero_optimization.stage')})."
             )
         if device == "nvme":
-            if config.stage != 3:
-                raise ConfigurationError(
-                    f"{section}.device='nvme' ({config.where(section + '.device')}) needs ZeRO "
-                    f"stage 3; the stage is {config.stage}."
-                )
-            check_nvme(config.get_value(f"{section}.nvme_path"), f"{section}.nvme_path")
+            path = config.get_value(f"{section}.nvme_path")
+            shown = f"{section}.nvme_path={path!r} (offload_{kind}_nvme_path)"
+            if path in (None, ""):
+                raise ConfigurationError(f"{shown}: offload needs a directory on a fast disk.")
+            if not Path(path).is_dir():
+                raise ConfigurationError(f"{shown} is no directory; make it first.")
+            if not os.access(path, os.W_OK):
+                raise ConfigurationError(f"{shown} cannot be written to.")
 
 
 def accumulation_of(config: HfDeepSpeedConfig) -> int | None:
@@ -156,32 +137,48 @@ def accumulation_of(config: HfDeepSpeedConfig) -> int | None:
     return _whole(config, "gradient_accumulation_steps")
 
 
+def check_accumulation(config: HfDeepSpeedConfig, steps: Any) -> int | None:
+    """Return the accumulation steps of fields or config, which must not contradict the run's.
+
+    Args:
+        steps: value and origin of the run's.
+
+    Raises:
+        ConfigurationError: they do.
+    """
+    there = accumulation_of(config)
+    given = steps.origin not in ("default", "backend deepspeed")
+    if there is not None and given and steps.value != there:
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={steps.value} (from {steps.origin}) contradicts "
+            f"{there} ({config.where('gradient_accumulation_steps')}). Remove one of them, "
+            'or write "auto" in the config.'
+        )
+    return there
+
+
 # --- precision ------------------------------------------------------------------------------------
 
-_HALF = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-_AUTOCAST = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
+_PRECISIONS = {"fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 
 
 def own_precision(config: HfDeepSpeedConfig) -> tuple[str, str] | None:
     """Return the precision a config switches on, and where; None if it leaves that to the run."""
-    found: dict[str, str] = {}
-    for section, precision in _HALF.items():
-        if config.is_true(f"{section}.enabled"):
-            found[f"{section}.enabled"] = precision
+    sections = ("fp16", "bf16", "bfloat16")
+    names = {f"{section}.enabled": _PRECISIONS[section] for section in sections}
+    found = {name: precision for name, precision in names.items() if config.is_true(name)}
     if config.is_true("torch_autocast.enabled"):
         dtype = str(config.get_value("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
-        if dtype not in _AUTOCAST:
+        if dtype not in _PRECISIONS:
             raise ConfigurationError(
                 f"torch_autocast.dtype={dtype!r} of {config.origin} is none of bfloat16 and float16."
             )
-        found["torch_autocast.enabled"] = _AUTOCAST[dtype]
+        found["torch_autocast.enabled"] = _PRECISIONS[dtype]
     if len(found) > 1:
         raise ConfigurationError(
             f"{' and '.join(found)} are both on in {config.origin}; switch one of them on."
         )
-    for name, precision in found.items():
-        return precision, name
-    return None
+    return next(((precision, name) for name, precision in found.items()), None)
 
 
 def settle_precision(
@@ -287,7 +284,7 @@ def _settle_scale(config: HfDeepSpeedConfig, scaling: GradScalerKwargs | None, a
 # --- batches --------------------------------------------------------------------------------------
 
 
-def settle_batches(config: HfDeepSpeedConfig, run: Run) -> None:
+def settle_batches(config: HfDeepSpeedConfig, run: RunSizes) -> None:
     """Resolve the three batch sizes, of which each follows from the other two.
 
     Raises:
@@ -379,81 +376,98 @@ def settle_optimizer(
         ConfigurationError: two of one kind, or a stand-in for nothing.
     """
     dummy = optimizer if isinstance(optimizer, DummyOptim) else None
+    makes = dummy is not None and dummy.optimizer_callable is not None
     if config.has("optimizer"):
         if optimizer is not None and dummy is None:
             raise ConfigurationError(
                 f"{config.origin} has an optimizer, and prepare got a "
                 f"{type(optimizer).__name__}, too: remove one, or prepare DummyOptim(parameters)."
             )
-        for key, value in (config.get_value("optimizer.params") or {}).items():
-            name = f"optimizer.params.{key}"
-            if value == AUTO:
-                known = {} if dummy is None else {
-                    "lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs
-                }  # fmt: skip
-                _fill(config, name, known.get(key), "DummyOptim")
-        if dummy is not None and dummy.optimizer_callable is not None:
+        if makes:
             raise ConfigurationError(
                 f"{config.origin} has an optimizer, and DummyOptim an optimizer_callable, too: "
                 "remove one."
             )
-    elif dummy is not None and dummy.optimizer_callable is None:
+        known: dict[str, Any] = {}
+        if dummy is not None:
+            known = {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs}
+        _fill(config, "optimizer", known, "DummyOptim")
+    elif dummy is not None and not makes:
         raise ConfigurationError(
             f"DummyOptim stands for the optimizer of a DeepSpeed config, and {config.origin} has "
             "none: add the section, or prepare a torch optimizer."
         )
-    _settle_scheduler(config, scheduler, dummy, 1 if split else data_ranks)
+    lr = config.get_value("optimizer.params.lr") if dummy is None else dummy.lr
+    _settle_scheduler(config, scheduler, lr, 1 if split else data_ranks)
 
 
-def _settle_scheduler(
-    config: HfDeepSpeedConfig, scheduler: Any, optimizer: DummyOptim | None, parts: int
-) -> None:
+def _settle_scheduler(config: HfDeepSpeedConfig, scheduler: Any, lr: Any, parts: int) -> None:
     dummy = scheduler if isinstance(scheduler, DummyScheduler) else None
-    made = dummy is not None and dummy.lr_scheduler_callable is not None
+    makes = dummy is not None and dummy.lr_scheduler_callable is not None
     if config.has("scheduler"):
-        if (scheduler is not None and dummy is None) or made:
+        if (scheduler is not None and dummy is None) or makes:
             raise ConfigurationError(
                 f"{config.origin} has a scheduler, and prepare got one, too: remove one, or "
                 "prepare DummyScheduler(optimizer)."
             )
-        known: dict[str, Any] = {"warmup_min_lr": 0.0}
-        lr = config.get_value("optimizer.params.lr") if optimizer is None else optimizer.lr
-        known["warmup_max_lr"] = known["cycle_max_lr"] = lr
+        known = {"warmup_min_lr": 0.0, "warmup_max_lr": lr, "cycle_max_lr": lr}
         if dummy is not None:
             known |= dummy.kwargs
             known["warmup_num_steps"] = math.ceil(dummy.warmup_num_steps / parts)
             if dummy.total_num_steps is not None:
                 known["total_num_steps"] = math.ceil(dummy.total_num_steps / parts)
-        for key, value in (config.get_value("scheduler.params") or {}).items():
-            if value == AUTO:
-                _fill(config, f"scheduler.params.{key}", known.get(key), "DummyScheduler")
-    elif dummy is not None and not made:
+        _fill(config, "scheduler", known, "DummyScheduler")
+    elif dummy is not None and not makes:
         raise ConfigurationError(
             f"DummyScheduler stands for the scheduler of a DeepSpeed config, and {config.origin} "
             "has none: add the section, give lr_scheduler_callable, or prepare a torch scheduler."
         )
 
 
-def _fill(config: HfDeepSpeedConfig, name: str, value: Any, by: str) -> None:
-    if value is None:
-        raise ConfigurationError(
-            f'{name} is "auto" in {config.origin}, and no {by} says what it is: write a value.'
-        )
-    config.set_value(name, value, by)
+def _fill(config: HfDeepSpeedConfig, section: str, known: dict[str, Any], by: str) -> None:
+    for key, value in (config.get_value(f"{section}.params") or {}).items():
+        name = f"{section}.params.{key}"
+        if value == AUTO and known.get(key) is None:
+            raise ConfigurationError(
+                f'{name} is "auto" in {config.origin}, and no {by} says what it is: write a value.'
+            )
+        if value == AUTO:
+            config.set_value(name, known[key], by)
 
 
 #: Values of DeepSpeed's own for which "auto" is a meaning.
 _ITS_OWN = ("data_types.", "expert_parallel.", "elasticity.", "autotuning.", "tensor_parallel.")
 
 
-def settle_rest(config: HfDeepSpeedConfig, names: Iterable[str] | None = None) -> None:
+def settle_rest(config: HfDeepSpeedConfig) -> None:
     """Refuse what is still "auto".
 
     Raises:
         ConfigurationError: by name.
     """
-    for name in config.autos() if names is None else names:
+    for name in config.autos():
         if not name.startswith(_ITS_OWN):
             raise ConfigurationError(
                 f'{name} is "auto" in {config.origin}, and nothing says what it is: write a value.'
             )
+
+
+def settle_engine(config: HfDeepSpeedConfig, prepared: bool) -> None:
+    """Set what this backend needs of the engine: its `step()` is the boundary."""
+    name = "managed_gradient_accumulation"
+    if config.is_true(name):
+        raise ConfigurationError(
+            f"{name}=true ({config.where(name)}) lets DeepSpeed count micro-batches; here the "
+            "loop says when to step. Leave it out."
+        )
+    config.set_value(name, False, "the loop says when to step")
+    overlap = "zero_optimization.overlap_comm"
+    if config.stage == 1 and config.is_true(overlap):
+        raise ConfigurationError(
+            f"{overlap}=true ({config.where(overlap)}) cannot be with stage 1 and a loop that "
+            "says when to step; use stage 2, or leave it out."
+        )
+    if prepared and not config.has("zero_allow_untested_optimizer"):
+        config.set_value("zero_allow_untested_optimizer", True, "an optimizer was prepared")
+    if not config.has("steps_per_print"):
+        config.set_value("steps_per_print", 2**31, "progress is the loop's to print")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,20 +20,27 @@ from accelerate_core import (
     ParallelismConfig,
     Request,
 )
+from accelerate_core.builtin.compile import compile_model
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_core.training.forward import wrap_forward
-from accelerate_deepspeed import automatic, engines, half, library, states, zero
-from accelerate_deepspeed.boundary import joint_norm
-from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
-from accelerate_deepspeed.sequence import Ulysses
+from accelerate_deepspeed import automatic, checkpoint, library
+from accelerate_deepspeed.config import HfDeepSpeedConfig
+from accelerate_deepspeed.engines import (
+    DeepSpeedEngineWrapper,
+    Engines,
+    TrainedEngine,
+    agree_on_scale,
+)
+from accelerate_deepspeed.optimizers import DummyOptim, DummyScheduler
+from accelerate_deepspeed.prepare import Job, assign, make_engine, micro_batch, trains_something
+from accelerate_deepspeed.sequence import TransformersUlysses
 from accelerate_deepspeed.settings import (
     DeepSpeedPlugin,
     DeepSpeedSequenceParallelConfig,
     set_active,
+    tell_transformers,
 )
-
-__all__ = ["DeepSpeedBackend"]
 
 
 class DeepSpeedBackend(Backend):
@@ -43,7 +50,7 @@ class DeepSpeedBackend(Backend):
     api_version = (1, 0)
     reduces_gradients = "engine"
     supports: ClassVar[Mapping[str, Any]] = {
-        "accepts": ("autocast", "modules", "loss_scaling"),
+        "accepts": ("autocast", "modules"),
         "precisions": ("no", "bf16", "fp16"),
         "mesh": ("dp_shard", "tp", "sp"),
         "devices": None,
@@ -53,6 +60,7 @@ class DeepSpeedBackend(Backend):
         "gradients": False,
         "several_models": True,
     }
+    owns: ClassVar[frozenset[str]] = frozenset({"device_placement", "optimizer", "checkpoint"})
     needs_group = True
     compile_at = "own"
     Settings = DeepSpeedPlugin
@@ -68,17 +76,17 @@ class DeepSpeedBackend(Backend):
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         super().__init__(settings or DeepSpeedPlugin(), handlers)
         self._scaling = next((h for h in handlers if isinstance(h, GradScalerKwargs)), None)
-        named = self.settings if isinstance(self.settings, dict) else {"default": self.settings}
         self._several = isinstance(self.settings, dict)
-        self.plugins: dict[str, DeepSpeedPlugin] = named
-        for plugin in named.values():
+        self.plugins: dict[str, DeepSpeedPlugin] = (
+            self.settings if self._several else {"default": self.settings}
+        )
+        for plugin in self.plugins.values():
             automatic.settle_fields(plugin)
-        self._selected = next(iter(named))
+        self._selected = next(iter(self.plugins))
         #: Engines that train.
-        self.engines = engines.Engines()
+        self.engines = Engines()
         self._deepspeed: Any = None
-        self._ulysses: Ulysses | None = None
-        self.owns = frozenset({"device_placement", "optimizer", "checkpoint"})  # type: ignore[misc]
+        self._ulysses: TransformersUlysses | None = None
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
@@ -101,11 +109,9 @@ class DeepSpeedBackend(Backend):
         """Take accumulation, precision and parallel dimensions from DeepSpeed's config."""
         config = self.plugin.hf_ds_config
         found: dict[str, Any] = {}
-        steps = automatic.accumulation_of(config)
-        if steps is not None:
+        if (steps := automatic.accumulation_of(config)) is not None:
             found["gradient_accumulation_steps"] = steps
-        own = automatic.own_precision(config)
-        if own is not None:
+        if (own := automatic.own_precision(config)) is not None:
             found["mixed_precision"] = own[0]
         tensor = config.get_value("tensor_parallel.autotp_size")
         if isinstance(tensor, int) and tensor > 1:
@@ -114,22 +120,15 @@ class DeepSpeedBackend(Backend):
 
     def check(self, accelerator: AcceleratorView) -> None:
         """Refuse what contradicts the Accelerator, or what DeepSpeed gets wrong."""
-        wanted = accelerator.because["mixed_precision"]
         steps = accelerator.because["gradient_accumulation_steps"]
+        precision = accelerator.mixed_precision
+        origin = accelerator.because["mixed_precision"].origin
         does: set[bool] = set()
         for plugin in self.plugins.values():
             config = plugin.hf_ds_config
-            precision = accelerator.mixed_precision
-            does.add(automatic.settle_precision(config, precision, wanted.origin, self._scaling))
-            there = automatic.accumulation_of(config)
-            given = steps.origin not in ("default", f"backend {self.name}")
-            if there is not None and given and steps.value != there:
-                raise ConfigurationError(
-                    f"gradient_accumulation_steps={steps.value} (from {steps.origin}) contradicts "
-                    f"{there} ({config.where('gradient_accumulation_steps')}). Remove one of them, "
-                    'or write "auto" in the config.'
-                )
-            self._check_tensor_parallel(accelerator, plugin)
+            does.add(automatic.settle_precision(config, precision, origin, self._scaling))
+            automatic.check_accumulation(config, steps)
+            self._check_parallel(accelerator.parallelism_config, config)
         if len(does) > 1:
             raise ConfigurationError(
                 "Of several DeepSpeed plugins one leaves precision to the core and another one "
@@ -138,8 +137,7 @@ class DeepSpeedBackend(Backend):
         if True in does:
             self.owns = frozenset({*self.owns, "precision"})  # type: ignore[misc]
 
-    def _check_tensor_parallel(self, accelerator: AcceleratorView, plugin: DeepSpeedPlugin) -> None:
-        config, sizes = plugin.hf_ds_config, accelerator.parallelism_config
+    def _check_parallel(self, sizes: Any, config: HfDeepSpeedConfig) -> None:
         tensor, name = sizes.tp_size, "tensor_parallel.autotp_size"
         there = config.get_value(name)
         if isinstance(there, int) and there > 1 and there != tensor:
@@ -164,15 +162,17 @@ class DeepSpeedBackend(Backend):
                 "sp_handler takes a DeepSpeedSequenceParallelConfig with this backend, not "
                 f"{type(handler).__name__}."
             )
+        if sizes.sp_size == 1:
+            return
         scatter = "zero_optimization.reduce_scatter"
-        if sizes.sp_size > 1 and config.stage == 3 and config.is_false(scatter):
+        if config.stage == 3 and config.is_false(scatter):
             raise ConfigurationError(
                 f"{scatter}=false ({config.where(scatter)}) at stage 3 with sp_size adds up the "
                 "gradients of small buckets and averages those of large ones: leave it out."
             )
-        if sizes.sp_size > 1 and tensor > 1:
+        if tensor > 1:
             raise ConfigurationError("sp_size and tp_size cannot both be above 1 with DeepSpeed.")
-        if sizes.sp_size > 1 and sizes.sp_backend not in (None, "deepspeed"):
+        if sizes.sp_backend not in (None, "deepspeed"):
             raise ConfigurationError(
                 f"sp_backend={sizes.sp_backend!r} is not of this backend; leave it out."
             )
@@ -184,14 +184,15 @@ class DeepSpeedBackend(Backend):
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Serve the plugins, and the choice among them."""
         trained = self.engines.trained
-        wrapped = engines.DeepSpeedEngineWrapper(trained[-1].engine) if trained else None
+        wrapped = DeepSpeedEngineWrapper(trained[-1].engine) if trained else None
         return {
             "deepspeed_engine_wrapped": wrapped,
             "deepspeed_plugin": self.plugin,
             "deepspeed_plugins": self.plugins if self._several else self.plugin,
             "select_deepspeed_plugin": self.select,
             "get_deepspeed_plugin": self.get,
-            "deepspeed_ulysses_dl_adapter": _as_it_is,
+            # A prepared loader cuts its batches along the sequence as they are read.
+            "deepspeed_ulysses_dl_adapter": lambda loader, model=None: loader,
         }
 
     def select(self, name: str) -> None:
@@ -202,7 +203,7 @@ class DeepSpeedBackend(Backend):
         """
         self.get(name)
         self._selected = name
-        zero.tell_transformers(self.plugin)
+        tell_transformers(self.plugin)
 
     def get(self, name: str) -> DeepSpeedPlugin:
         """Return a plugin by name.
@@ -229,13 +230,13 @@ class DeepSpeedBackend(Backend):
                 f"'no' (it is from {accelerator.because['mixed_precision'].origin})."
             )
         for plugin in self.plugins.values():
-            engines.check_sections(plugin.hf_ds_config)
-            engines.check_disks(plugin.hf_ds_config)
-        zero.tell_transformers(self.plugin)
+            library.check_sections(plugin.hf_ds_config)
+            library.check_disks(plugin.hf_ds_config)
+        tell_transformers(self.plugin)
         sizes = accelerator.parallelism_config
         if sizes.sp_size > 1:
-            index = accelerator.process_index // sizes.tp_size % sizes.sp_size
-            self._ulysses = Ulysses(sizes.sp_size, index, sizes.sp_handler)
+            index = sizes.coordinates(accelerator.process_index)["sp"]
+            self._ulysses = TransformersUlysses(sizes.sp_size, index, sizes.sp_handler)
         set_active(self)
 
     def on_free(self, accelerator: AcceleratorView) -> None:
@@ -246,7 +247,7 @@ class DeepSpeedBackend(Backend):
         """Leave the environment and Transformers as they were; take the engines' hooks off."""
         self.engines.end()
         library.disconnect()
-        zero.tell_transformers(None)
+        tell_transformers(None)
         if self._ulysses is not None:
             self._ulysses.close()
 
@@ -260,7 +261,11 @@ class DeepSpeedBackend(Backend):
     def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[Any]:
         """Shard parameters while models are made, with stage 3 and `zero3_init_flag`."""
         if self.plugin.is_zero3_init_enabled():
-            return zero.init_context(self._deepspeed, self.plugin)
+            config = self.plugin.hf_ds_config.known_by_now().config
+            context: AbstractContextManager[Any] = self._deepspeed.zero.Init(
+                config_dict_or_path=config
+            )
+            return context
         return nullcontext()
 
     def classify(self, accelerator: AcceleratorView, obj: Any) -> str | None:
@@ -274,11 +279,8 @@ class DeepSpeedBackend(Backend):
     def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
         """Build an engine for each model with something to train."""
         plan.rebind()
-        models = list(plan.of_kind("model"))
-        jobs = engines.assign(
-            models, list(plan.of_kind("optimizer")), list(plan.of_kind("scheduler"))
-        )
-        run = self._run(accelerator, plan)
+        jobs = assign(plan)
+        sizes = self._sizes(accelerator, plan)
         for job in jobs:
             if not self._needs_engine(accelerator, job):
                 if job.model.place:
@@ -288,59 +290,52 @@ class DeepSpeedBackend(Backend):
                     context = partial(super().autocast, accelerator, job.model.value, settings)
                     wrap_forward(job.model.value, context, accelerator.upcast_outputs)
                 continue
-            regional = accelerator.dynamo_plugin.use_regional_compilation
             mpu = None
             if self._ulysses is not None:
-                mpu = self._ulysses.register(job.model.value, self._micro_batch(run))
-            engine = engines.make_engine(accelerator, self._deepspeed, self.plugin, job, run, mpu)
+                mpu = self._ulysses.register(job.model.value, self._micro_batch(sizes))
+            engine = make_engine(accelerator, self._deepspeed, self.plugin, job, sizes, mpu)
             if accelerator.dynamo_plugin.enabled:
-                _compile(engine, accelerator.dynamo_plugin, bool(regional))
+                _compile(engine, accelerator.dynamo_plugin)
             if engine.optimizer is not None and hasattr(engine, "basic_optimizer"):
                 self.engines.add(engine, self.plugin)
 
-    def _needs_engine(self, accelerator: AcceleratorView, job: engines.Job) -> bool:
-        model = job.model.value
+    def _needs_engine(self, accelerator: AcceleratorView, job: Job) -> bool:
+        model, config = job.model.value, self.plugin.hf_ds_config
         if isinstance(model, self._deepspeed.DeepSpeedEngine):
             raise PrepareError(
                 "The model is a DeepSpeedEngine already; pass the module inside of it."
             )
-        if job.optimizer is not None:
+        to_train = trains_something(model) and not job.model.evaluation_mode
+        if job.optimizer is not None or config.is_zero3() or (to_train and config.has("optimizer")):
             return True
-        trainable = any(parameter.requires_grad for parameter in model.parameters())
-        config = self.plugin.hf_ds_config
-        if trainable and not job.model.evaluation_mode and config.has("optimizer"):
-            return True
-        if config.is_zero3():
-            return True
-        if trainable and not job.model.evaluation_mode:
+        if to_train:
             accelerator.note_once(
                 f"{type(model).__name__} was prepared without an optimizer, so it is not trained "
                 "by DeepSpeed; pass both in one call: prepare(model, optimizer)."
             )
         return False
 
-    def _run(self, accelerator: AcceleratorView, plan: Any) -> automatic.Run:
+    def _sizes(self, accelerator: AcceleratorView, plan: Any) -> automatic.RunSizes:
         _, count = accelerator.hooks.data_shard(accelerator)
         loaders = [*plan.values("loader"), *accelerator.loaders]
         parts = count if accelerator.split_batches else 1
-        steps = accelerator.because["gradient_accumulation_steps"].origin
-        config = self.plugin.hf_ds_config
-        if steps == f"backend {self.name}":
-            steps = config.where("gradient_accumulation_steps")
-        return automatic.Run(
+        origin = accelerator.because["gradient_accumulation_steps"].origin
+        if origin == f"backend {self.name}":
+            origin = self.plugin.hf_ds_config.where("gradient_accumulation_steps")
+        return automatic.RunSizes(
             data_ranks=count,
             # Ulysses tells DeepSpeed of its groups; of a tensor parallel one it counts each rank.
             all_ranks=count if self._ulysses is not None else accelerator.num_processes,
             accumulation=accelerator.gradient_accumulation_steps,
-            accumulation_origin=steps,
-            micro_batch=engines.micro_batch(loaders, self.plugin.is_train_batch_min, parts),
+            accumulation_origin=origin,
+            micro_batch=micro_batch(loaders, self.plugin.is_train_batch_min, parts),
         )
 
-    def _micro_batch(self, run: automatic.Run) -> int:
+    def _micro_batch(self, sizes: automatic.RunSizes) -> int:
         """Return the batch size that Ulysses has to know before."""
         name = "train_micro_batch_size_per_gpu"
         there = self.plugin.hf_ds_config.get_value(name)
-        size = there if isinstance(there, int) else run.micro_batch
+        size = there if isinstance(there, int) else sizes.micro_batch
         if size is None:
             raise ConfigurationError(
                 "sp_size with DeepSpeed needs the batch size beforehand: prepare the loader "
@@ -373,37 +368,28 @@ class DeepSpeedBackend(Backend):
         if not found:
             super().backward(accelerator, loss, kwargs)
             return
-        unknown = [name for name in kwargs if name != "retain_graph"]
-        if unknown:
+        if unknown := kwargs.keys() - {"retain_graph"}:
             raise ConfigurationError(
-                f"backward({unknown[0]}=...) is not possible with DeepSpeed, which takes "
+                f"backward({min(unknown)}=...) is not possible with DeepSpeed, which takes "
                 "retain_graph only."
             )
-        if self._ulysses is not None and found[0].boundary.stage < 3:
+        if self._ulysses is not None and found[0].stage < 3:
             # Stages 0 to 2 add the parts of a sequence up, stage 3 takes their mean, as here.
             loss = loss / self._ulysses.size
-        boundaries = [one.boundary for one in found]
-        half.agree_on_scale(boundaries)
-        for boundary in boundaries:
-            boundary.begun()
-            boundary.ended = False
+        agree_on_scale(found)
+        for one in found:
+            one.begun()
+            one.backward_ended = False
         # The first engine scales the loss; the hooks of the others know that it is done.
-        first, *others = sorted(found, key=lambda one: one.boundary.stage)
-        if first.boundary.stage == 0 and (scale := first.boundary.loss_scale) != 1.0:
+        first, *others = sorted(found, key=lambda one: one.stage)
+        if first.stage == 0 and (scale := first.loss_scale) != 1.0:
             loss = loss.float() * scale  # DeepSpeed divides gradients by it, and has not multiplied
         with ExitStack() as stack:
             for one in others:
-                stack.enter_context(one.boundary.joined())
+                stack.enter_context(one.joined())
             first.engine.backward(loss, scale_wrt_gas=False, **kwargs)
             for one in found:
-                one.boundary.settle()
-
-    def scale_loss(self, accelerator: AcceleratorView, loss: torch.Tensor) -> torch.Tensor:
-        """Leave it to the engine."""
-        return loss
-
-    def unscale_gradients(self, accelerator: AcceleratorView, optimizer: Any) -> None:
-        """Leave it to the engine."""
+                one.settle()
 
     def scale_gradients(
         self, accelerator: AcceleratorView, models: Sequence[nn.Module], factor: torch.Tensor
@@ -412,7 +398,7 @@ class DeepSpeedBackend(Backend):
         for model in models:
             one = self.engines.of_model(model)
             if one is not None:
-                one.boundary.scale(factor)
+                one.scale(factor)
 
     def clip_grad(
         self,
@@ -424,18 +410,18 @@ class DeepSpeedBackend(Backend):
     ) -> Any:
         """Have the coming step clip, and return the norm at hand over all ranks."""
         what = "clip_grad_norm_" if clip_value is None else "clip_grad_value_"
-        found = self._boundaries(what, parameters)
+        found = self._engines_of(what, parameters)
         if not found:
             return super().clip_grad(accelerator, parameters, max_norm, norm_type, clip_value)
-        if clip_value is not None:
-            for one in found:
-                one.boundary.clamp(clip_value)
-            return None
-        assert max_norm is not None
-        return self._clip_norm(found, max_norm, norm_type)
+        if max_norm is not None:
+            return self._clip_norm(found, max_norm, norm_type)
+        assert clip_value is not None
+        for one in found:
+            one.clamp(clip_value)
+        return None
 
     def _clip_norm(
-        self, found: Sequence[engines.Trained], max_norm: float, norm_type: float
+        self, found: Sequence[TrainedEngine], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         if norm_type not in (2, float("inf")):
             raise ConfigurationError(
@@ -451,20 +437,23 @@ class DeepSpeedBackend(Backend):
                     f'({config.where("gradient_clipping")}). Remove one of them, or write "auto" '
                     "in the config."
                 )
-        boundaries = [one.boundary for one in found]
-        total, each = joint_norm(boundaries, float(norm_type))
+        each = [one.norm(float(norm_type)) for one in found]
+        total = each[0]
+        if len(each) > 1:
+            norms = torch.stack([norm.to(total.device) for norm in each])
+            total = torch.linalg.vector_norm(norms, norm_type)
         if norm_type == 2:
-            for boundary, norm in zip(boundaries, each, strict=True):
+            for one, norm in zip(found, each, strict=True):
                 # A part of the whole is clipped to its part of the limit.
-                share = 1.0 if len(each) == 1 else float(norm / total.clamp(min=1e-12))
-                boundary.clip(max_norm * max(share, 1e-12))
+                share = float(norm / total.clamp(min=1e-12)) if len(each) > 1 else 1.0
+                one.clip(max_norm * max(share, 1e-12))
         else:
             factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-            for boundary in boundaries:
-                boundary.scale(factor)
+            for one in found:
+                one.scale(factor)
         return total
 
-    def _boundaries(self, what: str, parameters: Iterable[torch.Tensor]) -> list[engines.Trained]:
+    def _engines_of(self, what: str, parameters: Sequence[torch.Tensor]) -> list[TrainedEngine]:
         given = {id(parameter) for parameter in parameters}
         found = []
         for one in self.engines.trained:
@@ -478,7 +467,7 @@ class DeepSpeedBackend(Backend):
                     f"{type(one.engine.module).__name__}; DeepSpeed keeps the gradients of a model "
                     "together, so pass model.parameters()."
                 )
-            if not one.boundary.dirty:
+            if not one.dirty:
                 raise ConfigurationError(f"{what} without a backward since the last step.")
             found.append(one)
         return found
@@ -492,10 +481,10 @@ class DeepSpeedBackend(Backend):
             return super().optimizer_step(accelerator, optimizer, closure)
         if closure is not None:
             raise ConfigurationError("A closure cannot be used with DeepSpeed.")
-        if not one.boundary.dirty:
+        if not one.dirty:
             accelerator.note_once("optimizer.step() without a backward before it does nothing.")
             return True
-        return one.boundary.step()
+        return one.step()
 
     def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
         """Drop gradients that no step has used; a step has cleared its own."""
@@ -503,7 +492,7 @@ class DeepSpeedBackend(Backend):
         if one is None:
             super().zero_grad(accelerator, optimizer, set_to_none)
         else:
-            one.boundary.drop()
+            one.drop()
 
     # --- keep ---------------------------------------------------------------------------------
 
@@ -516,7 +505,7 @@ class DeepSpeedBackend(Backend):
                 "DeepSpeed writes its checkpoints while training waits: blocking=False has no "
                 "effect on them."
             )
-        states.save(accelerator, directory, options)
+        checkpoint.save(accelerator, directory, options)
         return None
 
     def load_state(
@@ -524,32 +513,18 @@ class DeepSpeedBackend(Backend):
     ) -> None:
         """Read what `save_state` wrote, on any number of ranks."""
         for one in self.engines.trained:
-            one.boundary.drop()
-        states.load(accelerator, directory, options)
+            one.drop()
+        checkpoint.load(accelerator, directory, options)
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, with stage 3 an empty one elsewhere."""
-        return states.whole_state(accelerator, model)
-
-    def model_state(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
-        """Return the whole state dict."""
-        return states.whole_state(accelerator, model)
+        return checkpoint.whole_state(accelerator, model)
 
 
-def _as_it_is(loader: Any, model: Any = None) -> Any:
-    """Return a prepared loader: it cuts its batches along the sequence as they are read."""
-    return loader
-
-
-def _compile(engine: Any, dynamo: Any, regional: bool) -> None:
-    if regional:
-        from accelerate_core.utils import compile_regions
-
-        compile_regions(engine.module, **dynamo.to_kwargs())
+def _compile(engine: Any, dynamo: Any) -> None:
+    if dynamo.use_regional_compilation:
+        compile_model(engine.module, dynamo)
         return
-    options = {
-        name: value
-        for name in ("mode", "fullgraph", "dynamic", "options")
-        if (value := getattr(dynamo, name, None)) is not None
-    }
+    names = ("mode", "fullgraph", "dynamic", "options")
+    options = {name: value for name in names if (value := getattr(dynamo, name)) is not None}
     engine.compile(backend=dynamo.backend, compile_kwargs=options)

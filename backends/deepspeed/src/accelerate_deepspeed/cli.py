@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
+import torch
+from rich.console import Console
+from rich.table import Table
 
-from accelerate_core.errors import AccelerateError, ConfigurationError
-
-__all__ = ["command"]
+from accelerate_checkpoint import save_weights
+from accelerate_core.config.lookup import Sources, resolve_core, resolve_settings
+from accelerate_core.errors import AccelerateError
+from accelerate_deepspeed import automatic, library
+from accelerate_deepspeed.checkpoint import to_universal
+from accelerate_deepspeed.checkpoint_files import merge
+from accelerate_deepspeed.config import HfDeepSpeedConfig
+from accelerate_deepspeed.optimizers import DummyOptim, DummyScheduler
+from accelerate_deepspeed.settings import DeepSpeedPlugin
 
 _HELP = {"help_option_names": ["-h", "--help"]}
+
+
+@contextmanager
+def _errors_shown() -> Iterator[None]:
+    try:
+        yield
+    except (AccelerateError, OSError) as error:
+        raise click.ClickException(str(error)) from error
 
 
 @click.group("deepspeed", context_settings=_HELP)
@@ -44,18 +64,13 @@ def show_config(config: str | None, as_json: bool, **options: Any) -> None:
     CONFIG is a JSON file (or JSON, or base64 of it); without it the environment and the config
     file of the launcher decide, as they would in a run.
     """
-    try:
+    with _errors_shown():
         resolved = _resolve(config, options)
-    except AccelerateError as error:
-        raise click.ClickException(str(error)) from error
     if as_json:
         click.echo(json.dumps(resolved.config, indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table("setting", "value", "because", title=f"DeepSpeed, from {resolved.origin}")
-    for name, value in _flat(resolved.config):
+    for name, value in resolved.values():
         why = resolved.because.get(name, f"in {resolved.origin}")
         table.add_row(name, json.dumps(value), why)
     for name, why in resolved.because.items():
@@ -64,82 +79,44 @@ def show_config(config: str | None, as_json: bool, **options: Any) -> None:
     Console().print(table)
 
 
-def _resolve(config: str | None, options: dict[str, Any]) -> Any:
-    import importlib.util
-
-    import torch
-
-    from accelerate_core.config.lookup import Sources, resolve_core, resolve_settings
-    from accelerate_deepspeed import automatic
-    from accelerate_deepspeed.dummies import DummyOptim, DummyScheduler
-    from accelerate_deepspeed.engines import check_sections, settle_engine
-    from accelerate_deepspeed.library import load
-    from accelerate_deepspeed.settings import DeepSpeedPlugin
-
-    given: dict[str, Any] = {}
-    if config is not None:
-        given["hf_ds_config"] = config
-    if options["zero_stage"] is not None:
-        given["zero_stage"] = options["zero_stage"]
+def _resolve(config: str | None, options: dict[str, Any]) -> HfDeepSpeedConfig:
+    said = {"hf_ds_config": config, "zero_stage": options["zero_stage"]}
+    given = {name: value for name, value in said.items() if value is not None}
     sources = Sources.of(dict(os.environ))
     asked = DeepSpeedPlugin(**given) if given else None
     plugin, _ = resolve_settings(DeepSpeedPlugin, asked, sources, owner="deepspeed")
     automatic.settle_fields(plugin)
-    found = plugin.hf_ds_config
-    core = resolve_core(
-        {name: options[name] for name in ("mixed_precision", "gradient_accumulation_steps")},
-        sources,
-        {},
-    )
-    precision, steps = core["mixed_precision"], core["gradient_accumulation_steps"]
+    found: HfDeepSpeedConfig = plugin.hf_ds_config
+    names = ("mixed_precision", "gradient_accumulation_steps")
+    core = resolve_core({name: options[name] for name in names}, sources, {})
+    precision, steps = (core[name] for name in names)
     own = automatic.own_precision(found)
     wanted = own[0] if own and precision.origin == "default" else str(precision.value)
     automatic.settle_precision(found, wanted, precision.origin)
-    there = automatic.accumulation_of(found)
-    if there is not None and steps.origin != "default" and there != steps.value:
-        raise ConfigurationError(
-            f"gradient_accumulation_steps={steps.value} (from {steps.origin}) contradicts {there} "
-            f"({found.where('gradient_accumulation_steps')})."
-        )
+    there = automatic.check_accumulation(found, steps)
     count = options["num_processes"]
-    automatic.settle_batches(
-        found,
-        automatic.Run(
-            data_ranks=count,
-            all_ranks=count,
-            accumulation=there or steps.value,
-            accumulation_origin=found.where("gradient_accumulation_steps")
-            if there
-            else steps.origin,
-            micro_batch=options["micro_batch"],
-        ),
+    sizes = automatic.RunSizes(
+        data_ranks=count,
+        all_ranks=count,
+        accumulation=there or steps.value,
+        accumulation_origin=found.where("gradient_accumulation_steps") if there else steps.origin,
+        micro_batch=options["micro_batch"],
     )
-    sizes = SimpleNamespace(config=SimpleNamespace(hidden_size=options["hidden_size"]))
-    if options["hidden_size"] is not None:
-        automatic.settle_sizes(found, sizes)
-    optimizer = scheduler = None
+    automatic.settle_batches(found, sizes)
+    if (hidden := options["hidden_size"]) is not None:
+        automatic.settle_sizes(found, SimpleNamespace(config=SimpleNamespace(hidden_size=hidden)))
     if found.has("optimizer") and options["lr"] is not None:
-        optimizer = DummyOptim([], options["lr"], options["weight_decay"])
-        steps_in_all = options["total_num_steps"]
-        if found.has("scheduler") and steps_in_all is not None:
-            scheduler = DummyScheduler(optimizer, steps_in_all, options["warmup_num_steps"])
+        optimizer, scheduler = DummyOptim([], options["lr"], options["weight_decay"]), None
+        total = options["total_num_steps"]
+        if found.has("scheduler") and total is not None:
+            scheduler = DummyScheduler(optimizer, total, options["warmup_num_steps"])
         if not found.has("scheduler") or scheduler is not None:
             automatic.settle_optimizer(found, optimizer, scheduler, count, split=False)
-    settle_engine(found, not found.has("optimizer"))
+    automatic.settle_engine(found, not found.has("optimizer"))
     if importlib.util.find_spec("deepspeed") is not None:
-        load(torch.device("cpu"))
-        check_sections(found)
+        library.load(torch.device("cpu"))
+        library.check_sections(found)
     return found
-
-
-def _flat(node: Any, name: str = "") -> list[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
-        return [
-            pair
-            for key, value in node.items()
-            for pair in _flat(value, f"{name}.{key}" if name else str(key))
-        ]
-    return [(name, node)]
 
 
 def _engines(directory: Path) -> list[Path]:
@@ -166,20 +143,12 @@ def consolidate(checkpoint: Path, output: Path, engine: int, max_shard_size: str
 
     Needs torch, not deepspeed. CHECKPOINT may be one that DeepSpeed alone has written.
     """
-    from accelerate_checkpoint import save_weights
-    from accelerate_deepspeed.reading import merge
-
     found = _engines(checkpoint)
     if not 0 <= engine < len(found):
         raise click.ClickException(f"There is no engine {engine}; there are {len(found)}.")
-    try:
-        from rich.console import Console
-
-        with Console(stderr=True).status(f"merging {found[engine]}"):
-            weights = merge(found[engine])
-            save_weights(weights, output, max_shard_size=max_shard_size, safe_serialization=True)
-    except (AccelerateError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    with _errors_shown(), Console(stderr=True).status(f"merging {found[engine]}"):
+        weights = merge(found[engine])
+        save_weights(weights, output, max_shard_size=max_shard_size, safe_serialization=True)
     count = sum(value.numel() for value in weights.values())
     click.echo(f"{len(weights)} tensors, {count:,} values, in {output}")
 
@@ -193,14 +162,10 @@ def universal(checkpoint: Path, output: Path, workers: int) -> None:
 
     `load_state` does this by itself where the number of ranks is another one.
     """
-    from accelerate_deepspeed.states import to_universal
-
-    try:
+    with _errors_shown():
         for folder in _engines(checkpoint):
             target = output / folder.name
             if target.exists():
                 raise click.ClickException(f"{target} exists already.")
             to_universal(folder, target, workers)
             click.echo(str(target))
-    except (AccelerateError, OSError) as error:
-        raise click.ClickException(str(error)) from error

@@ -3,103 +3,41 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import copy
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
-__all__ = ["AUTO", "KNOWN_KEYS", "HfDeepSpeedConfig", "read_config"]
-
 #: The value that means "as the run needs it".
 AUTO = "auto"
 
 #: What DeepSpeed reads at the top of a config. It ignores other keys without a word.
-KNOWN_KEYS = frozenset(
-    [
-        "activation_checkpointing",
-        "aio",
-        "amp",
-        "autotuning",
-        "bf16",
-        "bfloat16",
-        "checkpoint",
-        "comet",
-        "comms_logger",
-        "communication_data_type",
-        "compile",
-        "compression_training",
-        "csv_monitor",
-        "curriculum_learning",
-        "data_efficiency",
-        "data_types",
-        "dataloader_drop_last",
-        "datastates_ckpt",
-        "disable_allgather",
-        "disable_python_gc",
-        "dump_state",
-        "eigenvalue",
-        "elasticity",
-        "expert_parallel",
-        "flops_profiler",
-        "fp16",
-        "fp32_allreduce",
-        "gradient_accumulation_dtype",
-        "gradient_accumulation_steps",
-        "gradient_allreduce_op",
-        "gradient_clipping",
-        "gradient_predivide_factor",
-        "graph_harvesting",
-        "hybrid_engine",
-        "load_from_fp32_weights",
-        "log_level",
-        "managed_gradient_accumulation",
-        "memory_breakdown",
-        "nebula",
-        "optimizer",
-        "pipeline",
-        "prescale_gradients",
-        "progressive_layer_drop",
-        "quantize_training",
-        "scheduler",
-        "seq_parallel_communication_data_type",
-        "sparse_attention",
-        "sparse_gradients",
-        "steps_per_print",
-        "tensor_parallel",
-        "tensorboard",
-        "timers",
-        "torch_autocast",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "use_data_before_expert_parallelism",
-        "use_node_local_storage",
-        "vocabulary_size",
-        "wall_clock_breakdown",
-        "wandb",
-        "weight_quantization",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "zero_optimization",
-    ]
-)
+KNOWN_KEYS = {
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint",
+    "comet", "comms_logger", "communication_data_type", "compile", "compression_training",
+    "csv_monitor", "curriculum_learning", "data_efficiency", "data_types",
+    "dataloader_drop_last", "datastates_ckpt", "disable_allgather", "disable_python_gc",
+    "dump_state", "eigenvalue", "elasticity", "expert_parallel", "flops_profiler", "fp16",
+    "fp32_allreduce", "gradient_accumulation_dtype", "gradient_accumulation_steps",
+    "gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor",
+    "graph_harvesting", "hybrid_engine", "load_from_fp32_weights", "log_level",
+    "managed_gradient_accumulation", "memory_breakdown", "nebula", "optimizer", "pipeline",
+    "prescale_gradients", "progressive_layer_drop", "quantize_training", "scheduler",
+    "seq_parallel_communication_data_type", "sparse_attention", "sparse_gradients",
+    "steps_per_print", "tensor_parallel", "tensorboard", "timers", "torch_autocast",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism",
+    "use_node_local_storage", "vocabulary_size", "wall_clock_breakdown", "wandb",
+    "weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+}  # fmt: skip
 
 
-def read_config(given: Any) -> tuple[dict[str, Any], str]:
-    """Return a config as a dict, and a phrase that says where it is from.
-
-    Args:
-        given: path of a JSON file, a dict, JSON as a text, base64 of JSON, or an
-            `HfDeepSpeedConfig`.
-
-    Raises:
-        ConfigurationError: it is none of these, no JSON, has a key twice, or a key that DeepSpeed
-            does not have.
-    """
+def _read(given: Any) -> tuple[dict[str, Any], str]:
+    """Return a config as a dict, and a phrase that says where it is from."""
     if isinstance(given, Mapping):
         config, origin = copy.deepcopy(dict(given)), "the config dict"
     elif hasattr(given, "config") and isinstance(given.config, Mapping):
@@ -122,19 +60,20 @@ def read_config(given: Any) -> tuple[dict[str, Any], str]:
 
 def _read_text(text: str) -> tuple[dict[str, Any], str]:
     if text.lstrip().startswith("{"):
-        return _parse(text, "the JSON text"), "the JSON text"
+        return _parse(text, "the JSON text")
+    try:
+        # Before the path: a long text is no name that a file system looks up.
+        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
+    except ValueError:
+        decoded = ""
+    if decoded.lstrip().startswith("{"):
+        return _parse(decoded, "the base64 text")
     path = Path(text).expanduser()
     try:
         if path.exists():
-            return _parse(path.read_text(encoding="utf-8"), str(path)), str(path)
+            return _parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"The DeepSpeed config {text} cannot be read: {error}.") from None
-    try:
-        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
-        if decoded.lstrip().startswith("{"):
-            return _parse(decoded, "the base64 text"), "the base64 text"
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        pass
     folder = path.parent if path.parent.is_dir() else Path()
     near = [other.name for other in folder.glob("*.json")]
     raise ConfigurationError(
@@ -143,7 +82,7 @@ def _read_text(text: str) -> tuple[dict[str, Any], str]:
     )
 
 
-def _parse(text: str, origin: str) -> dict[str, Any]:
+def _parse(text: str, origin: str) -> tuple[dict[str, Any], str]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for key, value in pairs:
@@ -163,18 +102,23 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"The DeepSpeed config {origin} is a {type(config).__name__}; a JSON object is needed."
         )
-    return config
+    return config, origin
 
 
 class HfDeepSpeedConfig:
     """A DeepSpeed config that is asked by dotted names, as Transformers and its users do.
 
     Args:
-        config_file_or_dict: what `read_config` takes.
+        config_file_or_dict: path of a JSON file, a dict, JSON as a text, base64 of JSON, or another
+            `HfDeepSpeedConfig`.
+
+    Raises:
+        ConfigurationError: it is none of these, no JSON, has a key twice, or a key that DeepSpeed
+            does not have.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        self.config, self.origin = read_config(config_file_or_dict)
+        self.config, self.origin = _read(config_file_or_dict)
         #: Where values that were filled in came from, by dotted name.
         self.because: dict[str, str] = {}
 
@@ -226,21 +170,20 @@ class HfDeepSpeedConfig:
             ValueError: with `must_exist`, if it is not there.
         """
         section, key = self.find_config_node(ds_key_long)
-        if section is None or key not in section:
-            if must_exist:
-                raise ValueError(f"There is no {ds_key_long} in {self.origin}.")
-            return
-        del section[key]
+        if section is not None and key in section:
+            del section[key]
+        elif must_exist:
+            raise ValueError(f"There is no {ds_key_long} in {self.origin}.")
 
     def is_true(self, ds_key_long: str) -> bool:
         """Tell whether a value is there and true; a missing one is not."""
         value = self.get_value(ds_key_long)
-        return False if value in (None, AUTO) else bool(value)
+        return value != AUTO and bool(value)
 
     def is_false(self, ds_key_long: str) -> bool:
         """Tell whether a value is there and false; a missing one is not."""
         value = self.get_value(ds_key_long)
-        return False if value in (None, AUTO) else not bool(value)
+        return value is not None and not value
 
     @property
     def stage(self) -> int:
@@ -262,19 +205,29 @@ class HfDeepSpeedConfig:
         devices = {self.get_value(f"zero_optimization.{kind}.device") for kind in kinds}
         return bool(devices & {"cpu", "nvme"})
 
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Iterate over the dotted names and the values that are no sections."""
+
+        def walk(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+            if not isinstance(node, dict) or not node:
+                yield name, node
+                return
+            for key, value in node.items():
+                yield from walk(value, f"{name}.{key}" if name else str(key))
+
+        return walk(self.config, "")
+
     def autos(self) -> list[str]:
         """Return the dotted names that are still "auto"."""
-        found: list[str] = []
+        return [name for name, value in self.values() if value == AUTO]
 
-        def walk(node: Any, name: str) -> None:
-            if isinstance(node, dict):
-                for key, value in node.items():
-                    walk(value, f"{name}.{key}" if name else str(key))
-            elif node == AUTO:
-                found.append(name)
-
-        walk(self.config, "")
-        return found
+    def known_by_now(self) -> HfDeepSpeedConfig:
+        """Return a copy without what only `prepare` resolves, for models that are made before it."""
+        config = HfDeepSpeedConfig(self)
+        for name in (*config.autos(), "train_batch_size", "gradient_accumulation_steps"):
+            config.del_config_sub_tree(name)
+        config.config["train_micro_batch_size_per_gpu"] = 1  # of no matter yet
+        return config
 
     def choices(self, name: str, allowed: tuple[Any, ...]) -> None:
         """Check a value against what is allowed.

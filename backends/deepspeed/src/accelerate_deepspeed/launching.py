@@ -14,13 +14,6 @@ from typing import Any
 
 from accelerate_core.errors import ConfigurationError
 
-__all__ = ["DeepSpeedLauncher"]
-
-_HOSTS = "ACCELERATE_DEEPSPEED_HOSTFILE"
-_KIND = "ACCELERATE_DEEPSPEED_MULTINODE_LAUNCHER"
-_INCLUDE = "ACCELERATE_DEEPSPEED_INCLUSION_FILTER"
-_EXCLUDE = "ACCELERATE_DEEPSPEED_EXCLUSION_FILTER"
-_ARGUMENTS = "ACCELERATE_DEEPSPEED_MULTINODE_LAUNCHER_ARGS"
 #: DeepSpeed's runner exports these to other machines by itself.
 _EXPORTED = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")
 
@@ -33,10 +26,9 @@ class DeepSpeedLauncher:
 
     def accepts(self, plan: Any) -> bool:
         """Whether a host file or a launcher of DeepSpeed's is asked for."""
-        kind = _said(plan, _KIND)
-        if kind == "standard":  # the peer's word for torchrun on each machine
-            return False
-        return bool(_said(plan, _HOSTS) or kind)
+        kind = _said(plan, "multinode_launcher")
+        # "standard" is the peer's word for torchrun on each machine.
+        return kind != "standard" and bool(kind or _said(plan, "hostfile"))
 
     def launch_command(self, plan: Any) -> list[str]:
         """Return the command that starts the plan on all machines.
@@ -44,10 +36,11 @@ class DeepSpeedLauncher:
         Raises:
             ConfigurationError: no host file, one that is not there, or both filters.
         """
-        hosts, include, exclude = (_said(plan, name) for name in (_HOSTS, _INCLUDE, _EXCLUDE))
-        if hosts is None and _said(plan, _KIND) != "nossh":
+        names = ("hostfile", "inclusion_filter", "exclusion_filter", "multinode_launcher")
+        hosts, include, exclude, kind = (_said(plan, name) for name in names)
+        if hosts is None and kind != "nossh":
             raise ConfigurationError(
-                f"multinode_launcher={_said(plan, _KIND)!r} needs a host file: lines of a host and "
+                f"multinode_launcher={kind!r} needs a host file: lines of a host and "
                 "`slots=N`, given as hostfile (--deepspeed_hostfile)."
             )
         if hosts is not None and not Path(hosts).is_file():
@@ -58,23 +51,22 @@ class DeepSpeedLauncher:
                 f"one of them ({include!r}, {exclude!r})."
             )
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank"]
-        kind = _said(plan, _KIND) or "pdsh"
-        if hosts is not None:
-            command += ["--hostfile", hosts]
         if kind == "nossh":
             command += ["--no_ssh", "--node_rank", str(plan.machine_rank)]
         else:
-            command += ["--launcher", kind]
-        if arguments := _said(plan, _ARGUMENTS):
+            command += ["--launcher", kind or "pdsh"]
+        if arguments := _said(plan, "multinode_launcher_args"):
             command += [f"--launcher_args={arguments}"]
-        if include:
-            command += ["--include", include]
-        if exclude:
-            command += ["--exclude", exclude]
-        if plan.main_process_ip:
-            command += ["--master_addr", plan.main_process_ip]
-        if plan.main_process_port:
-            command += ["--master_port", str(plan.main_process_port)]
+        options = {
+            "--hostfile": hosts,
+            "--include": include,
+            "--exclude": exclude,
+            "--master_addr": plan.main_process_ip,
+            "--master_port": plan.main_process_port,
+        }
+        for option, value in options.items():
+            if value:
+                command += [option, str(value)]
         flag = {"script": [], "module": ["--module"], "program": ["--no_python"]}
         return [*command, *flag[plan.target.kind], plan.target.path, *plan.target.arguments]
 
@@ -103,8 +95,9 @@ class DeepSpeedLauncher:
         return {"DS_ENV_FILE": path}
 
 
-def _said(plan: Any, name: str) -> str | None:
-    contributed = getattr(plan, "contributed", {})
-    if name in contributed:
-        return str(contributed[name].value)
+def _said(plan: Any, field: str) -> str | None:
+    """Return what options, the config file or the environment say of a field of `DeepSpeedPlugin`."""
+    name = f"ACCELERATE_DEEPSPEED_{field.upper()}"
+    if name in plan.contributed:
+        return str(plan.contributed[name].value)
     return plan.environment.get(name) or os.environ.get(name) or None

@@ -1,22 +1,25 @@
-"""The deepspeed package: imported late, told of the device and of torch's process group."""
+"""The deepspeed package: imported late, told of device and process group, asked about configs."""
 
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import pydantic
 import torch
 import torch.distributed as dist
 
-from accelerate_core.errors import ConfigurationError, MissingPluginError
-
-__all__ = ["connect", "disconnect", "load", "rank_environment"]
+from accelerate_core.errors import (
+    ConfigurationError,
+    MissingPluginError,
+    did_you_mean,
+    listing,
+)
+from accelerate_deepspeed.config import AUTO, HfDeepSpeedConfig
 
 _groups_at_first: dict[str, Any] = {}
 _connected: list[Any] = []
@@ -33,19 +36,17 @@ def load(device: torch.device) -> Any:
         MissingPluginError: it is not installed.
         ConfigurationError: it was imported before, for another kind of device.
     """
-    if "deepspeed" not in sys.modules:
+    with _environment({"DS_ACCELERATOR": device.type}):
         try:
-            importlib.metadata.version("deepspeed")
-        except importlib.metadata.PackageNotFoundError:
+            import deepspeed
+        except ModuleNotFoundError as error:
+            if error.name != "deepspeed":
+                raise
             raise MissingPluginError(
                 "The backend deepspeed needs the package deepspeed: "
                 'pip install "accelerate-core[deepspeed]"'
             ) from None
-    with _environment({"DS_ACCELERATOR": device.type}):
-        import deepspeed
-        from deepspeed.accelerator import get_accelerator
-
-        found = get_accelerator()._name
+        found = deepspeed.accelerator.get_accelerator()._name
     if found != device.type:
         raise ConfigurationError(
             f"deepspeed was set up for {found!r} (DS_ACCELERATOR, or an import before this "
@@ -70,10 +71,9 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-@contextmanager
-def rank_environment(accelerator: Any) -> Iterator[None]:
+def rank_environment(accelerator: Any) -> AbstractContextManager[None]:
     """Give deepspeed the variables of torchrun that it reads, where a run has none."""
-    with _environment(
+    return _environment(
         {
             "RANK": str(accelerator.process_index),
             "LOCAL_RANK": str(accelerator.local_process_index),
@@ -82,8 +82,7 @@ def rank_environment(accelerator: Any) -> Iterator[None]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
         }
-    ):
-        yield
+    )
 
 
 def connect(accelerator: Any) -> Any:
@@ -99,18 +98,13 @@ def connect(accelerator: Any) -> Any:
     if "LOCAL_RANK" not in os.environ:
         os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
         _own_variables.append("LOCAL_RANK")
-    world = dist.group.WORLD
     if not _groups_at_first:
-        _groups_at_first.update(
-            {
-                name: copy.copy(value)
-                for name, value in vars(groups).items()
-                if not name.startswith("__") and isinstance(value, dict | bool | int | None)
-            }
-        )
+        for name, value in vars(groups).items():
+            if not name.startswith("__") and isinstance(value, dict | bool | int | None):
+                _groups_at_first[name] = copy.copy(value)
     sizes = accelerator.parallelism_config
-    now = (world, sizes.tp_size, sizes.sp_size)
-    if _connected and tuple(_connected) == now:
+    now = [dist.group.WORLD, sizes.tp_size, sizes.sp_size]
+    if _connected == now:
         return deepspeed
     if _connected:
         # An earlier Accelerator's groups have ended, or are not those of this one's sizes.
@@ -132,3 +126,107 @@ def disconnect() -> None:
     """Take back what `connect` put into the environment."""
     while _own_variables:
         os.environ.pop(_own_variables.pop(), None)
+
+
+# --- its own checks of a config -------------------------------------------------------------------
+
+#: Sections that DeepSpeed reads without looking at their other keys.
+_LOOSE = {
+    "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
+    "optimizer": ("type", "params", "legacy_fusion"),
+    "scheduler": ("type", "params"),
+    "activation_checkpointing": (
+        "partition_activations", "contiguous_memory_optimization", "cpu_checkpointing",
+        "number_checkpoints", "synchronize_checkpoint_boundary", "profile",
+    ),
+}  # fmt: skip
+
+
+def check_sections(config: HfDeepSpeedConfig) -> None:
+    """Check the sections of a config with DeepSpeed's own models of them.
+
+    Raises:
+        ConfigurationError: an unknown key, or a value that cannot be.
+    """
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    models = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+        "bfloat16": DeepSpeedBF16Config,
+        "tensor_parallel": TPTrainingConfig,
+    }
+    for section, model in models.items():
+        if config.has(section):
+            _check_section(config, section, model)
+    for section, known in _LOOSE.items():
+        there = config.get_value(section)
+        for key in there if isinstance(there, dict) else ():
+            if key not in known:
+                raise ConfigurationError(
+                    f"DeepSpeed has no setting {section}.{key} (in {config.origin})."
+                    f"{did_you_mean(str(key), known)}"
+                )
+    for section, own, torchs in (
+        ("optimizer", DEEPSPEED_OPTIMIZERS, torch.optim),
+        ("scheduler", VALID_LR_SCHEDULES, torch.optim.lr_scheduler),
+    ):
+        if not config.has(section):
+            continue
+        kind = config.get_value(f"{section}.type")
+        if not isinstance(kind, str):
+            raise ConfigurationError(
+                f"{section} in {config.origin} needs a type, such as {own[0]}."
+            )
+        if not {kind, kind.lower()} & set(own) and not hasattr(torchs, kind):
+            raise ConfigurationError(
+                f"{section}.type={kind!r} (in {config.origin}) is neither DeepSpeed's nor torch's; "
+                f"DeepSpeed has {listing(own)}.{did_you_mean(kind, own)}"
+            )
+
+
+def _check_section(config: HfDeepSpeedConfig, section: str, model: Any) -> None:
+    there = config.get_value(section)
+    if not isinstance(there, dict):
+        raise ConfigurationError(f"{section} of {config.origin} is {there!r}; it takes an object.")
+    try:
+        model(**{key: value for key, value in there.items() if value != AUTO})
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        text = first["msg"]
+        if first["type"] == "extra_forbidden":
+            fields = model.model_fields.items()
+            known = [one for key, info in fields for one in (key, info.alias) if one]
+            text = f"DeepSpeed has no such setting.{did_you_mean(name, known)}"
+        raise ConfigurationError(
+            f"{section}.{name}={first.get('input')!r} "
+            f"({config.where(f'{section}.{name}')}): {text.rstrip('.')}."
+        ) from None
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigurationError(f"{section} of {config.origin}: {error}") from None
+
+
+def check_disks(config: HfDeepSpeedConfig) -> None:
+    """Refuse offload to nvme where the library that writes is missing.
+
+    Raises:
+        ConfigurationError: with what to install.
+    """
+    for kind in ("optimizer", "param"):
+        name = f"zero_optimization.offload_{kind}.device"
+        if config.get_value(name) != "nvme":
+            continue
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise ConfigurationError(
+                f"{name}='nvme' ({config.where(name)}) needs DeepSpeed's op async_io, which "
+                "cannot be compiled here: install libaio with its headers (Debian: apt install "
+                "libaio-dev) and a C++ compiler, or offload to the CPU."
+            )

@@ -1,12 +1,14 @@
-"""Which optimizer an engine gets: the user's, the config's, or DeepSpeed's own for the CPU."""
+"""Optimizers: stand-ins for what a config describes, DeepSpeed's own for the CPU, compiling them."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,74 @@ import torch
 from accelerate_core.errors import ConfigurationError
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 
-__all__ = ["build_note", "for_offload", "map_pytorch_optim_to_deepspeed", "needs_build"]
 
-#: Optimizer -> (DeepSpeed's op, class, constant arguments, hyperparameters it knows).
+class DummyOptim:
+    """Holds the place of the optimizer in the config's section `optimizer`.
+
+    Args:
+        params: parameters or groups of them, as for an optimizer.
+        lr: learning rate where the config says "auto".
+        weight_decay: weight decay where the config says "auto".
+        optimizer_callable: makes the optimizer from the parameters, where the config has none.
+        kwargs: further hyperparameters where the config says "auto".
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.001,
+        weight_decay: float = 0.0,
+        optimizer_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.params = list(params)
+        self.optimizer_callable = optimizer_callable
+        self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameters as groups."""
+        if self.params and isinstance(self.params[0], dict):
+            return self.params
+        return [{"params": self.params}]
+
+
+class DummyScheduler:
+    """Holds the place of the scheduler in the config's section `scheduler`, or of a function's.
+
+    Args:
+        optimizer: the optimizer it is for.
+        total_num_steps: steps of the whole schedule where the config says "auto".
+        warmup_num_steps: steps of warming up where the config says "auto".
+        lr_scheduler_callable: makes the scheduler from the optimizer that is really stepped; then
+            the config must not have one.
+        kwargs: further parameters where the config says "auto".
+
+    Both numbers count as for one process, in batches of a loader that is not shared out; they are
+    divided by the number of ranks with different samples, as the steps are.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps, self.warmup_num_steps = total_num_steps, warmup_num_steps
+        self.lr_scheduler_callable, self.kwargs = lr_scheduler_callable, kwargs
+
+
+# --- DeepSpeed's for the CPU ----------------------------------------------------------------------
+
+#: Optimizer -> DeepSpeed's op, its module in `deepspeed.ops`, class, and constant arguments.
 _ON_CPU = {
-    "AdamW": ("cpu_adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
-    "Adam": ("cpu_adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
-    "Adagrad": ("cpu_adagrad", "DeepSpeedCPUAdagrad", {}),
-    "Lion": ("cpu_lion", "DeepSpeedCPULion", {}),
+    "AdamW": ("cpu_adam", "adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
+    "Adam": ("cpu_adam", "adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
+    "Adagrad": ("cpu_adagrad", "adagrad", "DeepSpeedCPUAdagrad", {}),
+    "Lion": ("cpu_lion", "lion", "DeepSpeedCPULion", {}),
 }
 _WAY_OUT = (
     'set "zero_force_ds_cpu_optimizer": false in the DeepSpeed config to step with torch\'s on the '
@@ -37,10 +99,8 @@ def for_offload(config: HfDeepSpeedConfig, optimizer: Any) -> Any:
     Raises:
         ConfigurationError: DeepSpeed has none of that kind, or cannot compile it here.
     """
-    device = config.get_value("zero_optimization.offload_optimizer.device")
-    if device not in ("cpu", "nvme") or config.is_false("zero_force_ds_cpu_optimizer"):
-        return optimizer
-    if type(optimizer).__name__.startswith("DeepSpeedCPU"):
+    its_own = type(optimizer).__name__.startswith("DeepSpeedCPU")
+    if its_own or not _offloads(config) or config.is_false("zero_force_ds_cpu_optimizer"):
         return optimizer
     return map_pytorch_optim_to_deepspeed(optimizer)
 
@@ -66,19 +126,13 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
             raise ConfigurationError(
                 f"DeepSpeed's {kind} for the CPU has no {option}; leave it out, or {_WAY_OUT}."
             )
-    op, name, constants = _ON_CPU[kind]
+    op, module, name, constants = _ON_CPU[kind]
     check_compiler(op)
     groups = [dict(group) for group in optimizer.param_groups]
-    arguments = {
-        k: optimizer.defaults[k]
-        for k in ("lr", "eps", "weight_decay", "betas")
-        if k in optimizer.defaults
-    }
+    known = {"lr", "eps", "weight_decay", "betas"} & optimizer.defaults.keys()
     with build_note(op):
-        from deepspeed.ops import adagrad, adam, lion
-
-        module = {"cpu_adam": adam, "cpu_adagrad": adagrad, "cpu_lion": lion}[op]
-        return getattr(module, name)(groups, **arguments, **constants)
+        make = getattr(importlib.import_module(f"deepspeed.ops.{module}"), name)
+        return make(groups, **{key: optimizer.defaults[key] for key in known}, **constants)
 
 
 def needs_build(config: HfDeepSpeedConfig) -> str | None:
@@ -86,15 +140,19 @@ def needs_build(config: HfDeepSpeedConfig) -> str | None:
     kind = str(config.get_value("optimizer.type") or "")
     if not kind or config.is_true("optimizer.params.torch_adam"):
         return None
-    offload = config.get_value("zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
-    ops = {
-        "adam": "cpu_adam" if offload else "fused_adam",
-        "adamw": "cpu_adam" if offload else "fused_adam",
-        "adagrad": "cpu_adagrad" if offload else None,
-        "lion": "cpu_lion" if offload else "fused_lion",
-        "lamb": "fused_lamb",
-    }
-    return ops.get(kind.lower())
+    on_cpu, on_device = {
+        "adam": ("cpu_adam", "fused_adam"),
+        "adamw": ("cpu_adam", "fused_adam"),
+        "adagrad": ("cpu_adagrad", None),
+        "lion": ("cpu_lion", "fused_lion"),
+        "lamb": ("fused_lamb", "fused_lamb"),
+    }.get(kind.lower(), (None, None))
+    return on_cpu if _offloads(config) else on_device
+
+
+def _offloads(config: HfDeepSpeedConfig) -> bool:
+    device = config.get_value("zero_optimization.offload_optimizer.device")
+    return device in ("cpu", "nvme")
 
 
 def check_compiler(op: str) -> None:
@@ -105,31 +163,16 @@ def check_compiler(op: str) -> None:
     """
     if _built(op):
         return
-    compiler = os.environ.get("CXX", "c++")
-    lacking = [
-        what
-        for what, found in (
-            (
-                "a C++ compiler (Debian: apt install g++)",
-                shutil.which(compiler) or shutil.which("g++"),
-            ),
-            ("ninja (pip install ninja)", shutil.which("ninja") or _has_ninja()),
-        )
-        if not found
-    ]
+    lacking = []
+    if not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))):
+        lacking.append("a C++ compiler (Debian: apt install g++)")
+    if not shutil.which("ninja") and importlib.util.find_spec("ninja") is None:
+        lacking.append("ninja (pip install ninja)")
     if lacking:
         raise ConfigurationError(
             f"DeepSpeed's op {op} is compiled at first use, and this machine lacks "
             f"{' and '.join(lacking)}. Install that, or {_WAY_OUT}."
         )
-
-
-def _has_ninja() -> bool:
-    try:
-        import ninja  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _folder(op: str) -> Path:
@@ -152,24 +195,21 @@ def build_note(op: str | None) -> Iterator[None]:
     if op is None or _built(op):
         yield
         return
-    done = threading.Event()
-    started = time.monotonic()
-    lock = _folder(op) / "lock"
+    done, started, lock = threading.Event(), time.monotonic(), _folder(op) / "lock"
     held = lock.exists()
 
     def tell() -> None:
         while not done.wait(30):
-            text = f"still compiling {op}, {time.monotonic() - started:.0f} s so far"
             if held and lock.exists():
-                text = (
+                _say(
                     f"still waiting for {lock}, which another process or a build that was killed "
                     "holds; if no build is running, remove it"
                 )
-            _say(text)
+            else:
+                _say(f"still compiling {op}, {time.monotonic() - started:.0f} s so far")
 
     _say(f"compiling DeepSpeed's op {op} into {lock.parent}; this takes minutes, once")
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
+    threading.Thread(target=tell, daemon=True).start()
     try:
         yield
     finally:

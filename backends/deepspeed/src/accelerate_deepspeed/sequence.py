@@ -12,20 +12,18 @@ import torch
 from accelerate_core.errors import ConfigurationError
 from accelerate_deepspeed.settings import DeepSpeedSequenceParallelConfig
 
-__all__ = ["Ulysses"]
 
-
-class Ulysses:
+class TransformersUlysses:
     """The ranks of `sp`: attention exchanges heads for tokens, batches are cut along the sequence.
 
     Ranks of one `sp` group read the same samples; each computes on its part of the tokens.
     """
 
-    def __init__(self, size: int, index: int, handler: Any) -> None:
+    def __init__(self, size: int, index: int, handler: DeepSpeedSequenceParallelConfig) -> None:
         self.size, self.index = size, index
-        self.handler = handler if handler is not None else DeepSpeedSequenceParallelConfig()
-        self._attention: list[tuple[str, Any]] = []
-        self._state_at_first: dict[str, Any] = {}
+        self.handler = handler
+        #: Transformers' own attention, and the state of DeepSpeed's module, while it is laid around.
+        self._before: tuple[Any, dict[str, Any]] | None = None
 
     def register(self, model: Any, micro_batch: int) -> Any:
         """Lay Ulysses around the model's attention and return DeepSpeed's groups.
@@ -60,16 +58,13 @@ class Ulysses:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        if not self._attention:
-            self._attention.append((asked, ALL_ATTENTION_FUNCTIONS[asked]))
-            self._state_at_first = {
-                name: copy.copy(value)
-                for name, value in vars(state).items()
-                if name.startswith(("_SEQUENCE", "_DATA"))
-            }
-        else:  # a second model: around the attention as it was, not around the first one's
-            self.close()
-            return self.register(model, micro_batch)
+        self.close()  # a second model: around the attention as it was, not around the first one's
+        groups = {
+            name: copy.copy(value)
+            for name, value in vars(state).items()
+            if name.startswith(("_SEQUENCE", "_DATA"))
+        }
+        self._before = ALL_ATTENTION_FUNCTIONS[asked], groups
         return UlyssesSPAttentionHF.register_with_transformers(
             model_name_or_path=model,
             core_attn_implementation=asked,
@@ -81,16 +76,15 @@ class Ulysses:
 
     def close(self) -> None:
         """Give Transformers its attention back."""
-        if not self._attention:
+        if self._before is None:
             return
         import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        for name, function in self._attention:
-            ALL_ATTENTION_FUNCTIONS[name] = function
-        for name, value in self._state_at_first.items():
-            setattr(state, name, value)
-        self._attention.clear()
+        attention, groups = self._before
+        ALL_ATTENTION_FUNCTIONS[self.handler.sp_attn_implementation] = attention
+        vars(state).update(groups)
+        self._before = None
 
     def shard(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield this rank's part of each batch, with labels shifted before the cut.

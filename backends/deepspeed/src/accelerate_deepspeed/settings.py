@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import weakref
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, get_args
 
 from accelerate_core import BackendSettings, option, settings
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.errors import ConfigurationError
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 
-__all__ = ["DeepSpeedPlugin", "DeepSpeedSequenceParallelConfig", "get_active_deepspeed_plugin"]
-
-_DEVICES = ("none", "cpu", "nvme")
-_LAUNCHERS = ("standard", "pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm", "nossh")
+_Device = Literal["none", "cpu", "nvme"]
+_Launcher = Literal["standard", "pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm", "nossh"]
 
 
 @settings(
@@ -48,12 +48,12 @@ class DeepSpeedPlugin(BackendSettings):
         env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         yaml="deepspeed_config_file",
     )
-    gradient_accumulation_steps: int | str | None = option(
+    gradient_accumulation_steps: int | Literal["auto"] | None = option(
         default=None,
         help="micro-batches per optimizer step",
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     )
-    gradient_clipping: float | str | None = option(
+    gradient_clipping: float | Literal["auto"] | None = option(
         default=None,
         help="largest norm of the gradients",
         env="ACCELERATE_GRADIENT_CLIPPING",
@@ -64,23 +64,23 @@ class DeepSpeedPlugin(BackendSettings):
         help="what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
         cli="zero_stage",
         choices=("2", "0", "1", "3"),
+        ge=0,
+        le=3,
         ask="ZeRO stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too",
     )
     is_train_batch_min: bool = option(
         default=True, help="with several loaders, the smallest batch is the micro-batch"
     )
-    offload_optimizer_device: str | None = option(
+    offload_optimizer_device: _Device | None = option(
         default=None,
         help="where the optimizer's state is kept: none, cpu, nvme",
         cli="offload_optimizer_device",
-        choices=_DEVICES,
         ask="Where is the optimizer's state kept?",
     )
-    offload_param_device: str | None = option(
+    offload_param_device: _Device | None = option(
         default=None,
         help="where parameters are kept (stage 3): none, cpu, nvme",
         cli="offload_param_device",
-        choices=_DEVICES,
         ask="Where are parameters kept?",
         ask_if="zero_stage=3",
     )
@@ -90,9 +90,7 @@ class DeepSpeedPlugin(BackendSettings):
         cli="offload_optimizer_nvme_path",
     )
     offload_param_nvme_path: str | None = option(
-        default=None,
-        help="directory for offload_param_device=nvme",
-        cli="offload_param_nvme_path",
+        default=None, help="directory for offload_param_device=nvme", cli="offload_param_nvme_path"
     )
     zero3_init_flag: bool | None = option(
         default=None,
@@ -118,10 +116,9 @@ class DeepSpeedPlugin(BackendSettings):
     hostfile: str | None = option(default=None, help="hosts and their slots, for several machines")
     exclusion_filter: str | None = option(default=None, help="hosts and slots to leave out")
     inclusion_filter: str | None = option(default=None, help="hosts and slots to use, no others")
-    multinode_launcher: str | None = option(
-        default=None, help="how other machines are reached: " + ", ".join(_LAUNCHERS)
+    multinode_launcher: _Launcher | None = option(
+        default=None, help="how other machines are reached: " + ", ".join(get_args(_Launcher))
     )
-
     multinode_launcher_args: str | None = option(
         default=None, help="further arguments of that launcher, in one text"
     )
@@ -132,42 +129,13 @@ class DeepSpeedPlugin(BackendSettings):
                 "enable_msamp is not offered: MS-AMP is not maintained any more. Use "
                 "mixed_precision='bf16', or fp8 by accelerate-fp8."
             )
-        if self.zero_stage is not None and self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigurationError(f"zero_stage={self.zero_stage} is not one of 0, 1, 2, 3.")
-        for kind in ("optimizer", "param"):
-            self._check_offload(kind)
-        self.gradient_clipping = _number("gradient_clipping", self.gradient_clipping, float)
-        self.gradient_accumulation_steps = _number(
-            "gradient_accumulation_steps", self.gradient_accumulation_steps, int
-        )
         if isinstance(self.transformer_moe_cls_names, str):
             names = self.transformer_moe_cls_names.split(",")
             self.transformer_moe_cls_names = [name.strip() for name in names if name.strip()]
-        launcher = self.multinode_launcher
-        if launcher is not None and launcher not in _LAUNCHERS:
-            raise ConfigurationError(
-                f"multinode_launcher={launcher!r} is not known; allowed are {listing(_LAUNCHERS)}."
-                f"{did_you_mean(launcher, _LAUNCHERS)}"
-            )
-        self.hf_ds_config = self._config()
-
-    def _config(self) -> HfDeepSpeedConfig:
-        if self.hf_ds_config is not None:
-            return HfDeepSpeedConfig(self.hf_ds_config)
-        made = HfDeepSpeedConfig({})
-        made.origin = "the plugin's defaults"
-        return made
-
-    def _check_offload(self, kind: str) -> None:
-        device = getattr(self, f"offload_{kind}_device")
-        path = getattr(self, f"offload_{kind}_nvme_path")
-        if device is not None and device not in _DEVICES:
-            raise ConfigurationError(
-                f"offload_{kind}_device={device!r} is not known; allowed are {listing(_DEVICES)}."
-                f"{did_you_mean(str(device), _DEVICES)}"
-            )
-        if device == "nvme":
-            check_nvme(path, f"offload_{kind}_nvme_path")
+        given = self.hf_ds_config
+        self.hf_ds_config = HfDeepSpeedConfig({} if given is None else given)
+        if given is None:
+            self.hf_ds_config.origin = "the plugin's defaults"
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -194,9 +162,17 @@ class DeepSpeedPlugin(BackendSettings):
 
     def zero3_init_context_manager(self, enable: bool = False) -> AbstractContextManager[Any]:
         """Return a context in which `zero3_init_flag` is on or off."""
-        from accelerate_deepspeed.zero import switched_init
+        return self._switched_init(enable) if self.stage == 3 else nullcontext()
 
-        return switched_init(self, enable) if self.stage == 3 else nullcontext()
+    @contextmanager
+    def _switched_init(self, enable: bool) -> Iterator[None]:
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        tell_transformers(self)
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+            tell_transformers(self)
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Refuse: plugins are chosen by name, so that the others are let go.
@@ -226,40 +202,30 @@ class DeepSpeedSequenceParallelConfig:
 
     sp_seq_length: int | None = option(default=None, help="tokens of the whole sequence")
     sp_seq_length_is_variable: bool = option(default=True, help="whether lengths differ")
-    sp_attn_implementation: str = option(default="sdpa", help="attention inside of Ulysses")
-
-    def __post_init__(self) -> None:
-        allowed = ("sdpa", "flash_attention_2", "flash_attention_3")
-        if self.sp_attn_implementation not in allowed:
-            raise ConfigurationError(
-                f"sp_attn_implementation={self.sp_attn_implementation!r} is not known; allowed are "
-                f"{listing(allowed)}.{did_you_mean(self.sp_attn_implementation, allowed)}"
-            )
+    sp_attn_implementation: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = option(
+        default="sdpa", help="attention inside of Ulysses"
+    )
 
 
-def check_nvme(path: Any, name: str) -> None:
-    """Refuse a directory for NVMe offload that is not there or not ours to write."""
-    import os
-
-    if path in (None, ""):
-        raise ConfigurationError(f"Offload to nvme needs {name}: a directory on a fast disk.")
-    if not Path(path).is_dir():
-        raise ConfigurationError(f"{name}={str(path)!r} is no directory; make it first.")
-    if not os.access(path, os.W_OK):
-        raise ConfigurationError(f"{name}={str(path)!r} cannot be written to.")
+#: What Transformers was told; its own reference is weak.
+_told: list[HfDeepSpeedConfig] = []
 
 
-def _number(name: str, value: Any, kind: type) -> Any:
-    if value is None or value == "auto":
-        return value
-    try:
-        made = kind(value)
-    except (TypeError, ValueError):
-        made = None
-    least = 1 if kind is int else 0
-    if made is None or made < least or (kind is int and float(value) != made):
-        raise ConfigurationError(f"{name}={value!r} takes a number of at least {least}, or 'auto'.")
-    return made
+def tell_transformers(plugin: DeepSpeedPlugin | None) -> None:
+    """Let `from_pretrained` of Transformers shard what it loads, or stop it from doing so."""
+    wanted = plugin is not None and plugin.is_zero3_init_enabled()
+    if not wanted and "transformers.integrations.deepspeed" not in sys.modules:
+        return
+    if importlib.util.find_spec("transformers") is None:
+        return
+    from transformers.integrations import deepspeed as theirs
+
+    _told.clear()
+    if plugin is not None and wanted:
+        _told.append(plugin.hf_ds_config.known_by_now())
+        theirs.set_hf_deepspeed_config(_told[0])
+    else:
+        theirs.unset_hf_deepspeed_config()
 
 
 #: The backend whose plugin library code asks for, without an Accelerator at hand.

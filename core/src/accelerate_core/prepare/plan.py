@@ -261,11 +261,3 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         canonical_key(name): parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-
-
-def repoint(scheduler: Any, before: Any, now: Any) -> None:
-    """Let a scheduler, and those inside of it, set the learning rates of another optimizer."""
-    if getattr(scheduler, "optimizer", None) is before:
-        scheduler.optimizer = now
-    for inner in getattr(scheduler, "_schedulers", ()):
-        repoint(inner, before, now)

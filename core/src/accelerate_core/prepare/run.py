@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate_core.builtin.compile import uncompiled
 from accelerate_core.errors import PrepareError
 from accelerate_core.prepare.classify import classify
-from accelerate_core.prepare.plan import Entry, PreparePlan, repoint
+from accelerate_core.prepare.plan import Entry, PreparePlan
 from accelerate_core.prepare.prepared import Prepared
 from accelerate_core.training.forward import wrap_forward
 
@@ -110,10 +112,26 @@ def _point_schedulers(plan: PreparePlan) -> None:
     """Let schedulers follow whoever took an optimizer's place with groups of its own."""
     for optimizer in plan.of_kind("optimizer"):
         was, now = optimizer.original, optimizer.value
-        if now is was or getattr(now, "param_groups", None) is getattr(was, "param_groups", None):
-            continue
-        for scheduler in plan.of_kind("scheduler"):
-            repoint(scheduler.value, was, now)
+        if getattr(now, "param_groups", None) is not getattr(was, "param_groups", None):
+            for scheduler in plan.of_kind("scheduler"):
+                _repoint(scheduler.value, was, now)
+
+
+class _StepMark(LRScheduler):
+    """Sets no rate: making one has torch note the steps of an optimizer."""
+
+    def _initial_step(self) -> None:
+        """Leave the rates alone."""
+
+
+def _repoint(scheduler: Any, before: Any, now: Any) -> None:
+    """Let a scheduler, and those inside of it, set the learning rates of another optimizer."""
+    if getattr(scheduler, "optimizer", None) is before:
+        scheduler.optimizer = now
+        if isinstance(now, Optimizer) and hasattr(now.step, "__func__"):
+            _StepMark(now)  # or a scheduler made for another one warns that steps are not noted
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _repoint(inner, before, now)
 
 
 def _wrap_steps(prepared: Prepared, plan: PreparePlan) -> None:
@@ -122,11 +140,6 @@ def _wrap_steps(prepared: Prepared, plan: PreparePlan) -> None:
     for entry in plan.of_kind("scheduler"):
         inner = getattr(entry.original, "optimizer", None)
         mine = originals.get(id(inner))
-        known = prepared.wrapper_of(inner)
-        if mine is not None:
-            optimizers = [mine.value]
-        elif known is not None:
-            optimizers = [known]
-        else:
-            optimizers = [e.value for e in originals.values()] or list(prepared.optimizers)
-        entry.value = prepared.wrap_scheduler(entry.value, optimizers)
+        found = mine.value if mine is not None else prepared.wrapper_of(inner)
+        every = [e.value for e in originals.values()] or list(prepared.optimizers)
+        entry.value = prepared.wrap_scheduler(entry.value, every if found is None else [found])

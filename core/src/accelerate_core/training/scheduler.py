@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelerate_core.delegation import itself, method
+from accelerate_core.delegation import attribute, itself, method
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 
@@ -40,6 +40,9 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self._at_a_time = 1 if split_batches else num_processes
+
+    #: A backend that wraps schedulers itself has them pointed at another optimizer, too.
+    optimizer: Any = attribute("scheduler.optimizer", "Whose rates it sets.", settable=True)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":

@@ -1,4 +1,4 @@
-"""Checkpoints of engines, by DeepSpeed's own writer and reader, inside our directory."""
+"""Checkpoints of engines, by DeepSpeed's own code, inside of the directory of a `save_state`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ import io
 import json
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from accelerate_core import AcceleratorView
 from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean, listing
-from accelerate_deepspeed.reading import beside_the_optimizer, check_file, read_file
-
-if TYPE_CHECKING:
-    from accelerate_core import AcceleratorView
-
-__all__ = ["load", "save", "to_universal", "whole_state"]
+from accelerate_deepspeed.checkpoint_files import beside_the_optimizer, check_file, read_file
+from accelerate_deepspeed.zero import GatheredParameters
 
 _SAVE_OPTIONS = ("exclude_frozen_parameters",)
 _LOAD_OPTIONS = ("strict", "load_module_strict", "load_optimizer_states", "load_module_only")
@@ -48,35 +45,23 @@ def save(accelerator: AcceleratorView, directory: Path, options: Mapping[str, An
     accelerator.wait_for_everyone()
     told: list[dict[str, Any]] = []
     trouble: BaseException | None = None
-    engines: list[Any] = list(accelerator.models)
-    for index, model in enumerate(engines):
+    for index, model in enumerate(accelerator.models):
+        told.append({"engine": _trains(model)})
         if not _trains(model):
             state = whole_state(accelerator, model)
             if accelerator.is_main_process:
                 torch.save(state, directory / f"model_{index}.pt")
-            told.append({"engine": False})
             continue
-        writer = _writer()
-        before, model.checkpoint_engine = model.checkpoint_engine, writer
-        try:
+        with _checkpoint_engine(model) as files:
             model.save_checkpoint(
                 str(directory), tag=f"engine_{index}", client_state={}, save_latest=False, **options
             )
-        finally:
-            model.checkpoint_engine = before
-        trouble = trouble or writer.trouble
-        told.append(
-            {
-                "engine": True,
-                "stage": int(model.zero_optimization_stage()),
-                "data_ranks": int(model.dp_world_size),
-                "model_ranks": int(model.mp_world_size),
-            }
-        )
-    if accelerator.is_main_process and trouble is None:
-        (directory / _NOTE).write_text(json.dumps({"models": told}, indent=1))
+        trouble = trouble or files.trouble
+        told[-1] |= _layout(model)
     if trouble is not None:
         raise trouble
+    if accelerator.is_main_process:
+        (directory / _NOTE).write_text(json.dumps({"models": told}, indent=1))
 
 
 def load(accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]) -> None:
@@ -92,34 +77,45 @@ def load(accelerator: AcceleratorView, directory: Path, options: Mapping[str, An
         raise CheckpointError(
             f"{directory} has {len(told)} models, and {len(accelerator.models)} are prepared."
         )
-    arguments = {
-        name: options[name]
-        for name in ("load_optimizer_states", "load_module_only")
-        if name in options
-    }
+    names = {"load_optimizer_states", "load_module_only"} & options.keys()
     strict = bool(options.get("load_module_strict", options.get("strict", True)))
+    arguments = {name: options[name] for name in names} | {"load_module_strict": strict}
     for index, (model, saved) in enumerate(zip(accelerator.models, told, strict=True)):
-        if not _trains(model):
-            if saved["engine"]:
-                raise CheckpointError(f"Model {index} of {directory} was trained by an engine.")
+        trains = _trains(model)
+        if trains != saved["engine"]:
+            was = "was not" if trains else "was"
+            raise CheckpointError(f"Model {index} of {directory} {was} trained by an engine.")
+        if not trains:
             _load_plain(accelerator, model, read_file(directory / f"model_{index}.pt"), strict)
             continue
-        if not saved["engine"]:
-            raise CheckpointError(f"Model {index} of {directory} was not trained by an engine.")
         tag = f"engine_{index}"
         for path in sorted((directory / tag).glob("*.pt")):
             check_file(path)
-        if _fits(model, saved):
-            _load_engine(model, directory, tag, strict, arguments)
+        here = _layout(model)
+        if here["stage"] == saved["stage"] == 0 or here.items() <= saved.items():
+            _load_engine(model, directory, tag, arguments)
         else:
-            with _universal(accelerator, directory, tag, model, saved) as folder:
-                _load_universal(model, folder, tag, strict, arguments)
+            with _universal(accelerator, directory, tag, here, saved) as folder:
+                model._config.load_universal_checkpoint = True
+                try:
+                    _load_engine(model, folder, tag, arguments)
+                finally:
+                    model._config.load_universal_checkpoint = False
                 # The universal form has what the optimizer holds, and nothing else.
                 _load_others(accelerator, model, beside_the_optimizer(directory / tag))
 
 
 def _trains(model: Any) -> bool:
     return hasattr(model, "accelerate_trained")
+
+
+def _layout(engine: Any) -> dict[str, int]:
+    """Return what has to be alike for an engine's files to be read as they are."""
+    return {
+        "stage": int(engine.zero_optimization_stage()),
+        "data_ranks": int(engine.dp_world_size),
+        "model_ranks": int(engine.mp_world_size),
+    }
 
 
 def _known(what: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -132,11 +128,10 @@ def _known(what: str, options: Mapping[str, Any], known: tuple[str, ...]) -> Non
 
 
 def _load_plain(accelerator: AcceleratorView, model: Any, state: Any, strict: bool) -> None:
-    from accelerate_deepspeed.zero import gathered
-
     module = accelerator.unwrap_model(model)
-    with gathered(list(module.parameters()), modifier_rank=0):
-        if accelerator.is_main_process or not any(hasattr(p, "ds_id") for p in module.parameters()):
+    parameters = list(module.parameters())
+    with GatheredParameters(parameters, modifier_rank=0):
+        if accelerator.is_main_process or not any(hasattr(p, "ds_id") for p in parameters):
             module.load_state_dict(state, strict=strict)
 
 
@@ -144,62 +139,40 @@ def _load_plain(accelerator: AcceleratorView, model: Any, state: Any, strict: bo
 def _load_others(
     accelerator: AcceleratorView, model: Any, state: Mapping[str, torch.Tensor]
 ) -> None:
-    from accelerate_deepspeed.zero import gathered
-
     module = accelerator.unwrap_model(model)
     for name, buffer in module.named_buffers():
         if name in state:
             buffer.copy_(state[name].reshape(buffer.shape))
     frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad and n in state}
-    with gathered(list(frozen.values()), modifier_rank=0):
+    with GatheredParameters(frozen.values(), modifier_rank=0):
         for name, parameter in frozen.items():
             if parameter.numel():
                 parameter.copy_(state[name].reshape(parameter.shape))
 
 
-def _fits(model: Any, saved: Mapping[str, Any]) -> bool:
-    stage = int(model.zero_optimization_stage())
-    if stage == 0 and saved["stage"] == 0:
-        return True
-    same_ranks = saved["data_ranks"] == int(model.dp_world_size)
-    same_parts = saved["model_ranks"] == int(model.mp_world_size)
-    return bool(same_ranks and same_parts and stage == saved["stage"])
-
-
-def _load_engine(
-    model: Any, directory: Path, tag: str, strict: bool, arguments: Mapping[str, Any]
-) -> None:
-    with _reader(model):
-        path, _ = model.load_checkpoint(
-            str(directory), tag=tag, load_module_strict=strict, **arguments
-        )
+def _load_engine(engine: Any, directory: Path, tag: str, arguments: Mapping[str, Any]) -> None:
+    with _checkpoint_engine(engine):
+        path, _ = engine.load_checkpoint(str(directory), tag=tag, **arguments)
     if path is None:
         raise CheckpointError(f"DeepSpeed has not found {directory / tag}.")
 
 
-def _load_universal(
-    model: Any, folder: Path, tag: str, strict: bool, arguments: Mapping[str, Any]
-) -> None:
-    config = model._config
-    config.load_universal_checkpoint = True
-    try:
-        _load_engine(model, folder, tag, strict, arguments)
-    finally:
-        config.load_universal_checkpoint = False
-
-
 @contextmanager
 def _universal(
-    accelerator: AcceleratorView, directory: Path, tag: str, model: Any, saved: Mapping[str, Any]
+    accelerator: AcceleratorView,
+    directory: Path,
+    tag: str,
+    here: Mapping[str, int],
+    saved: Mapping[str, int],
 ) -> Iterator[Path]:
     """Have the checkpoint in the form that any number of ranks reads, beside it, for a while."""
-    stage = int(model.zero_optimization_stage())
-    if 0 in (saved["stage"], stage) or (saved["stage"] == 3) != (stage == 3):
+    stages = (saved["stage"], here["stage"])
+    if stages[0] != stages[1] and not set(stages) <= {1, 2}:
         raise CheckpointError(
-            f"{directory.parent} was saved at ZeRO stage {saved['stage']} on "
-            f"{saved['data_ranks']} ranks, and does not load at stage {stage} on "
-            f"{int(model.dp_world_size)}: go on at the same stage (1 and 2 are alike), or start from "
-            "its weights (accelerate-core deepspeed consolidate)."
+            f"{directory.parent} was saved at ZeRO stage {stages[0]} on {saved['data_ranks']} "
+            f"ranks, and does not load at stage {stages[1]} on {here['data_ranks']}: go on at the "
+            "same stage (1 and 2 are alike), or start from its weights (accelerate-core deepspeed "
+            "consolidate)."
         )
     accelerator.note_once(
         f"{directory.parent} was saved on {saved['data_ranks']} ranks at stage {saved['stage']}: "
@@ -257,14 +230,16 @@ def to_universal(source: Path, target: Path, workers: int = 1) -> None:
         ds_to_universal.main(arguments)
 
 
-# --- files ----------------------------------------------------------------------------------------
+@contextmanager
+def _checkpoint_engine(engine: Any) -> Iterator[Any]:
+    """Let an engine write and read its files as a run can bear it.
 
-
-def _writer() -> Any:
-    """Return a writer that keeps a failure for the end, so that no rank waits for one that left."""
+    A failure to write is kept for the end, so that no rank waits for one that left; what is read is
+    not unpickled.
+    """
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    class Writer(TorchCheckpointEngine):
+    class Files(TorchCheckpointEngine):
         trouble: BaseException | None = None
 
         def __init__(self) -> None:
@@ -272,35 +247,22 @@ def _writer() -> Any:
             self.zipfile_serialization = True
 
         def makedirs(self, path: Any, exist_ok: bool = False) -> None:
-            self._try(lambda: Path(path).mkdir(parents=True, exist_ok=True))
+            self._try(lambda: Path(path).mkdir(parents=True, exist_ok=exist_ok))
 
         def save(self, state_dict: Any, path: str) -> None:
             self._try(lambda: torch.save(state_dict, path))
 
-        def _try(self, act: Any) -> None:
+        def _try(self, act: Callable[[], None]) -> None:
             try:
                 act()
             except (OSError, RuntimeError) as error:  # torch.save turns a full disk into the latter
                 self.trouble = self.trouble or error
 
-    return Writer()
-
-
-@contextmanager
-def _reader(engine: Any) -> Iterator[None]:
-    """Let an engine read its files without unpickling anything strange."""
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    class Reader(TorchCheckpointEngine):
-        def __init__(self) -> None:
-            self.name = "accelerate"
-            self.zipfile_serialization = True
-
         def load(self, path: str, map_location: Any = None) -> Any:
-            return read_file(path, map_location if map_location is not None else "cpu")
+            return read_file(path, "cpu" if map_location is None else map_location)
 
-    before, engine.checkpoint_engine = engine.checkpoint_engine, Reader()
+    before, engine.checkpoint_engine = engine.checkpoint_engine, Files()
     try:
-        yield
+        yield engine.checkpoint_engine
     finally:
         engine.checkpoint_engine = before

@@ -5,10 +5,9 @@ Works where deepspeed is not installed: classes its files name are stood in for 
 
 from __future__ import annotations
 
+import re
 import sys
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import OrderedDict, defaultdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from typing import Any
 import torch
 
 from accelerate_core.errors import CheckpointError
-
-__all__ = ["beside_the_optimizer", "check_file", "merge", "read_file"]
 
 
 class _Opaque:
@@ -47,22 +44,17 @@ _NAMES = (
 )
 
 
-def _allowed() -> list[Any]:
-    import collections
+#: Their containers.
+_CONTAINERS = (OrderedDict, defaultdict, dict, set)
 
-    found: list[Any] = [OrderedDict, collections.defaultdict, dict, set]
+
+def _allowed() -> list[Any]:
+    found: list[Any] = [*_CONTAINERS]
     for name in _NAMES:
         module, _, attribute = name.rpartition(".")
-        real = getattr(sys.modules.get(module), attribute, None)
         stand_in: Any = _Stage if attribute == "ZeroStageEnum" else _Opaque
-        found.append((real if real is not None else stand_in, name))
+        found.append((getattr(sys.modules.get(module), attribute, stand_in), name))
     return found
-
-
-@contextmanager
-def _safe() -> Iterator[None]:
-    with torch.serialization.safe_globals(_allowed()):
-        yield
 
 
 def read_file(path: Path | str, map_location: Any = "cpu") -> Any:
@@ -72,12 +64,12 @@ def read_file(path: Path | str, map_location: Any = "cpu") -> Any:
         CheckpointError: it is damaged, or holds objects that none of DeepSpeed's files have.
     """
     try:
-        with _safe():
+        with torch.serialization.safe_globals(_allowed()):
             return torch.load(path, map_location=map_location, weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{path} is damaged, or holds Python objects that are not unpickled: {first}"
         ) from None
@@ -93,10 +85,8 @@ def check_file(path: Path) -> None:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
-    usual = {*_NAMES, "collections.OrderedDict", "collections.defaultdict", "builtins.dict",
-             "builtins.set"}  # fmt: skip
-    strange = [name for name in named if name not in usual]
-    if strange:
+    usual = {*_NAMES, *(f"{kind.__module__}.{kind.__name__}" for kind in _CONTAINERS)}
+    if strange := [name for name in named if name not in usual]:
         raise CheckpointError(
             f"{path} holds the Python object {strange[0]}, which is not unpickled."
         )
@@ -118,13 +108,9 @@ def merge(directory: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: files are missing, damaged, or of a kind that cannot be merged.
     """
-    models = sorted(directory.glob("*mp_rank_*_model_states.pt"))
+    models = _model_files(directory)
     states = sorted(directory.glob("*_optim_states.pt"), key=_rank_of)
-    if not models:
-        raise CheckpointError(
-            f"{directory} has no *_model_states.pt: it is no engine's checkpoint."
-        )
-    if len({_tensor_rank(path) for path in models}) > 1:
+    if len({path.name[path.name.index("mp_rank_") :] for path in models}) > 1:
         raise CheckpointError(
             f"{directory} is of several tensor parallel ranks; gather whole weights on the ranks "
             "with save_model instead."
@@ -140,18 +126,15 @@ def merge(directory: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             f"{directory} has {len(optimizers)} *_optim_states.pt of {expected}: files are missing."
         )
-    if stage == 3:
-        merged = _merge_3(model, optimizers)
-        merged |= _frozen_3(models)
-    else:
-        merged = _merge_12(model, optimizers)
-        merged |= {n: _fp32(v) for n, v in (model.get("frozen_param_fragments") or {}).items()}
     module = _tensors(model.get("module") or {})
-    for name in model.get("buffer_names") or ():
-        if name in module:
-            merged[name] = _fp32(module[name])
-    if stage < 3:  # frozen parameters are in no group, and stage 1 keeps them with the model only
-        merged |= {n: _fp32(v) for n, v in module.items() if n not in merged}
+    if stage == 3:
+        merged = _merge_3(model, optimizers) | _frozen_3(models)
+        buffers = model.get("buffer_names") or ()
+        merged |= {name: _fp32(module[name]) for name in buffers if name in module}
+    else:  # frozen parameters are in no group, and stage 1 keeps them with the model only
+        merged = _merge_12(model, optimizers)
+        others = module | (model.get("frozen_param_fragments") or {})
+        merged |= {name: _fp32(value) for name, value in others.items() if name not in merged}
     for pair in model.get("shared_params") or ():
         name, owner = (pair[0], pair[1]) if not isinstance(pair, str) else (pair, None)
         if owner in merged:
@@ -161,63 +144,62 @@ def merge(directory: Path) -> dict[str, torch.Tensor]:
 
 def beside_the_optimizer(directory: Path) -> dict[str, torch.Tensor]:
     """Return the buffers and the frozen parameters of an engine's checkpoint, by name."""
-    models = sorted(directory.glob("*mp_rank_*_model_states.pt"), key=_rank_of)
-    if not models:
-        raise CheckpointError(
-            f"{directory} has no *_model_states.pt: it is no engine's checkpoint."
-        )
+    models = _model_files(directory)
     model = read_file(models[0])
     module = _tensors(model.get("module") or {})
     found = {name: module[name] for name in model.get("buffer_names") or () if name in module}
-    fragments = model.get("frozen_param_fragments") or {}
     if any("zero_pp_rank" in path.name for path in models):
-        found |= _frozen_3(models)
-    elif fragments:
+        return found | _frozen_3(models)
+    if fragments := model.get("frozen_param_fragments"):
         found |= fragments
-    else:
-        trained = {name for group in model.get("param_shapes") or () for name in group}
-        found |= {name: value for name, value in module.items() if name not in trained}
+        return found
+    trained = {name for group in model.get("param_shapes") or () for name in group}
+    return found | {name: value for name, value in module.items() if name not in trained}
+
+
+def _model_files(directory: Path) -> list[Path]:
+    """Return the files that have what is beside the optimizer, those of rank 0 first."""
+    found = sorted(directory.glob("*mp_rank_*_model_states.pt"), key=_rank_of)
+    if not found:
+        raise CheckpointError(
+            f"{directory} has no *_model_states.pt: it is no engine's checkpoint."
+        )
     return found
 
 
 def _merge_12(model: dict[str, Any], optimizers: list[Any]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for group, shapes in enumerate(model["param_shapes"]):
-        flat = torch.cat(
-            [one["single_partition_of_fp32_groups"][group].flatten() for one in optimizers]
-        )
-        offset = 0
-        for name, shape in shapes.items():
-            count = torch.Size(shape).numel()
-            if offset + count > flat.numel():
-                raise CheckpointError(
-                    f"The weights end before {name!r}: the files do not belong together."
-                )
-            found[name] = flat[offset : offset + count].reshape(torch.Size(shape)).float()
-            offset += count
+        parts = [one["single_partition_of_fp32_groups"][group].flatten() for one in optimizers]
+        found |= _cut([torch.cat(parts)], shapes)
     return found
 
 
 def _merge_3(model: dict[str, Any], optimizers: list[Any]) -> dict[str, torch.Tensor]:
     flats = [torch.cat([part.flatten() for part in one["fp32_flat_groups"]]) for one in optimizers]
-    shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
+    return _cut(flats, {n: shape for group in model["param_shapes"] for n, shape in group.items()})
+
+
+def _cut(flats: list[torch.Tensor], shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Cut flat tensors, in which each parameter has an equal piece, into parameters by name."""
     found: dict[str, torch.Tensor] = {}
     offset = 0
     for name, shape in shapes.items():
         count = torch.Size(shape).numel()
-        each = -(-count // len(flats))
-        if any(offset + each > flat.numel() for flat in flats):
+        end = offset - (-count // len(flats))
+        if any(end > flat.numel() for flat in flats):
             raise CheckpointError(
                 f"The weights end before {name!r}: the files do not belong together."
             )
-        pieces = torch.cat([flat[offset : offset + each] for flat in flats])
-        found[name] = pieces[:count].reshape(torch.Size(shape)).float()
-        offset += each
+        pieces = [flat[offset:end] for flat in flats]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        found[name] = whole[:count].reshape(torch.Size(shape)).float()
+        offset = end
     return found
 
 
 def _frozen_3(models: list[Path]) -> dict[str, torch.Tensor]:
-    ranks = [read_file(path) for path in sorted(models, key=_rank_of)]
+    ranks = [read_file(path) for path in models]
     found = {}
     for name, shape in (ranks[0].get("frozen_param_shapes") or {}).items():
         pieces = torch.cat([one["frozen_param_fragments"][name].flatten() for one in ranks])
@@ -234,11 +216,5 @@ def _tensors(state: Any) -> dict[str, torch.Tensor]:
 
 
 def _rank_of(path: Path) -> int:
-    import re
-
     found = re.search(r"zero_pp_rank_(\d+)_", path.name)
     return int(found.group(1)) if found else 0
-
-
-def _tensor_rank(path: Path) -> str:
-    return path.name[path.name.index("mp_rank_") :]

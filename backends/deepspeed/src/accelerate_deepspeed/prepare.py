@@ -1,0 +1,244 @@
+"""How models become engines: matched with optimizers and schedulers, configured, built."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pydantic
+import torch
+from torch import nn
+
+from accelerate_core import AcceleratorView
+from accelerate_core.distributed.tree import convert_to_fp32, map_tensors
+from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
+from accelerate_core.training.scheduler import AcceleratedScheduler
+from accelerate_deepspeed import automatic
+from accelerate_deepspeed.config import HfDeepSpeedConfig
+from accelerate_deepspeed.library import rank_environment
+from accelerate_deepspeed.optimizers import (
+    DummyOptim,
+    DummyScheduler,
+    build_note,
+    check_compiler,
+    for_offload,
+    needs_build,
+)
+from accelerate_deepspeed.settings import DeepSpeedPlugin
+
+
+@dataclass(eq=False)
+class Job:
+    """One model of a `prepare` call, with the optimizer and the schedulers that are its own."""
+
+    model: Any
+    optimizer: Any = None
+    schedulers: list[Any] = field(default_factory=list)
+
+
+def assign(plan: Any) -> list[Job]:
+    """Match a plan's optimizers with models by their parameters, schedulers with optimizers.
+
+    Raises:
+        PrepareError: an optimizer is of no model of this call, of several, or a model has two.
+    """
+    jobs = [Job(entry) for entry in plan.of_kind("model")]
+    owners = {id(p): job for job in jobs for p in job.model.value.parameters()}
+    by_optimizer: dict[int, Job] = {}
+    for entry in plan.of_kind("optimizer"):
+        kind = type(entry.value).__name__
+        held = [p for group in entry.value.param_groups for p in group["params"]]
+        mine = {id(job): job for p in held if (job := owners.get(id(p))) is not None}
+        if not mine:
+            raise PrepareError(
+                f"DeepSpeed builds a model and its optimizer together, and prepare got a {kind} "
+                "without the model it trains: pass both in one call, "
+                "prepare(model, optimizer, ...)."
+            )
+        if len(mine) > 1:
+            names = ", ".join(type(job.model.original).__name__ for job in mine.values())
+            raise PrepareError(
+                f"One {kind} holds parameters of several models ({names}), and DeepSpeed has an "
+                "engine for each model: make an optimizer for each, or put them into one module."
+            )
+        (job,) = mine.values()
+        foreign = sum(id(parameter) not in owners for parameter in held)
+        if foreign:
+            raise PrepareError(
+                f"The {kind} holds {foreign} parameter(s) that are not in "
+                f"{type(job.model.original).__name__}: DeepSpeed trains what is inside of a model. "
+                "Make them part of the module."
+            )
+        if job.optimizer is not None:
+            raise PrepareError(
+                f"{type(job.model.original).__name__} has two optimizers, and a DeepSpeed engine "
+                "has one: give one optimizer several parameter groups."
+            )
+        job.optimizer = entry
+        for one in (entry.value, entry.original):
+            by_optimizer[id(one)] = job
+    trained = [job for job in jobs if job.optimizer is not None]
+    only = trained[0] if len(trained) == 1 else jobs[0] if len(jobs) == 1 else None
+    for entry in plan.of_kind("scheduler"):
+        owner = by_optimizer.get(id(getattr(entry.original, "optimizer", None)), only)
+        if owner is None:
+            raise PrepareError(
+                f"The {type(entry.original).__name__} is for an optimizer that is not in this "
+                "call of prepare: pass them together."
+            )
+        owner.schedulers.append(entry)
+    return jobs
+
+
+def micro_batch(loaders: Iterable[Any], smallest: bool, parts: int) -> int | None:
+    """Return the samples per rank and step that the loaders give, None if none says.
+
+    Args:
+        smallest: of several, the smallest; else the largest.
+        parts: by how many a loader's batch is split among ranks.
+    """
+    sizes = []
+    for loader in loaders:
+        sampler = getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        if isinstance(size, int) and size > 0:
+            sizes.append(max(size // parts, 1))
+    return (min if smallest else max)(sizes, default=None)
+
+
+def trains_something(model: nn.Module) -> bool:
+    """Tell whether a model has a parameter to train."""
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def make_engine(
+    accelerator: AcceleratorView,
+    deepspeed: Any,
+    plugin: DeepSpeedPlugin,
+    job: Job,
+    run: automatic.RunSizes,
+    mpu: Any = None,
+) -> Any:
+    """Build the engine of one model and put it, its optimizer and its schedulers into the plan."""
+    config = HfDeepSpeedConfig(plugin.hf_ds_config)
+    config.because = dict(plugin.hf_ds_config.because)
+    model: nn.Module = job.model.value
+    optimizer = job.optimizer.value if job.optimizer is not None else None
+    if optimizer is None and config.has("optimizer") and not trains_something(model):
+        config.del_config_sub_tree("optimizer")
+    scheduler = job.schedulers[0].value if job.schedulers else None
+    automatic.settle_batches(config, run)
+    automatic.settle_sizes(config, model)
+    automatic.settle_optimizer(
+        config, optimizer, scheduler, run.data_ranks, accelerator.split_batches
+    )
+    automatic.settle_engine(config, optimizer is not None)
+    automatic.settle_rest(config)
+    plugin.hf_ds_config = config
+    _mark_leaves(deepspeed, model, plugin.transformer_moe_cls_names or ())
+    given, parameters = optimizer, None
+    if isinstance(optimizer, DummyOptim):
+        given, parameters = optimizer.optimizer_callable, optimizer.params
+    elif optimizer is not None:
+        given = for_offload(config, optimizer)
+    elif config.has("optimizer"):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    op = needs_build(config) if given is None else None
+    if op is not None:
+        check_compiler(op)
+    try:
+        with rank_environment(accelerator), build_note(op):
+            engine, _, _, own_scheduler = deepspeed.initialize(
+                model=model,
+                config=config.config,
+                optimizer=given,
+                model_parameters=parameters,
+                mpu=mpu,
+                dist_init_required=False,
+            )
+    except (AssertionError, pydantic.ValidationError) as error:
+        raise ConfigurationError(
+            f"DeepSpeed refuses the config ({config.origin}): {str(error) or 'no reason is given'}"
+        ) from error
+    if accelerator.num_processes > 1 and accelerator.parallelism_config.tp_size == 1:
+        # It makes the ranks' parameters alike, and leaves buffers as each rank has them.
+        for buffer in model.buffers():
+            if not buffer.is_meta:
+                torch.distributed.broadcast(buffer.detach(), src=0)
+    _mend_half_precision(engine, not config.is_false("fp16.auto_cast"), accelerator.upcast_outputs)
+    job.model.value = engine
+    if job.optimizer is not None:
+        job.optimizer.value = accelerator.wrap_optimizer(engine.optimizer)
+    for entry in job.schedulers:
+        scheduler = entry.value
+        if isinstance(scheduler, DummyScheduler):
+            if scheduler.lr_scheduler_callable is not None:
+                scheduler = scheduler.lr_scheduler_callable(engine.basic_optimizer)
+            else:  # stepped by the loop, as every other
+                scheduler, engine.lr_scheduler = own_scheduler, None
+        # One step per optimizer step: DeepSpeed's users count a schedule in those.
+        entry.value = AcceleratedScheduler(
+            scheduler,
+            [job.optimizer.value] if job.optimizer is not None else [],
+            gradient_state=accelerator.gradient_state,
+            step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+        )
+    return engine
+
+
+def _mark_leaves(deepspeed: Any, model: nn.Module, names: Collection[str]) -> None:
+    """Make the modules of these classes units that are gathered whole, such as experts.
+
+    Raises:
+        ConfigurationError: the model has no module of such a class.
+    """
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    for name in names:
+        if name not in classes:
+            raise ConfigurationError(
+                f"transformer_moe_cls_names has {name!r}, and {type(model).__name__} has no "
+                f"module of that class; it has {listing(sorted(classes))}."
+                f"{did_you_mean(name, classes)}"
+            )
+    if names:
+        deepspeed.utils.set_z3_leaf_modules(model, [classes[name] for name in names])
+
+
+# --- DeepSpeed's own half precision -------------------------------------------------------------
+
+
+def _mend_half_precision(engine: Any, cast_inputs: bool, upcast: bool) -> None:
+    """Cast floating tensors among a module's arguments to its dtype, outputs to fp32.
+
+    By hooks of the module, so that it is so whether the engine or the module is called.
+
+    Args:
+        cast_inputs: False leaves arguments as they are.
+        upcast: False leaves outputs as they are.
+    """
+    fp16 = engine.fp16_enabled()
+    if not fp16 and not engine.bfloat16_enabled():
+        return
+    if engine.zero_optimization_stage() == 0:
+        # DeepSpeed has taken a step with zero gradients, which the module has not seen yet: weights
+        # have decayed, and it counts in Adam's correction.
+        engine.optimizer.refresh_fp32_params()
+        engine.basic_optimizer.state.clear()
+    if fp16:
+        # DeepSpeed's own passes over keyword arguments, and cannot rebuild a named tuple.
+        engine._config.float16_config.auto_cast = False
+    if cast_inputs:
+        cast = partial(_cast, torch.float16 if fp16 else torch.bfloat16)
+        engine.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+    if upcast:
+        engine.module.register_forward_hook(_upcast)
+
+
+def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
+
+
+def _upcast(module: nn.Module, args: Any, output: Any) -> Any:
+    return convert_to_fp32(output)
