@@ -14,12 +14,13 @@ from typing import Any
 import dummies
 import pytest
 from click.testing import CliRunner
+from contract_policy import differences
 from support import clean_environment
 
 from accelerate_core import Backend
 from accelerate_core.cli import cli
 from accelerate_core.contract.hooks import HOOKS, HookSpecs
-from accelerate_testing.contract import contract, differences
+from accelerate_testing.contract import contract
 
 SNAPSHOT = Path(__file__).with_name("contract.json")
 

@@ -51,9 +51,10 @@ class CheckContext:
         """
         from accelerate_core.accelerator import Accelerator
 
-        if why := self.missing_device:
-            self.skip(why)
-        given: dict[str, Any] = {"cpu": self.on_cpu}
+        on_cpu, missing = self.device
+        if missing:
+            self.skip(missing)
+        given: dict[str, Any] = {"cpu": on_cpu}
         if self.size > 1:
             given["process_group_timeout"] = self.timeout
             if self.kind != "backend":
@@ -78,18 +79,11 @@ class CheckContext:
             self.skip(f"no backend for several processes is installed: {error}")
 
     @cached_property
-    def on_cpu(self) -> bool:
-        """Whether the checks run on the CPU: unless the plugin says it cannot."""
-        from accelerate_testing.devices import runs_on_cpu
+    def device(self) -> tuple[bool, str]:
+        """Whether the checks run on the CPU, and why they cannot run on this machine, "" if they can."""
+        from accelerate_testing.devices import device_of
 
-        return runs_on_cpu(self.found)
-
-    @cached_property
-    def missing_device(self) -> str:
-        """Why this machine has no device the plugin runs on, "" if it has."""
-        from accelerate_testing.devices import missing_device
-
-        return missing_device(self.found)
+        return device_of(self.found)
 
     @property
     def supports(self) -> Mapping[str, Any]:

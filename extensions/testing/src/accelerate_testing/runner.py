@@ -181,9 +181,9 @@ class _Session:
         said = getattr(plugin, "supports", {})
         lacking = ""
         if self.kind in ("backend", "precision"):
-            from accelerate_testing.devices import missing_device  # it imports torch
+            from accelerate_testing.devices import device_of  # it imports torch
 
-            lacking = missing_device(plugin)
+            _, lacking = device_of(plugin)
         if self.options.get("one_process", False):
             lacking = "options say that it is for one process"
         for made in checks:

@@ -13,17 +13,6 @@ from accelerate_testing.checks import Check, check_options, checks_of
 from accelerate_testing.results import Result
 from accelerate_testing.runner import choose_plugin, run_suite
 
-__all__ = [
-    "BackendSuite",
-    "CheckpointerSuite",
-    "ExtensionSuite",
-    "LauncherSuite",
-    "LoadersSuite",
-    "PrecisionSuite",
-    "TrackerSuite",
-]
-
-
 _PREFIX = "test_"
 _ATTRIBUTES = ("plugin", "environ", "options", "timeout", "num_processes", "prelude")
 _NEAR = 0.75  # stricter than elsewhere: a suite may have attributes of its own
@@ -71,16 +60,9 @@ class _Suite:
                 if getattr(item, "cls", None) is cls
             ]
             choose_plugin(cls.plugin, cls.kind)
-            found = run_suite(
-                cls.kind,
-                cls.plugin,
-                only=[name for name in names if name in known],
-                environ=cls.environ,
-                options=cls.options,
-                timeout=cls.timeout,
-                num_processes=cls.num_processes,
-                prelude=cls.prelude,
-            )
+            only = [name for name in names if name in known]
+            how = {name: getattr(cls, name) for name in _ATTRIBUTES[1:]}
+            found = run_suite(cls.kind, cls.plugin, only=only, **how)
             cls._found = {result.name: result for result in found}
         made: Mapping[str, Result] = cls._found
         return made

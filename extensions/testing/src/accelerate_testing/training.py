@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_core.accelerator import Accelerator
 from accelerate_testing.context import CheckContext
@@ -50,6 +52,11 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     """Return the optimizer of `plain_training`."""
     return torch.optim.SGD(parameters, RATE, MOMENTUM)
+
+
+def no_momentum(parameters: Any) -> torch.optim.Optimizer:
+    """Return one without a state."""
+    return torch.optim.SGD(parameters, RATE)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -114,12 +121,13 @@ def draw(after: str) -> dict[str, float]:
 
 @dataclass(eq=False)
 class Trainer:
-    """A model and its optimizer, prepared by an Accelerator under the plugin."""
+    """A model, its optimizer and perhaps a scheduler, prepared by an Accelerator under the plugin."""
 
     ctx: CheckContext
     accelerator: Accelerator
     model: Any
     optimizer: Any
+    scheduler: Any = None
 
     @classmethod
     def begin(
@@ -127,21 +135,25 @@ class Trainer:
         ctx: CheckContext,
         optimizer: Callable[[Any], Any] = sgd,
         *,
+        net: nn.Module | None = None,
         seed: int = 0,
         accelerator: Accelerator | None = None,
+        schedule: Callable[[Any], Any] | None = None,
         **arguments: Any,
     ) -> Trainer:
-        """Prepare a `Net` and an optimizer of its parameters.
+        """Prepare a model, and an optimizer of its parameters.
 
         Args:
-            seed: the model of the main process is `Net(seed)`, the other ranks have others;
+            net: the model; else a `Net(seed)` on the main process, and others on the other ranks:
                 preparing makes all of them that one.
             accelerator: the one to use; else one is made, with `arguments`.
+            schedule: makes a scheduler of the optimizer.
         """
         accelerator = accelerator or ctx.accelerator(**arguments)
-        net = Net(seed + accelerator.process_index)
-        model, its = accelerator.prepare(net, optimizer(net.parameters()))
-        return cls(ctx, accelerator, model, its)
+        net = net or Net(seed + accelerator.process_index)
+        made = [net, optimizer(net.parameters())]
+        made += [schedule(made[1])] if schedule else []
+        return cls(ctx, accelerator, *accelerator.prepare(*made))
 
     @property
     def exact(self) -> bool:
@@ -173,14 +185,16 @@ class Trainer:
                 self.update()
         return losses
 
-    def step(self, loss: torch.Tensor) -> None:
-        """Go back from a loss, and step."""
+    def step(self, loss: torch.Tensor, *metric: float) -> None:
+        """Go back from a loss, and step; a scheduler may take a metric."""
         self.accelerator.backward(loss)
-        self.update()
+        self.update(*metric)
 
-    def update(self) -> None:
+    def update(self, *metric: float) -> None:
         """Step with the gradients there are, and drop them."""
         self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step(*metric)
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -197,6 +211,47 @@ class Trainer:
             told = self.model(x).float().cpu().flatten().tolist()
         rounded = [round(value, 4) for value in told]
         self.ctx.alike(self.accelerator, rounded, f"outputs of {what}")
+
+
+class ResumableTrainer(Trainer):
+    """A run over a loader that shuffles, with accumulation and a schedule, to be taken up again."""
+
+    #: Batches of an epoch, and where a run ends; two make a step, so an odd number is inside of a cycle.
+    BATCHES, END = 12, 10
+    _left: Iterator[Any] | None
+
+    def __init__(
+        self,
+        ctx: CheckContext,
+        seed: int,
+        net: Callable[[], nn.Module],
+        optimizer: Callable[[Any], Any],
+        **arguments: Any,
+    ) -> None:
+        accelerator = ctx.accelerator(gradient_accumulation_steps=2, **arguments)
+        torch.manual_seed(seed)
+        model: Any = net()
+        its = optimizer(model.parameters())
+        count = self.BATCHES * BATCH * ctx.size
+        x = torch.randn(count, 6, generator=torch.Generator().manual_seed(9))
+        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH, shuffle=True)
+        *made, self.loader = accelerator.prepare(model, its, StepLR(its, 1, 0.9), loader)
+        super().__init__(ctx, accelerator, *made)
+        self.done, self._left = 0, None
+
+    def go_on(self, until: int) -> None:
+        """Train until so many batches of the epoch were seen, in one loop over the loader."""
+        self._left = self._left or iter(self.loader)
+        while self.done < until:
+            with self.accelerator.accumulate(self.model):
+                self.step(loss_of(self.model, next(self._left)))
+            self.done += 1
+
+    def load(self, target: str | None = None, **how: Any) -> str:
+        """Load, and begin the loop anew."""
+        loaded = self.accelerator.load_state(target, **how)
+        self.done, self._left = int(self.loader.state_dict()["batches_seen"]), None
+        return loaded
 
 
 @contextmanager

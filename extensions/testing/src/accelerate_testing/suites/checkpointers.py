@@ -9,12 +9,12 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_checkpoint import load_weights
 from accelerate_core.errors import CheckpointError, ConfigurationError
@@ -23,10 +23,7 @@ from accelerate_core.utils import ProjectConfiguration
 from accelerate_testing.checks import check
 from accelerate_testing.context import CheckContext, leaves
 from accelerate_testing.suites.ending import held_now, script_raises, still_held
-from accelerate_testing.training import BATCH, held_threads, loss_of
-
-#: Micro-batches of the run; two make a step, so an odd number is inside of a cycle.
-BATCHES, STOPPED_AFTER = 12, 10
+from accelerate_testing.training import ResumableTrainer, held_threads
 
 
 class Count:
@@ -44,47 +41,26 @@ class Count:
         self.seen = state["seen"]
 
 
-class Training:
-    """All a run has: dropout, shuffling, accumulation, Adam, a schedule, an object of its own."""
+def _net(seed: int) -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.25), nn.LayerNorm(8), nn.Linear(8, 1))
+    # No running statistics: where a backend leaves these to each rank, no checkpoint has them.
+    net.register_buffer("seed", torch.full((1,), float(seed)))
+    return net
+
+
+class Training(ResumableTrainer):
+    """All a run has: dropout and AdamW beside the rest, and an object of its own."""
 
     def __init__(self, ctx: CheckContext, seed: int = 0, **arguments: Any) -> None:
-        self.ctx = ctx
-        self.accelerator = ctx.accelerator(gradient_accumulation_steps=2, **arguments)
-        torch.manual_seed(11 + seed)
-        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.25), nn.LayerNorm(8), nn.Linear(8, 1))
-        # No running statistics: where a backend leaves these to each rank, no checkpoint has them.
-        net.register_buffer("seed", torch.full((1,), float(seed)))
-        adam = torch.optim.AdamW(net.parameters(), 0.02)
-        decay = torch.optim.lr_scheduler.StepLR(adam, 1, 0.9)
-        x = torch.randn(BATCHES * BATCH * ctx.size, 6, generator=torch.Generator().manual_seed(9))
-        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH, shuffle=True)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            net, adam, decay, loader
-        )
-        self.batches: Iterator[Any] | None = None
-        self.done = 0
+        adam = partial(torch.optim.AdamW, lr=0.02)
+        super().__init__(ctx, 11 + seed, partial(_net, seed), adam, **arguments)
         self.count = Count()
         self.accelerator.register_for_checkpointing(self.count)
 
-    def train(self, until: int) -> None:
-        """Train until so many batches of the epoch were seen, in one loop over the loader."""
-        if self.batches is None:
-            self.batches = iter(self.loader)
-        while self.done < until:
-            batch = next(self.batches)
-            with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(loss_of(self.model, batch))
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-            self.count.seen += 1
-            self.done += 1
-
-    def load(self, target: str | None = None, **how: Any) -> str:
-        """Load, and begin the loop anew."""
-        loaded = self.accelerator.load_state(target, **how)
-        self.batches, self.done = None, int(self.loader.state_dict()["batches_seen"])
-        return loaded
+    def go_on(self, until: int) -> None:
+        """Train on, and count."""
+        self.count.seen += max(until - self.done, 0)
+        super().go_on(until)
 
     def told(self) -> dict[str, Any]:
         """Return a copy of all that has to be as in the run that was not stopped."""
@@ -156,15 +132,15 @@ def resume(ctx: CheckContext) -> str:
     for saved_after, where in ((4, "between two steps"), (5, "inside of a cycle")):
         target = _target(ctx, f"resume_{saved_after}")
         run = Training(ctx)
-        run.train(saved_after)
+        run.go_on(saved_after)
         run.accelerator.save_state(target)
-        run.train(STOPPED_AFTER)
+        run.go_on(run.END)
         expected = run.told()
         ctx.end()
         again = Training(ctx, seed=5)
-        again.train(1)
+        again.go_on(1)
         again.load(target)
-        again.train(STOPPED_AFTER)
+        again.go_on(again.END)
         again.is_as(expected, f"resumed {where}")
         ctx.end()
     return "between two steps, and inside of a cycle"
@@ -175,10 +151,10 @@ def overwriting(ctx: CheckContext) -> None:
     """A second save to the same target replaces the first, and what stood there is not mixed in."""
     run, target = Training(ctx), _target(ctx, "overwriting")
     for until in (2, 4):
-        run.train(until)
+        run.go_on(until)
         run.accelerator.save_state(target)
     expected = run.told()
-    run.train(8)
+    run.go_on(8)
     run.load(target)
     run.is_as(expected, "the second save")
 
@@ -212,7 +188,7 @@ def failing(ctx: CheckContext) -> None:
     for blocking in (True, False):
         run.accelerator.save_state(target)
         before, count = run.told(), run.count
-        run.train(4 if blocking else 6)
+        run.go_on(4 if blocking else 6)
         if run.accelerator.process_index == ctx.size - 1:
             count.trouble = trouble
         for place in (target, _target(ctx, f"absent_{blocking}")):
@@ -232,7 +208,7 @@ def failing(ctx: CheckContext) -> None:
             wrong = f"the earlier checkpoint does not load after a save that failed: {error}"
         run.agree(wrong)
         run.is_as(before, "the earlier checkpoint, after a save that failed")
-    run.train(8)
+    run.go_on(8)
     run.accelerator.save_state(target)
 
 
@@ -264,9 +240,9 @@ def _damages(ctx: CheckContext, target: str) -> Iterator[str]:
 def damaged(ctx: CheckContext) -> str:
     """What is missing, cut off or changed is refused by name, and nothing is changed by it."""
     run, target = Training(ctx), _target(ctx, "damaged")
-    run.train(3)
+    run.go_on(3)
     run.accelerator.save_state(target)
-    run.train(4)
+    run.go_on(4)
     before, tried = run.told(), 0
     damages = _damages(ctx, target) if ctx.rank == 0 else iter(())
     while what := run.accelerator.communicator.broadcast_object(next(damages, None)):
@@ -332,16 +308,16 @@ def pickles(ctx: CheckContext) -> str | None:
 def beside_training(ctx: CheckContext) -> None:
     """`blocking=False` keeps the state of the call, whatever training does meanwhile."""
     run, target = Training(ctx), _target(ctx, "beside")
-    run.train(4)
+    run.go_on(4)
     with held_threads():
         run.accelerator.save_state(target, blocking=False)
-        run.train(STOPPED_AFTER)
+        run.go_on(run.END)
         expected = run.told()
     run.accelerator.wait_for_checkpoint()
     ctx.end()
     run = Training(ctx, seed=3)
     run.load(target)
-    run.train(STOPPED_AFTER)
+    run.go_on(run.END)
     run.is_as(expected, "resumed from what was saved beside the training")
 
 
@@ -361,7 +337,7 @@ def naming(ctx: CheckContext) -> str | None:
         return f"refused: {error}"
     saved = []
     for until in (2, 4, 6):
-        run.train(until)
+        run.go_on(until)
         saved.append(run.accelerator.save_state())
     expected = run.told()
     ctx.equal(len(set(saved)), 3, f"names of three saves, {saved}")

@@ -81,7 +81,7 @@ def settings(ctx: CheckContext) -> str:
         ctx.equal(getattr(made, name), expected, f"{name} by {section}.{name}")
         made, _ = resolve_settings(cls, cls(**{name: field.default}), environ, owner=owner)
         ctx.equal(getattr(made, name), field.default, f"{name} by the constructor")
-        if ctx.kind == "backend" and not ctx.missing_device:
+        if ctx.kind == "backend" and not ctx.device[1]:
             _reaches_the_instance(ctx, field, text, expected)
         else:
             _is_kept(ctx, cls, field, value, expected)

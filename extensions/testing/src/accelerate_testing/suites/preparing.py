@@ -12,12 +12,12 @@ from accelerate_testing.checks import STATE, STEP, check
 from accelerate_testing.context import CheckContext
 from accelerate_testing.training import (
     BATCH,
-    RATE,
     Net,
     Trainer,
     adam,
     draw,
     loss_of,
+    no_momentum,
     plain_training,
     seed,
     sgd,
@@ -265,9 +265,8 @@ def contexts(ctx: CheckContext) -> None:
     """Models can be made inside of `init_model_context`, and groups of ranks are those asked for."""
     accelerator = ctx.accelerator()
     with accelerator.hooks.init_model_context(accelerator):
-        model: Any = Net(accelerator.process_index)
-    made = accelerator.prepare(model, torch.optim.SGD(model.parameters(), RATE))
-    trainer = Trainer(ctx, accelerator, *made)
+        net = Net(accelerator.process_index)
+    trainer = Trainer.begin(ctx, no_momentum, net=net, accelerator=accelerator)
     trainer.train(trainer.batches(1)[0])
     if ctx.rank == ctx.size - 1:  # only members ask for a group
         alone = accelerator.hooks.new_group(accelerator, [ctx.rank], None)

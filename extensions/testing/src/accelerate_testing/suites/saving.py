@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_checkpoint.manifest import MANIFEST
 from accelerate_core.errors import CheckpointError
 from accelerate_testing.checks import SAVE, check
 from accelerate_testing.context import CheckContext
-from accelerate_testing.training import BATCH, Net, Trainer, adam, held_threads, loss_of, sgd
+from accelerate_testing.training import Net, ResumableTrainer, Trainer, adam, held_threads, sgd
 
-#: Micro-batches of an epoch; two make a step, so the save is inside of a cycle.
-SAVED_AFTER, STOPPED_AFTER, BATCHES = 5, 10, 12
+#: Micro-batches; two make a step, so the save is inside of a cycle.
+SAVED_AFTER = 5
 
 
 @check("backend", hooks=SAVE)
@@ -77,54 +75,25 @@ def save_later(ctx: CheckContext) -> None:
     ctx.close(trainer.weights(), expected, "weights four steps later", 1e-6)
 
 
-class _Shuffled:
-    """All a run has, with a loader that shuffles, under accumulation."""
-
-    def __init__(self, ctx: CheckContext, seed: int) -> None:
-        self.accelerator = ctx.accelerator(gradient_accumulation_steps=2)
-        torch.manual_seed(3)
-        model = Net(seed)
-        optimizer = sgd(model.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
-        x = torch.randn(BATCHES * BATCH * ctx.size, 6, generator=torch.Generator().manual_seed(9))
-        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH, shuffle=True)
-        model, optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, optimizer, scheduler, loader
-        )
-        self.trainer = Trainer(ctx, self.accelerator, model, optimizer)
-
-    def batches(self) -> Iterator[int]:
-        """Train on the batches of the loader; yield how many there were after each."""
-        for done, batch in enumerate(self.loader, 1):
-            with self.accelerator.accumulate(self.trainer.model):
-                self.accelerator.backward(loss_of(self.trainer.model, batch))
-                self.trainer.optimizer.step()
-                self.scheduler.step()
-                self.trainer.optimizer.zero_grad()
-            yield done
+def _run(ctx: CheckContext, seed: int) -> ResumableTrainer:
+    return ResumableTrainer(ctx, 3, lambda: Net(seed), sgd)
 
 
 def _never_stopped(ctx: CheckContext, name: str) -> dict[str, torch.Tensor]:
     """Train to the middle of a cycle and save, then train on; return the weights in the end."""
-    run = _Shuffled(ctx, ctx.rank)
-    for done in run.batches():
-        if done == SAVED_AFTER:
-            run.accelerator.save_state(str(ctx.scratch(name)))
-        if done == STOPPED_AFTER:
-            break
-    return run.trainer.weights()
+    run = _run(ctx, ctx.rank)
+    run.go_on(SAVED_AFTER)
+    run.accelerator.save_state(str(ctx.scratch(name)))
+    run.go_on(run.END)
+    return run.weights()
 
 
 def _resumed(ctx: CheckContext, name: str) -> dict[str, torch.Tensor]:
     """Load in new objects and train to where the other run stopped; return the weights there."""
-    run = _Shuffled(ctx, 10 + ctx.rank)
-    run.accelerator.load_state(str(ctx.scratch(name)))
-    # A backend may have gone back to its last step.
-    left = STOPPED_AFTER - int(run.loader.state_dict()["batches_seen"])
-    for done in run.batches():
-        if done == left:
-            break
-    return run.trainer.weights()
+    run = _run(ctx, 10 + ctx.rank)
+    run.load(str(ctx.scratch(name)))  # a backend may go back to its last step
+    run.go_on(run.END)
+    return run.weights()
 
 
 @check("backend", hooks=SAVE)
@@ -133,7 +102,7 @@ def resume(ctx: CheckContext) -> str:
     expected = _never_stopped(ctx, "resume")
     ctx.end()
     ctx.close(_resumed(ctx, "resume"), expected, "weights at the end", 1e-6)
-    return f"saved after {SAVED_AFTER} micro-batches of {STOPPED_AFTER}, inside of a cycle"
+    return f"saved after {SAVED_AFTER} micro-batches of {ResumableTrainer.END}, inside of a cycle"
 
 
 @check("backend", hooks=SAVE)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_core.backend.precision import BFloat16, Float16, Precision
@@ -19,10 +21,10 @@ from accelerate_testing.context import CheckContext
 from accelerate_testing.counting import count_communication
 from accelerate_testing.training import (
     BATCH,
-    RATE,
     Net,
     Trainer,
     loss_of,
+    no_momentum,
     plain_training,
     sgd,
 )
@@ -144,13 +146,11 @@ class Branches(nn.Module):
 @check("backend", needs="exact", hooks="backward")
 def branches(ctx: CheckContext) -> str | None:
     """Ranks that use different parts of a model train all of them, or all refuse to."""
-    accelerator = ctx.accelerator()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         expected = Branches()
-    model: Any = copy.deepcopy(expected)
-    made = accelerator.prepare(model, torch.optim.SGD(model.parameters(), RATE))
-    trainer = Trainer(ctx, accelerator, *made)
+    trainer = Trainer.begin(ctx, no_momentum, net=copy.deepcopy(expected))
+    accelerator = trainer.accelerator
     index, count = accelerator.hooks.data_shard(accelerator)
     mine, whole = trainer.batches(3)
     refused = ""
@@ -163,7 +163,7 @@ def branches(ctx: CheckContext) -> str | None:
     if all(told):
         return f"refused: {refused}"
     assert not any(told), f"refused on some ranks, and on others not: {told}"
-    plain = torch.optim.SGD(expected.parameters(), RATE)
+    plain = no_momentum(expected.parameters())
     for x, y in whole:
         parts = zip(torch.split(x, BATCH), torch.split(y, BATCH), strict=True)
         for rank, (inputs, targets) in enumerate(parts):
@@ -295,46 +295,28 @@ def clip_value(ctx: CheckContext) -> None:
     ctx.close(trainer.weights(), plain_training(whole, clip_value=0.1)[1], "weights")
 
 
-def _scheduled(ctx: CheckContext, make: Any, **arguments: Any) -> tuple[Trainer, Any]:
-    """Return a model with an SGD of rate 0.001, and a scheduler, prepared together."""
-    accelerator = ctx.accelerator(**arguments)
-    net = Net(accelerator.process_index)
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-    model, optimizer, scheduler = accelerator.prepare(net, optimizer, make(optimizer))
-    return Trainer(ctx, accelerator, model, optimizer), scheduler
-
-
 @check("backend", hooks="optimizer_step prepare_scheduler")
 def schedule(ctx: CheckContext) -> None:
     """A scheduler moves with the steps that were taken, alike on all ranks."""
-    schedulers = torch.optim.lr_scheduler
-    trainer, scheduler = _scheduled(
-        ctx, lambda one: schedulers.StepLR(one, 1, 0.5), gradient_accumulation_steps=2
-    )
+    slow = partial(torch.optim.SGD, lr=1e-3)
+    halving = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    trainer = Trainer.begin(ctx, slow, schedule=halving, gradient_accumulation_steps=2)
     accelerator = trainer.accelerator
     _, count = accelerator.hooks.data_shard(accelerator)
-    for batch in trainer.batches(4)[0]:
-        with accelerator.accumulate(trainer.model):
-            accelerator.backward(loss_of(trainer.model, batch))
-            trainer.optimizer.step()
-            scheduler.step()
-            trainer.optimizer.zero_grad()
+    trainer.train(trainer.batches(4)[0])
     ctx.equal(accelerator.optimizer_step_was_skipped, False, "optimizer_step_was_skipped")
-    ctx.alike(accelerator, scheduler.get_last_lr(), "learning rates")
+    rates = trainer.scheduler.get_last_lr()
+    ctx.alike(accelerator, rates, "learning rates")
     # It counts the steps one process would have taken; an engine steps schedulers itself.
     moves = 2 if "optimizer" in accelerator.backend.owns else 2 * count
-    ctx.close(scheduler.get_last_lr(), [1e-3 * 0.5**moves], "learning rate", 1e-12)
+    ctx.close(rates, [1e-3 * 0.5**moves], "learning rate", 1e-12)
     accelerator.end_training()
     # One that is told a metric gets it.
-    trainer, scheduler = _scheduled(
-        ctx, lambda one: schedulers.ReduceLROnPlateau(one, factor=0.5, patience=0)
-    )
+    plateau = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)
+    trainer = Trainer.begin(ctx, slow, schedule=plateau)
     rates = []
     for batch, metric in zip(trainer.batches(3)[0], (2.0, 1.0, 3.0), strict=True):
-        trainer.accelerator.backward(loss_of(trainer.model, batch))
-        trainer.optimizer.step()
-        scheduler.step(metric)
-        trainer.optimizer.zero_grad()
+        trainer.step(loss_of(trainer.model, batch), metric)
         rates.append(trainer.optimizer.param_groups[0]["lr"])
     what = "where ReduceLROnPlateau, told 2, 1, 3, makes steps smaller"
     ctx.equal([rate < 1e-3 for rate in rates], [False, False, True], what)
@@ -359,7 +341,7 @@ def precisions(ctx: CheckContext) -> str:
         model: Any = Net(accelerator.process_index)
         seen: list[Any] = []
         model.out.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.dtype))
-        trainer = Trainer(ctx, accelerator, *accelerator.prepare(model, sgd(model.parameters())))
+        trainer = Trainer.begin(ctx, net=model, accelerator=accelerator)
         losses = trainer.train(trainer.batches(2)[0] * 6)
         ctx.equal(seen[0], dtype, f"dtype in which a layer computes under {name}")
         ctx.alike(accelerator, losses, f"losses under {name}")
@@ -408,7 +390,7 @@ def overflow(ctx: CheckContext) -> None:
 def join(ctx: CheckContext) -> str:
     """Ranks may run out of batches at different steps."""
     # Without momentum: who is out of batches does not step, and has none of the others' steps.
-    trainer = Trainer.begin(ctx, lambda parameters: torch.optim.SGD(parameters, RATE))
+    trainer = Trainer.begin(ctx, no_momentum)
     accelerator = trainer.accelerator
     mine, _ = trainer.batches(2 + accelerator.process_index)
     with accelerator.join_uneven_inputs([trainer.model]):

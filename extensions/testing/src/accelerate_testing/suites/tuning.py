@@ -10,7 +10,15 @@ from torch import nn
 
 from accelerate_testing.checks import SAVE, STEP, check
 from accelerate_testing.context import CheckContext
-from accelerate_testing.training import RATE, Batch, Net, Trainer, loss_of, plain_training
+from accelerate_testing.training import (
+    RATE,
+    Batch,
+    Net,
+    Trainer,
+    loss_of,
+    no_momentum,
+    plain_training,
+)
 
 
 class Tuned(nn.Module):
@@ -34,9 +42,9 @@ class Tuned(nn.Module):
 def fine_tuning(ctx: CheckContext) -> None:
     """A model whose first part is frozen trains as in one process, and its frozen part stays so."""
     accelerator = ctx.accelerator()
-    model: Any = Tuned(0 if accelerator.is_main_process else 1 + accelerator.process_index)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    trainer = Trainer(ctx, accelerator, *accelerator.prepare(model, torch.optim.SGD(trained, RATE)))
+    net = Tuned(0 if accelerator.is_main_process else 1 + accelerator.process_index)
+    trained = no_momentum([p for p in net.parameters() if p.requires_grad])
+    trainer = Trainer.begin(ctx, lambda _: trained, net=net, accelerator=accelerator)
     ctx.equal(trainer.model.training, True, "the prepared model is in training mode")
     inner = accelerator.unwrap_model(trainer.model)
     names = [name for name, p in inner.named_parameters() if p.requires_grad]
@@ -44,7 +52,7 @@ def fine_tuning(ctx: CheckContext) -> None:
     mine, whole = trainer.batches(4)
     trainer.train(mine)
     expected = Tuned(0)
-    _train_plainly(expected, torch.optim.SGD(expected.head.parameters(), RATE), whole)
+    _train_plainly(expected, no_momentum(expected.head.parameters()), whole)
     ctx.close(trainer.weights(), dict(expected.state_dict()), "weights")
     ctx.alike(accelerator, inner.get_buffer("seen").tolist(), "a buffer of integers")
     trainer.same_everywhere("a model with a frozen part")
@@ -89,8 +97,8 @@ def groups(ctx: CheckContext) -> str:
     accelerator = ctx.accelerator()
     own = "optimizer" not in accelerator.backend.owns
     kind: Any = Counting if own else torch.optim.AdamW
-    model = Net(accelerator.process_index)
-    trainer = Trainer(ctx, accelerator, *accelerator.prepare(model, kind(_groups(model))))
+    net = Net(accelerator.process_index)
+    trainer = Trainer.begin(ctx, lambda _: kind(_groups(net)), net=net, accelerator=accelerator)
     optimizer = trainer.optimizer
     mine, whole = trainer.batches(4)
     trainer.train(mine[:2])
