@@ -136,12 +136,12 @@ class _Session:
     hung: int = 0
 
     def run(self, chosen: Sequence[Check]) -> list[Result]:
-        self._launch([made.name for made in chosen if made.alone], 1)
-        if left := self._left(made.name for made in chosen if made.alone):
-            self._not_run(left)
-        rest = [made for made in chosen if not made.alone]
-        self._skip(rest)
-        self._distributed([made for made in rest if made.name not in self.results])
+        alone = [made.name for made in chosen if made.alone]
+        self._launch(alone, 1)
+        self._not_run(alone)
+        if rest := [made for made in chosen if not made.alone]:
+            self._skip(rest)
+            self._distributed([made for made in rest if made.name not in self.results])
         return [self.results[made.name] for made in chosen if made.name in self.results]
 
     def _left(self, names: Iterable[str]) -> list[str]:
@@ -175,8 +175,6 @@ class _Session:
                 for made in checks:
                     self._add(Result(made.name, "skipped", f"not run: {name} failed"))
                 return
-        if not checks:
-            return
         plugin = find(self.kind, self.name, because="the conformance suite").load()
         said = getattr(plugin, "supports", {})
         lacking = ""
@@ -196,7 +194,7 @@ class _Session:
         dying = "".join(made.name for made in checks if made.before)  # there is one
         run = self._launch(ranks, self.num_processes, dying)
         if self.hung >= _HANGS or self._left(ranks):
-            self._not_run(self._left(made.name for made in checks))
+            self._not_run(made.name for made in checks)
             return
         if run is not None and dying and dying not in self.results:
             if (self.folder / "never_killed.pt").exists():  # they came to the end meant for them
@@ -206,13 +204,10 @@ class _Session:
         for made in checks:
             if made.judge is not None:
                 run = self._start([made.name], self.num_processes, collect=False)
-                wrong = made.judge(run)
-                story = run.story if wrong else ""
-                self._add(
-                    Result(
-                        made.name, "failed" if wrong else "passed", "", wrong, story, run.seconds
-                    )
-                )
+                result = Result(made.name, "passed", seconds=run.seconds)
+                if wrong := made.judge(run):
+                    result.state, result.error, result.trace = "failed", wrong, run.story
+                self._add(result)
 
     def _start(
         self, names: Sequence[str], ranks: int, *, dying: str = "", collect: bool = True
@@ -272,7 +267,7 @@ class _Session:
         self._add(Result(name, "failed", "", "\n".join([*said, gone]), run.story))
 
     def _not_run(self, names: Iterable[str]) -> None:
-        for name in names:
+        for name in self._left(names):
             self._add(Result(name, "skipped", "not run: too many processes were lost before"))
 
     def _add(self, result: Result) -> None:

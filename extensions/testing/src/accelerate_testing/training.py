@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -38,10 +39,9 @@ class Net(nn.Module):
             self.out = nn.Linear(16, 1)
         self.register_buffer("shift", torch.full((1,), 0.1 * seed))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         """Samples [batch, 6] in, numbers [batch, 1] out."""
-        y: torch.Tensor = self.out(self.inner(x)) + self.shift
-        return y
+        return self.out(self.inner(x)) + self.shift
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
@@ -267,9 +267,8 @@ def held_threads() -> Iterator[None]:
         ended.wait(_HELD)
         run(thread)
 
-    threading.Thread.run = later  # type: ignore[assignment, method-assign]
     try:
-        yield
+        with mock.patch.object(threading.Thread, "run", later):
+            yield
     finally:
-        threading.Thread.run = run  # type: ignore[method-assign]
         ended.set()

@@ -8,10 +8,10 @@ import random
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -351,23 +351,13 @@ def naming(ctx: CheckContext) -> str | None:
     return None
 
 
-@contextmanager
-def _temporary(ctx: CheckContext) -> Iterator[Path]:
-    """Let temporary files go to a directory of their own."""
-    folder, before = ctx.scratch("temporary"), tempfile.tempdir
-    folder.mkdir(exist_ok=True)
-    tempfile.tempdir = str(folder)
-    try:
-        yield folder
-    finally:
-        tempfile.tempdir = before
-
-
 @check("checkpointer", alone=True)
 def ending(ctx: CheckContext) -> None:
     """After `free_memory`, `end_training` or an error no thread, process or file is left."""
     told = []
-    with _temporary(ctx) as folder, warnings.catch_warnings():
+    folder = ctx.scratch("temporary")
+    folder.mkdir()
+    with mock.patch.object(tempfile, "tempdir", str(folder)), warnings.catch_warnings():
         for turn in range(3):
             run = Training(ctx)
             for blocking in (True, False):

@@ -26,6 +26,10 @@ from accelerate_testing.training import Trainer, loss_of
 TEXT = "the data of this rank cannot be read"
 #: Seconds in which what was told to end may do so.
 _GRACE = 2.0
+_OF_TORCH = (
+    "get_num_threads", "are_deterministic_algorithms_enabled", "get_default_dtype", "is_grad_enabled",
+    "is_inference_mode_enabled",
+)  # fmt: skip
 
 
 @check("backend", "precision", "extension", hooks="on_start on_end on_free check prepare_model")
@@ -74,13 +78,8 @@ def _process() -> dict[str, dict[Any, Any]]:
         "variables of the environment": dict(os.environ),
         "signal handlers": {one: signal.getsignal(one) for one in signal.valid_signals()},
         "settings of torch": {
-            "get_num_threads": torch.get_num_threads(),
-            "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled(),
-            "get_default_dtype": torch.get_default_dtype(),
-            "is_autocast_enabled": torch.is_autocast_enabled("cpu")
-            or torch.is_autocast_enabled("cuda"),
-            "is_grad_enabled": torch.is_grad_enabled(),
-            "is_inference_mode_enabled": torch.is_inference_mode_enabled(),
+            **{name: getattr(torch, name)() for name in _OF_TORCH},
+            "is_autocast_enabled": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
         },
         "settings of the process": {
             "working directory": os.getcwd(),

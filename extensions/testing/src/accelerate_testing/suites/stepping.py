@@ -137,10 +137,9 @@ class Branches(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(nn.Linear(6, 1) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, which: int) -> Any:
         """Samples [batch, 6] in, numbers [batch, 1] out."""
-        y: torch.Tensor = self.parts[which](x)
-        return y
+        return self.parts[which](x)
 
 
 @check("backend", needs="exact", hooks="backward")

@@ -6,7 +6,7 @@ import os
 import pkgutil
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,10 @@ def _in(ctx: CheckContext, name: str) -> Iterator[dict[str, Any]]:
     """
     if why := ctx.found.unusable(dict(os.environ)):
         ctx.skip(why)
-    folder, before = ctx.scratch(name), os.getcwd()
+    folder = ctx.scratch(name)
     folder.mkdir(exist_ok=True)
-    os.chdir(folder)
-    try:
+    with chdir(folder):
         yield {"log_with": ctx.name, "project_dir": str(folder / "logs")}
-    finally:
-        os.chdir(before)
 
 
 @contextmanager
