@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -153,6 +153,15 @@ class CheckContext:
         """Fail unless a plain value is the same on all ranks."""
         seen = accelerator.communicator.gather_object(value)
         assert all(one == seen[0] for one in seen), f"{what}: differs between ranks, {seen}"
+
+
+def raised(kind: type[BaseException], call: Callable[[], object]) -> BaseException | None:
+    """Return the exception of a kind that a call raises, None if it ends well."""
+    try:
+        call()
+    except kind as error:
+        return error
+    return None
 
 
 def _destroy_group() -> None:

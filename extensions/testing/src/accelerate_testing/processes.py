@@ -12,6 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,33 +150,22 @@ def write_result(value: Any) -> None:
 def _end(process: subprocess.Popen[bytes], mark: str) -> list[str]:
     """End the agent, which ends its ranks; kill whoever is left, and tell who they were."""
     ended = process.poll() is not None
-    started = [] if ended else _descendants(process.pid)
+    started = [] if ended else psutil.Process(process.pid).children(recursive=True)
     if not ended:
         os.killpg(os.getpgid(process.pid), signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(5)
-        except subprocess.TimeoutExpired:
-            pass
     until = time.monotonic() + (_GRACE if ended else 0.0)
     while (left := _marked(mark)) and time.monotonic() < until:
         time.sleep(0.05)
     told = [" ".join(one.info["cmdline"] or [one.info["name"]]) for one in left]
     for one in [*left, *started]:
-        try:
+        with suppress(psutil.NoSuchProcess):
             one.kill()
-        except psutil.NoSuchProcess:
-            pass
     if not ended:
         process.kill()
     process.wait()
     return told if ended else []
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _marked(mark: str) -> list[psutil.Process]:

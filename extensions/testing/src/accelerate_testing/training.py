@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -49,19 +50,10 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch[0]).float(), batch[1])
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of `plain_training`."""
-    return torch.optim.SGD(parameters, RATE, MOMENTUM)
-
-
-def no_momentum(parameters: Any) -> torch.optim.Optimizer:
-    """Return one without a state."""
-    return torch.optim.SGD(parameters, RATE)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    """Return one with more than one tensor per parameter, and a count."""
-    return torch.optim.Adam(parameters, 0.01)
+#: The optimizer of `plain_training`, one without a state, and one with several tensors per parameter.
+sgd = partial(torch.optim.SGD, lr=RATE, momentum=MOMENTUM)
+no_momentum = partial(torch.optim.SGD, lr=RATE)
+adam = partial(torch.optim.Adam, lr=0.01)
 
 
 def plain_training(
@@ -174,7 +166,9 @@ class Trainer:
             mine.append((x[part].to(accelerator.device), y[part].to(accelerator.device)))
         return mine, whole
 
-    def train(self, batches: Iterable[Any]) -> list[float]:
+    def train(
+        self, batches: Iterable[Any], before_step: Callable[[], Any] = lambda: None
+    ) -> list[float]:
         """Train; return the mean loss over the ranks of each batch."""
         losses = []
         for batch in batches:
@@ -182,8 +176,24 @@ class Trainer:
                 loss = loss_of(self.model, batch)
                 self.accelerator.backward(loss)
                 losses.append(float(self.accelerator.reduce(loss.detach(), "mean")))
+                before_step()
                 self.update()
         return losses
+
+    def train_as_plain(
+        self, count: int, before_step: Callable[[], Any] = lambda: None, **how: Any
+    ) -> tuple[list[float], list[float]]:
+        """Train; fail unless losses and weights are those of `plain_training(..., **how)`.
+
+        Returns:
+            The losses, and the norms before clipping that plain training had.
+        """
+        mine, whole = self.batches(count)
+        losses = self.train(mine, before_step)
+        expected, weights, norms = plain_training(whole, **how)
+        self.ctx.close(losses, expected, "losses")
+        self.ctx.close(self.weights(), weights, "weights")
+        return losses, norms
 
     def step(self, loss: torch.Tensor, *metric: float) -> None:
         """Go back from a loss, and step; a scheduler may take a metric."""

@@ -102,19 +102,11 @@ def _check(name: str, kind: str, distribution: str) -> None:
         )
     extras = {extra for names in catalog.NAMES.values() for extra in names.values()}
     ours = {f"accelerate-{extra.replace('_', '-')}" for extra in extras}
-    if distribution in ours or _is_installed(distribution):
+    if distribution in ours or list(importlib.metadata.distributions(name=distribution)):
         raise ConfigurationError(
             f"The repository would be that of {distribution}, which is a package already: installing "
             "the one would remove the other. Choose another name."
         )
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.distribution(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _copy(source: Traversable, target: Path, words: dict[str, str]) -> list[Path]:

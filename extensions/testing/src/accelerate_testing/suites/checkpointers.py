@@ -21,7 +21,7 @@ from accelerate_core.errors import CheckpointError, ConfigurationError
 from accelerate_core.plugins.discovery import find
 from accelerate_core.utils import ProjectConfiguration
 from accelerate_testing.checks import check
-from accelerate_testing.context import CheckContext, leaves
+from accelerate_testing.context import CheckContext, leaves, raised
 from accelerate_testing.suites.ending import held_now, script_raises, still_held
 from accelerate_testing.training import ResumableTrainer, held_threads
 
@@ -83,12 +83,8 @@ class Training(ResumableTrainer):
 
     def is_as(self, expected: Any, what: str) -> None:
         """Fail on every rank unless the run is, on each of them, what `told` said before."""
-        wrong = ""
-        try:
-            _same(self.told(), expected, what)
-        except AssertionError as error:
-            wrong = str(error)
-        self.agree(wrong)
+        wrong = raised(AssertionError, lambda: _same(self.told(), expected, what))
+        self.agree(str(wrong or ""))
 
     def agree(self, wrong: str) -> None:
         """Fail on every rank with what is wrong on any of them: none waits for one that gave up."""
@@ -98,10 +94,8 @@ class Training(ResumableTrainer):
     def refuses(self, target: str, why: str) -> None:
         """Fail unless loading is refused on every rank by a CheckpointError that names the checkpoint."""
         name, wrong = target.rstrip("/").rpartition("/")[2], f"load_state took a checkpoint {why}"
-        try:
-            self.load(target)
-        except CheckpointError as error:
-            wrong = "" if name in str(error) else f"the error does not name {name}: {error}"
+        if told := raised(CheckpointError, lambda: self.load(target)):
+            wrong = "" if name in str(told) else f"the error does not name {name}: {told}"
         self.agree(wrong)
 
 
@@ -201,12 +195,11 @@ def failing(ctx: CheckContext) -> None:
             run.agree(wrong)
             if place != target:
                 run.refuses(place, "that was never completed")
-        count.trouble = wrong = ""
-        try:
-            run.load(target)
-        except CheckpointError as error:
-            wrong = f"the earlier checkpoint does not load after a save that failed: {error}"
-        run.agree(wrong)
+        count.trouble = ""
+        told = raised(CheckpointError, lambda: run.load(target))
+        run.agree(
+            f"the earlier checkpoint does not load after a save that failed: {told}" * bool(told)
+        )
         run.is_as(before, "the earlier checkpoint, after a save that failed")
     run.go_on(8)
     run.accelerator.save_state(target)
@@ -259,12 +252,8 @@ def blame(ctx: CheckContext) -> None:
     """A target where nothing is is refused by name, and the error names the checkpointer."""
     run = Training(ctx)
     label = find(ctx.kind, ctx.name, because="plugins check").label
-    told: CheckpointError | None = None
-    try:
-        run.load(_target(ctx, "never_saved"))
-    except CheckpointError as error:
-        told = error
-    assert told is not None, "load_state took a target where nothing is"
+    told = raised(CheckpointError, lambda: run.load(_target(ctx, "never_saved")))
+    assert told, "load_state took a target where nothing is"
     notes = " ".join(getattr(told, "__notes__", ()))
     ctx.equal("never_saved" in str(told), True, f"the target is named: {told}")
     ctx.equal(label in notes, True, f"{label} is named in the notes: {notes}")

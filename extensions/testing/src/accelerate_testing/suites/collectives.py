@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import namedtuple
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from accelerate_core import Accelerator
 from accelerate_core.distributed.collectives import broadcast
 from accelerate_testing.checks import check
-from accelerate_testing.context import CheckContext
+from accelerate_testing.context import CheckContext, raised
 
 Pair = namedtuple("Pair", "left right")
 SAMPLES = 37  # no multiple of a batch: the last one is short on some rank
@@ -202,13 +203,9 @@ def _raises(ctx: CheckContext, accelerator: Accelerator) -> None:
 
     prepared = accelerator.prepare(DataLoader(_Broken(), batch_size=4))
     fed = accelerator.hooks.feed_device(accelerator, source(), False)
-    for batches, raised, what in (
+    for batches, said, what in (
         (prepared, "this sample cannot be read", "what a dataset raised"),
         (fed, "this batch cannot be read", "what feed_device does with an exception"),
     ):
-        told = "nothing was raised"
-        try:
-            list(batches)
-        except OSError as error:
-            told = str(error).partition("\n")[0]
-        ctx.equal(told, raised, what)
+        told = raised(OSError, partial(list, batches))
+        ctx.equal(str(told).partition("\n")[0], said, what)

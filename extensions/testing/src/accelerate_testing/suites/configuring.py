@@ -22,6 +22,7 @@ from accelerate_launch.contributed import contributed_options
 from accelerate_launch.functions import patch_environment
 from accelerate_launch.planning import make_plan
 from accelerate_testing.checks import check
+from accelerate_testing.context import raised
 from accelerate_testing.processes import clean_environment
 
 if TYPE_CHECKING:
@@ -187,14 +188,11 @@ def _config(text: str) -> Any:
 def _refuses(cls: type[Any], field: SettingField, owner: str) -> None:
     """A text that is no value of the field is refused, naming field and variable."""
     variable, text = field.env[0], "no-such-value"
-    told = ""
-    try:
-        resolve_settings(cls, None, Sources({variable: text}), owner=owner)
-    except ConfigurationError as error:
-        told = str(error)
+    environ = Sources({variable: text})
+    told = raised(ConfigurationError, lambda: resolve_settings(cls, None, environ, owner=owner))
     assert told, f"{variable}={text} is taken for a value of {field.name}"
     for word in (field.name, variable, text):
-        assert word in told, f"{variable}={text} is refused without naming {word!r}: {told}"
+        assert word in str(told), f"{variable}={text} is refused without naming {word!r}: {told}"
 
 
 def _launch_option(ctx: CheckContext, field: SettingField, text: str) -> None:

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from accelerate_testing.checks import changed, check
-from accelerate_testing.context import CheckContext
+from accelerate_testing.context import CheckContext, raised
 from accelerate_testing.processes import CompletedRun
 from accelerate_testing.training import Trainer, loss_of
 
@@ -158,14 +158,14 @@ def errors(ctx: CheckContext) -> None:
 
 def script_raises(ctx: CheckContext, accelerator: Any) -> None:
     """Let the script's own error end the run, and fail unless it passes through unchanged."""
-    told: Any = None
-    try:
+
+    def script() -> None:
         with accelerator:
             raise KeyError("of the script")
-    except KeyError as error:
-        told = error.args
-    assert told is not None, "the exception was swallowed"
-    ctx.equal(told, ("of the script",), "the exception")
+
+    told = raised(KeyError, script)
+    assert told, "the exception was swallowed"
+    ctx.equal(told.args, ("of the script",), "the exception")
 
 
 @check(

@@ -116,11 +116,10 @@ def _packages(distributions: Iterable[str]) -> set[str]:
 
 def _required(distribution: str) -> list[str]:
     """Return the names of what a distribution requires, without its extras."""
-    try:
-        lines = importlib.metadata.requires(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    return [canonicalize_name(Requirement(line).name) for line in lines if "extra ==" not in line]
+    for found in importlib.metadata.distributions(name=distribution):
+        lines = [line for line in found.requires or () if "extra ==" not in line]
+        return [canonicalize_name(Requirement(line).name) for line in lines]
+    return []
 
 
 @check(*SUITE_KINDS, alone=True)

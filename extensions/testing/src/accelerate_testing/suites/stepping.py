@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,12 +38,8 @@ _MEET = 256
 def training(ctx: CheckContext) -> str:
     """Losses and weights of six steps are those of one process on the whole batches."""
     trainer = Trainer.begin(ctx)
-    mine, whole = trainer.batches(6)
-    losses = trainer.train(mine)
-    expected, weights, _ = plain_training(whole)
+    losses, _ = trainer.train_as_plain(6)
     ctx.alike(trainer.accelerator, losses, "losses")
-    ctx.close(losses, expected, "losses")
-    ctx.close(trainer.weights(), weights, "weights")
     trainer.same_everywhere("the trained model")
     return f"6 steps, last loss {losses[-1]:.4f}"
 
@@ -112,20 +109,17 @@ def gradients_meet(ctx: CheckContext) -> str:
 def accumulation(ctx: CheckContext) -> str:
     """Two micro-batches per step give what one big batch gives, and so does one left at the end."""
     trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
-    mine, whole = trainer.batches(6)
-    losses = trainer.train(mine)
-    expected, weights, _ = plain_training(whole, per_step=2)
-    ctx.close(losses, expected, "losses")
-    ctx.close(trainer.weights(), weights, "weights")
+    trainer.train_as_plain(6, per_step=2)
     trainer.accelerator.end_training()
     if "accumulation" in trainer.accelerator.backend.owns:
         return "3 steps of 2 micro-batches"
     trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
-    data = TensorDataset(*(torch.cat(parts) for parts in zip(*whole[:3], strict=True)))
+    _, whole = trainer.batches(3)
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(*whole, strict=True)))
     loader = trainer.accelerator.prepare(DataLoader(data, batch_size=BATCH))
     for _ in range(2):
         trainer.train(loader)
-    _, weights, _ = plain_training(whole[:3] * 2, per_step=2, per_epoch=3)
+    _, weights, _ = plain_training(whole * 2, per_step=2, per_epoch=3)
     ctx.close(trainer.weights(), weights, "weights after epochs of 3 micro-batches")
     return "3 steps of 2 micro-batches, and epochs of 3"
 
@@ -225,11 +219,8 @@ def no_sync(ctx: CheckContext) -> None:
     if not trainer.exact:
         return
     ctx.close(trainer.weights(), plain_training(whole, per_step=2)[1], "weights")
-    try:
-        with accelerator.no_sync(model):
-            raise KeyError("of the script")
-    except KeyError:
-        pass
+    with suppress(KeyError), accelerator.no_sync(model):
+        raise KeyError("of the script")
     accelerator.backward(loss_of(model, mine[0]))
     trainer.optimizer.step()
     trainer.same_everywhere("a model whose no_sync was left by an exception")
@@ -240,17 +231,16 @@ def clip_norm(ctx: CheckContext) -> str:
     """Clipping uses the norm of the gradients of all ranks together, and returns it as it was."""
     trainer = Trainer.begin(ctx)
     accelerator, model = trainer.accelerator, trainer.model
-    mine, whole = trainer.batches(3)
-    norms = []
-    for batch in mine:
-        accelerator.backward(loss_of(model, batch))
+    norms: list[float] = []
+
+    def clip() -> None:
         norm: Any = accelerator.clip_grad_norm_(model.parameters(), 0.5)
         ctx.equal((type(norm).__name__, norm.ndim), ("Tensor", 0), "what clip_grad_norm_ returns")
         norms.append(float(norm))
-        trainer.update()
-    _, weights, expected = plain_training(whole, max_norm=0.5)
+
+    _, expected = trainer.train_as_plain(3, clip, max_norm=0.5)
     ctx.close(norms, expected, "norms before clipping", 1e-4)
-    ctx.close(trainer.weights(), weights, "weights")
+    mine, whole = trainer.batches(1)
     line = f"norms {', '.join(f'{norm:.2f}' for norm in norms)}"
     for kind in (math.inf, 1.0):
         probe = Net(0)
@@ -272,26 +262,21 @@ def small_gradients(ctx: CheckContext) -> None:
     """Gradients within the bounds of clipping stay as they are."""
     trainer = Trainer.begin(ctx)
     accelerator, model = trainer.accelerator, trainer.model
-    mine, whole = trainer.batches(3)
-    for batch in mine:
-        accelerator.backward(loss_of(model, batch))
+
+    def clip() -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1e3)
         if "optimizer" not in accelerator.backend.owns:
             accelerator.clip_grad_value_(model.parameters(), 1e3)
-        trainer.update()
-    ctx.close(trainer.weights(), plain_training(whole)[1], "weights")
+
+    trainer.train_as_plain(3, clip)
 
 
 @check("backend", needs="exact", hooks="clip_grad")
 def clip_value(ctx: CheckContext) -> None:
     """Clipping by value cuts each element of the ranks' common gradients."""
     trainer = Trainer.begin(ctx)
-    mine, whole = trainer.batches(3)
-    for batch in mine:
-        trainer.accelerator.backward(loss_of(trainer.model, batch))
-        trainer.accelerator.clip_grad_value_(trainer.model.parameters(), 0.1)
-        trainer.update()
-    ctx.close(trainer.weights(), plain_training(whole, clip_value=0.1)[1], "weights")
+    clip = trainer.accelerator.clip_grad_value_
+    trainer.train_as_plain(3, lambda: clip(trainer.model.parameters(), 0.1), clip_value=0.1)
 
 
 @check("backend", hooks="optimizer_step prepare_scheduler")
