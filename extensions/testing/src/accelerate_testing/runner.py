@@ -12,12 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import (
-    AccelerateError,
-    ConfigurationError,
-    did_you_mean,
-    listing,
-)
+from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import PluginRecord, find, installed
 from accelerate_testing.checks import (
     SUITE_KINDS,
@@ -148,11 +143,7 @@ class _Session:
         return [name for name in names if name not in self.results]
 
     def _launch(self, names: Sequence[str], ranks: int, dying: str = "") -> CompletedRun | None:
-        """Run checks; where one takes its processes down, the others run in the next launch.
-
-        Args:
-            dying: the check whose `before` ends the last launch.
-        """
+        """Run checks, and last what `dying` does before it; where one is lost, go on in another launch."""
         run = None
         for _ in range(_LAUNCHES):
             left = self._left(names)

@@ -91,11 +91,7 @@ if __name__ == "__main__":
 def _plan(
     ctx: CheckContext, script: str, *arguments: str, counts: tuple[int, ...] = (2,), **fields: Any
 ) -> LaunchPlan | None:
-    """Return a plan of the first of these numbers of processes that it takes; None where it takes none.
-
-    Args:
-        fields: of the plan, beside those that all have.
-    """
+    """Return a plan of the first of these numbers of processes that it takes; None where it takes none."""
     path = ctx.scratch(f"script_{abs(hash(script)) % 10**8}.py")
     path.write_text(script, encoding="utf-8")
     for count in counts:
