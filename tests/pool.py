@@ -39,7 +39,7 @@ __all__ = ["Child", "run", "start"]
 _WARM = (
     "torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "torch._dynamo", "torch._inductor.compile_fx",
-    "accelerate_core.accelerator", "accelerate_core.utils", "accelerate_testing.lab",
+    "accelerate_core.accelerator", "accelerate_core.utils", "accelerate_testing.training",
     "accelerate_checkpoint",
     "accelerate_ddp", "accelerate_fsdp2",
 )  # fmt: skip

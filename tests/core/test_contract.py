@@ -14,13 +14,13 @@ from typing import Any
 import dummies
 import pytest
 from click.testing import CliRunner
+from contract_policy import differences
 from support import clean_environment
 
 from accelerate_core import Backend
 from accelerate_core.cli import cli
 from accelerate_core.contract.hooks import HOOKS, HookSpecs
-from accelerate_testing.contract import contract, differences
-from accelerate_testing.surface import surface
+from accelerate_testing.contract import contract
 
 SNAPSHOT = Path(__file__).with_name("contract.json")
 
@@ -30,7 +30,7 @@ def test_the_contract_is_what_was_committed() -> None:
 
     accelerate-core plugins hooks --json > tests/core/contract.json
     """
-    was, now = json.loads(SNAPSHOT.read_text()), contract(surface())
+    was, now = json.loads(SNAPSHOT.read_text()), contract()
     assert not (wrong := "\n".join(differences(was, now))), wrong
     for made in (was, now):
         for hook in made["hooks"].values():
@@ -39,7 +39,7 @@ def test_the_contract_is_what_was_committed() -> None:
 
 
 def test_the_contract_holds_the_classes_plugins_are_made_of() -> None:
-    public = surface()
+    public = contract()["public"]
     assert public["Precision"]["scaler"] == {
         "kind": "method",
         "parameters": ["accelerator", "options"],
@@ -59,7 +59,7 @@ def test_the_contract_holds_the_classes_plugins_are_made_of() -> None:
     assert public["Target"]["__init__"]["parameters"] == ["name", "arguments=", "kind="]
     assert public["Target"]["kind"]["default"] == "'script'"
     whole = json.loads(CliRunner().invoke(cli, ["plugins", "hooks", "--json"]).stdout)
-    assert whole == contract(public)
+    assert whole == contract()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_contract_holds_the_classes_plugins_are_made_of() -> None:
 def test_types_defaults_and_the_order_of_fields_are_held(
     place: tuple[str, ...], change: dict[str, Any], said: str
 ) -> None:
-    was = contract(surface())
+    was = contract()
     now = copy.deepcopy(was)
     at = now
     for key in place:
@@ -179,7 +179,7 @@ NO_ARGUMENT = {"arguments": ["accelerator", "optimizer"], "deprecated": {}}
 def test_a_change_against_the_policy_is_named(
     version: tuple[int, int], changes: dict[str, Any], said: str | None
 ) -> None:
-    old = changed(contract(surface()), (1, 3), OLD)
+    old = changed(contract(), (1, 3), OLD)
     found = " ".join(differences(old, changed(old, version, changes), date(2026, 11, 1)))
     assert (said in found) if said else (found == "")
 

@@ -32,7 +32,7 @@ from accelerate_core import hookimpl
 from accelerate_core.errors import CheckpointError
 from accelerate_core.training.gradient_state import Served
 from accelerate_launch.simple import target_command
-from accelerate_testing import Lab, checks_of
+from accelerate_testing import CheckContext, checks_of
 from accelerate_testing.suites import ending
 from accelerate_testing.worker import Ranks, run_check
 
@@ -570,7 +570,7 @@ class WritesInPlace(DirectoryCheckpointer):
         return super().save_state(target, **how)
 
 
-@caught_by("checkpointer", "failing_on_a_rank")
+@caught_by("checkpointer", "failing_on_ranks")
 class TellsTheFailedRankOnly(DirectoryCheckpointer):
     def save_state(self, target=None, **how):
         try:
@@ -761,18 +761,18 @@ def main(place: str, folder: Path, only: str = "", times: str = "1") -> None:
         known = checks_of(kind)
         for check, number in itertools.product(checks, range(int(times))):
             made = known[check]
-            if made.place != place or only not in ("", f"{name}.{check}"):
+            if made.alone != (place == "alone") or only not in ("", f"{name}.{check}"):
                 continue
             here = folder / f"{name}.{check}{f'.{number}' if number else ''}"
             here.mkdir(exist_ok=True)
             if kind == "extension":
                 os.environ["ACCELERATE_PLUGINS"] = name
-            ending.began = ending.Began.now()  # as in a process of its own
-            lab = Lab(kind, name, name, here, 10.0, OPTIONS.get(kind, {}))
-            line = run_check(made.function, lab)
+            ending.began = ending.Began()  # as in a process of its own
+            ctx = CheckContext(kind, name, name, here, 10.0, OPTIONS.get(kind, {}))
+            line = run_check(made.function, ctx)
             ranks.say(here.name, line)
             if not ranks.all_well(here.name):
-                lab.abandon()
+                ctx.abandon()
             told.append((name, check, line["state"], line["error"]))
             for child in psutil.Process().children():
                 child.kill()

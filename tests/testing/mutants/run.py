@@ -17,7 +17,7 @@ import of_ranks
 import of_steps
 from registry import MUTANTS
 
-from accelerate_testing import Lab, checks_of, write_result
+from accelerate_testing import CheckContext, checks_of, write_result
 from accelerate_testing.worker import Ranks, run_check
 
 __all__ = ["of_checkpoints", "of_endings", "of_models", "of_optimizers", "of_ranks", "of_steps"]
@@ -33,12 +33,12 @@ def main() -> None:
         here.mkdir(exist_ok=True)
         found[name] = [check, "began", ""]
         write_result(found)
-        lab = Lab("backend", "sound", cls, here, timeout=4.0)
+        ctx = CheckContext("backend", "sound", cls, here, timeout=4.0)
         ranks = Ranks(here, 4.0)
-        line = run_check(known[check].function, lab)
+        line = run_check(known[check].function, ctx)
         ranks.say(check, line)
         if not ranks.all_well(check):
-            lab.abandon()
+            ctx.abandon()
         found[name] = [check, line["state"], line["error"]]
         write_result(found)
 

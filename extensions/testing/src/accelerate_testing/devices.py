@@ -7,38 +7,28 @@ from typing import Any, cast
 
 import torch
 
+from accelerate_core.backend import Backend
+from accelerate_core.backend.precision import Precision
 from accelerate_core.errors import AccelerateError, listing
 
-__all__ = ["missing_device", "runs_on_cpu"]
 
+def device_of(plugin: Any) -> tuple[bool, str]:
+    """Return whether the checks run on the CPU, and why they cannot run on this machine, "" if they can.
 
-def runs_on_cpu(plugin: Any) -> bool:
-    """Whether the checks run on the CPU: unless a backend or a precision says it cannot."""
-    declared = _declared(plugin)
-    if declared is not None:
-        return "cpu" in declared
-    return not _refusal(plugin, torch.device("cpu"))
-
-
-def missing_device(plugin: Any) -> str:
-    """Return why a plugin cannot run on this machine, "" if it can."""
-    if runs_on_cpu(plugin):
-        return ""
-    declared = _declared(plugin)
-    if declared is not None:
-        if any(_is_here(kind) for kind in declared) or _chooses(plugin):
-            return ""
-        return f"it needs a {listing(declared)} device".replace("'", "")
-    here = torch.accelerator.current_accelerator(check_available=True)
-    if here is not None and not _refusal(plugin, here):
-        return ""
-    return f"it needs another device: {_refusal(plugin, here or torch.device('cpu'))}"
-
-
-def _declared(plugin: Any) -> tuple[str, ...] | None:
+    They run on the CPU unless a backend or a precision says that it cannot.
+    """
     supports = getattr(plugin, "supports", {})
-    devices = supports.get("devices") if hasattr(supports, "get") else None
-    return None if devices is None else tuple(devices)
+    declared = supports.get("devices") if hasattr(supports, "get") else None
+    if declared is None:
+        cpu = _refusal(plugin, torch.device("cpu"))
+        here = torch.accelerator.current_accelerator(check_available=True) if cpu else None
+        why = _refusal(plugin, here) if here else cpu
+        return not cpu, why and f"it needs another device: {why}"
+    # A backend that chooses its device itself may have one that torch does not know of.
+    chooses = getattr(plugin, "device", None) is not Backend.device
+    if "cpu" in declared or chooses or any(map(_is_here, declared)):
+        return "cpu" in declared, ""
+    return False, f"it needs a {listing(declared)} device".replace("'", "")
 
 
 def _is_here(kind: str) -> bool:
@@ -48,17 +38,8 @@ def _is_here(kind: str) -> bool:
         return False
 
 
-def _chooses(plugin: Any) -> bool:
-    """Whether a backend chooses its device itself: then torch need not know of it."""
-    from accelerate_core.backend import Backend
-
-    return getattr(plugin, "device", None) is not Backend.device
-
-
 def _refusal(plugin: Any, device: torch.device) -> str:
     """Return why a precision refuses a device, "" if it does not."""
-    from accelerate_core.backend.precision import Precision
-
     if not (isinstance(plugin, type) and issubclass(plugin, Precision)):
         return ""
     try:

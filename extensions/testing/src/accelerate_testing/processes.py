@@ -12,13 +12,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-
-__all__ = ["Run", "clean_environment", "run_command", "run_workers", "write_result"]
 
 #: Folder in which each rank writes `RANK.json`.
 RESULTS_VARIABLE = "ACCELERATE_TESTING_RESULTS"
@@ -30,12 +29,13 @@ _GRACE = 2.0
 
 #: What must not leak from whoever runs a test into what it starts.
 _HIDDEN = ("ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "MASTER_", "GROUP_", "ROLE_")
-_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+#: With PYTHONOPTIMIZE a check would assert nothing.
+_HIDDEN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONOPTIMIZE")
 
 
 @dataclass
-class Run:
-    """How the processes ended, and what each rank handed to `write_result` (None: nothing).
+class CompletedRun:
+    """How processes ended, and what each rank handed to `write_result` (None: nothing).
 
     Attributes:
         left: the command lines of processes that were still there some time after the command had
@@ -67,7 +67,7 @@ def clean_environment(**more: str) -> dict[str, str]:
     kept = {
         name: text
         for name, text in os.environ.items()
-        if not name.startswith(_HIDDEN) and name not in _RANKS
+        if not name.startswith(_HIDDEN) and name not in _HIDDEN_NAMES
     }
     kept.setdefault("OMP_NUM_THREADS", "1")
     return {**kept, "ACCELERATE_CONFIG_HOME": os.devnull, **more}
@@ -80,7 +80,7 @@ def run_workers(
     *,
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
-) -> Run:
+) -> CompletedRun:
     """Run a script on `nproc` ranks of this machine, by torchrun; kill all of them in the end.
 
     The script may call `write_result(value)`; the ranks' values come back in `results`.
@@ -96,7 +96,8 @@ def run_workers(
     with tempfile.TemporaryDirectory() as folder:
         environ = clean_environment(**{RESULTS_VARIABLE: folder, **(env or {})})
         run = run_command([*command, *map(str, args)], environ, timeout)
-        run.results = [_read(Path(folder, f"{rank}.json")) for rank in range(nproc)]
+        paths = [Path(folder, f"{rank}.json") for rank in range(nproc)]
+        run.results = [json.loads(p.read_text("utf-8")) if p.exists() else None for p in paths]
     return run
 
 
@@ -106,7 +107,7 @@ def run_command(
     timeout: float,
     *,
     meanwhile: Callable[[], object] = lambda: None,
-) -> Run:
+) -> CompletedRun:
     """Run a command with a time limit; it and whatever it started is gone when this returns.
 
     Args:
@@ -123,9 +124,8 @@ def run_command(
             start_new_session=True,
         )
         began = time.monotonic()
-        until = began + timeout
         try:
-            while process.poll() is None and time.monotonic() < until:
+            while process.poll() is None and time.monotonic() < began + timeout:
                 if meanwhile() is True:
                     break
                 time.sleep(0.05)
@@ -134,19 +134,11 @@ def run_command(
         finally:
             left = _end(process, mark)
         meanwhile()
-        texts = []
         for file in (out, err):
             file.seek(0)
-            texts.append(file.read())
-    out_text, err_text = texts
-    return Run(
-        process.returncode,
-        out_text,
-        err_text,
-        timed_out=timed_out,
-        seconds=seconds,
-        left=left,
-    )
+        return CompletedRun(
+            process.returncode, out.read(), err.read(), [], timed_out, seconds, left
+        )
 
 
 def write_result(value: Any) -> None:
@@ -158,33 +150,22 @@ def write_result(value: Any) -> None:
 def _end(process: subprocess.Popen[bytes], mark: str) -> list[str]:
     """End the agent, which ends its ranks; kill whoever is left, and tell who they were."""
     ended = process.poll() is not None
-    started = [] if ended else _descendants(process.pid)
+    started = [] if ended else psutil.Process(process.pid).children(recursive=True)
     if not ended:
         os.killpg(os.getpgid(process.pid), signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(5)
-        except subprocess.TimeoutExpired:
-            pass
     until = time.monotonic() + (_GRACE if ended else 0.0)
     while (left := _marked(mark)) and time.monotonic() < until:
         time.sleep(0.05)
     told = [" ".join(one.info["cmdline"] or [one.info["name"]]) for one in left]
     for one in [*left, *started]:
-        try:
+        with suppress(psutil.NoSuchProcess):
             one.kill()
-        except psutil.NoSuchProcess:
-            pass
     if not ended:
         process.kill()
     process.wait()
     return told if ended else []
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _marked(mark: str) -> list[psutil.Process]:
@@ -202,7 +183,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

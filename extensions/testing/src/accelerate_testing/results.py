@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from xml.etree import ElementTree
 
-__all__ = ["Result", "write_junit"]
 
-State = Literal["passed", "failed", "skipped"]
+class Skip(Exception):
+    """Raised by a check that does not apply; the text says why, by name."""
 
 
 @dataclass
@@ -26,15 +25,11 @@ class Result:
     """
 
     name: str
-    state: State
+    state: Literal["passed", "failed", "skipped"]
     detail: str = ""
     error: str = ""
     trace: str = ""
     seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result as JSON knows it."""
-        return dataclasses.asdict(self)
 
 
 def write_junit(path: str | Path, label: str, results: Sequence[Result]) -> None:
@@ -43,13 +38,16 @@ def write_junit(path: str | Path, label: str, results: Sequence[Result]) -> None
     Args:
         label: the plugin, as `name (distribution version)`.
     """
-    suite = ElementTree.Element(
+    states = [result.state for result in results]
+    whole = ElementTree.Element("testsuites")
+    suite = ElementTree.SubElement(
+        whole,
         "testsuite",
         name=f"accelerate-core plugins check {label}",
         tests=str(len(results)),
-        failures=str(_count(results, "failed")),
+        failures=str(states.count("failed")),
         errors="0",
-        skipped=str(_count(results, "skipped")),
+        skipped=str(states.count("skipped")),
         time=f"{sum(result.seconds for result in results):.3f}",
     )
     for result in results:
@@ -63,14 +61,8 @@ def write_junit(path: str | Path, label: str, results: Sequence[Result]) -> None
             ElementTree.SubElement(case, "skipped", message=_plain(result.detail))
         elif result.detail:
             ElementTree.SubElement(case, "system-out").text = _plain(result.detail)
-    whole = ElementTree.Element("testsuites")
-    whole.append(suite)
     ElementTree.indent(whole)
     ElementTree.ElementTree(whole).write(path, encoding="utf-8", xml_declaration=True)
-
-
-def _count(results: Iterable[Result], state: str) -> int:
-    return sum(result.state == state for result in results)
 
 
 #: https://www.w3.org/TR/xml/#charsets

@@ -8,15 +8,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.errors import (
-    AccelerateError,
-    ConfigurationError,
-    did_you_mean,
-    listing,
-)
+from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import PluginRecord, find, installed
 from accelerate_testing.checks import (
     SUITE_KINDS,
@@ -26,16 +22,12 @@ from accelerate_testing.checks import (
     checks_of,
     missing_capability,
 )
-from accelerate_testing.processes import Run, clean_environment, free_port, run_command
+from accelerate_testing.processes import CompletedRun, clean_environment, free_port, run_command
 from accelerate_testing.results import Result
-
-__all__ = ["choose_plugin", "run_suite"]
 
 _LAUNCHES = 6  # after so many that were lost, the rest is not run
 _HANGS = 2  # after so many that did not end by themselves, too: each costs all its time
 _START_UP = 60.0  # seconds until the first check runs: imports, on a machine with other work
-
-Watcher = Callable[[Result], None]
 
 
 def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
@@ -50,19 +42,19 @@ def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
         raise ConfigurationError(
             f"--kind {kind!r} is not one of {listing(SUITE_KINDS)}.{did_you_mean(kind, SUITE_KINDS)}"
         )
-    kinds = [
-        one.kind for one in installed().plugins if one.name == name and one.kind in SUITE_KINDS
-    ]
-    if kind is None and len(set(kinds)) > 1:
-        raise ConfigurationError(
-            f"There are plugins {name!r} of the kinds {listing(sorted(set(kinds)))}: say which "
-            "with --kind."
-        )
-    if kind is None and not kinds:
-        from accelerate_launch.explain.why import missing
+    if kind is None:
+        kinds = {one.kind for one in installed().plugins if one.name == name} & {*SUITE_KINDS}
+        if not kinds:
+            from accelerate_launch.explain.why import missing
 
-        raise missing(name)
-    return find(kind or kinds[0], name, because="the conformance suite", environ=os.environ)
+            raise missing(name)
+        if len(kinds) > 1:
+            raise ConfigurationError(
+                f"There are plugins {name!r} of the kinds {listing(sorted(kinds))}: say which "
+                "with --kind."
+            )
+        (kind,) = kinds
+    return find(kind, name, because="the conformance suite", environ=os.environ)
 
 
 def run_suite(
@@ -76,7 +68,7 @@ def run_suite(
     num_processes: int = 2,
     prelude: str = "",
     on_begin: Callable[[str], None] = lambda name: None,
-    on_result: Watcher = lambda result: None,
+    on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Run the checks against an installed plugin.
 
@@ -107,142 +99,113 @@ def run_suite(
                 f"{did_you_mean(one, every)}"
             )
     chosen = [made for made in every.values() if only is None or made.name in only]
+    named = {"ACCELERATE_PLUGINS": name} if kind == "extension" else {}
+    variables = clean_environment(**{**(environ or {}), **named})
     with tempfile.TemporaryDirectory(prefix="accelerate-check-") as folder:
         session = _Session(
-            kind, name, Path(folder), dict(environ or {}), dict(options or {}), timeout,
-            num_processes, prelude, on_begin, on_result,
+            kind, name, Path(folder), variables, dict(options or {}), timeout, num_processes,
+            prelude, on_begin, on_result,
         )  # fmt: skip
         return session.run(chosen)
 
 
+@dataclass
 class _Session:
-    """The launches of one suite."""
+    """The launches of one suite; what it is given are the arguments of `run_suite`."""
 
-    def __init__(
-        self,
-        kind: str,
-        name: str,
-        folder: Path,
-        environ: dict[str, str],
-        options: dict[str, Any],
-        timeout: float,
-        num_processes: int,
-        prelude: str,
-        on_begin: Callable[[str], None],
-        on_result: Watcher,
-    ) -> None:
-        self.kind, self.name, self.folder, self.timeout = kind, name, folder, timeout
-        self.environ = clean_environment(**environ)
-        if kind == "extension":
-            self.environ["ACCELERATE_PLUGINS"] = name
-        self.options, self.num_processes, self.prelude = options, num_processes, prelude
-        self.on_begin, self.on_result = on_begin, on_result
-        self.results: dict[str, Result] = {}
-        self._now, self._since = "", 0.0
-        self._hung = 0
+    kind: str
+    name: str
+    folder: Path
+    environ: dict[str, str]
+    options: dict[str, Any]
+    timeout: float
+    num_processes: int
+    prelude: str
+    on_begin: Callable[[str], None]
+    on_result: Callable[[Result], None]
+    results: dict[str, Result] = field(default_factory=dict)
+    #: The check that runs now, and since when.
+    now: str = ""
+    since: float = 0.0
+    #: Launches that did not end by themselves.
+    hung: int = 0
 
     def run(self, chosen: Sequence[Check]) -> list[Result]:
-        alone = [made for made in chosen if made.place == "alone"]
-        self._alone(alone)
-        rest = [made for made in chosen if made.place != "alone"]
-        stopped = self._cannot_start(rest)
-        if stopped is None:
+        alone = [made.name for made in chosen if made.alone]
+        self._launch(alone, 1)
+        self._not_run(alone)
+        if rest := [made for made in chosen if not made.alone]:
+            self._skip(rest)
             self._distributed([made for made in rest if made.name not in self.results])
         return [self.results[made.name] for made in chosen if made.name in self.results]
 
-    def _alone(self, checks: Sequence[Check]) -> None:
-        """Run in one process; where a check takes it down, the others run in the next."""
-        left = [made.name for made in checks]
+    def _left(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name not in self.results]
+
+    def _launch(self, names: Sequence[str], ranks: int, dying: str = "") -> CompletedRun | None:
+        """Run checks, and last what `dying` does before it; where one is lost, go on in another launch."""
+        run = None
         for _ in range(_LAUNCHES):
+            left = self._left(names)
+            if not left and not dying:
+                break
+            run = self._start([name for name in (*left, dying) if name], ranks, dying=dying)
+            left = self._left(names)
             if not left:
+                break
+            self._lost(left[0], run)
+            if self.hung >= _HANGS:
+                break
+        return run
+
+    def _skip(self, checks: Sequence[Check]) -> None:
+        """Skip what does not apply, and all where the plugin does not load: it would fail alike."""
+        for name in ("imports", "metadata", "api_version"):
+            basic = self.results.get(name, Result(name, "passed"))
+            if basic.state == "failed" and "Error" in basic.error.split(":")[0]:
+                for made in checks:
+                    self._add(Result(made.name, "skipped", f"not run: {name} failed"))
                 return
-            run = self._start(left, ranks=1)
-            done = [name for name in left if name in self.results]
-            if len(done) == len(left):
-                return
-            self._lost(left[len(done)], run)
-            left = [name for name in left if name not in self.results]
-            if self._hung >= _HANGS:
-                break
-        self._give_up(left)
-
-    def _cannot_start(self, rest: Sequence[Check]) -> bool | None:
-        """Without a plugin that loads, checks on ranks would all fail with the same words."""
-        basics = [self.results.get(name) for name in ("imports", "metadata", "api_version")]
-        broken = [result for result in basics if result is not None and result.state == "failed"]
-        fatal = [one for one in broken if "Error" in one.error.split(":")[0]]
-        if not fatal:
-            return None
-        for made in rest:
-            self._add(Result(made.name, "skipped", f"not run: {fatal[0].name} failed"))
-        return True
-
-    def _distributed(self, checks: Sequence[Check]) -> None:
-        self._skip_undeclared(checks)
-        left = [made for made in checks if made.name not in self.results]
-        ranks = [made.name for made in left if made.place == "ranks"]
-        dying = [made.name for made in left if made.place == "kill"]
-        ends = {made.name: made for made in left if made.place == "ends"}
-        for _ in range(_LAUNCHES):
-            if not ranks and not dying:
-                break
-            run = self._start([*ranks, *dying], dying=dying[0] if dying else "")
-            ranks_left = [name for name in ranks if name not in self.results]
-            if not ranks_left:
-                if dying and not self._died(dying[0]):
-                    self._lost(dying[0], run)
-                    dying = []
-                break
-            self._lost(ranks_left[0], run)
-            ranks = ranks_left[1:]
-            if self._hung >= _HANGS:
-                break
-        if self._hung >= _HANGS or any(name not in self.results for name in ranks):
-            self._give_up([made.name for made in left])
-            return
-        for name in dying:
-            if name not in self.results:
-                run = self._start([name])
-                if name not in self.results:
-                    self._lost(name, run)
-        for name, made in ends.items():
-            run = self._start([name], collect=False)
-            wrong = made.judge(run) if made.judge is not None else ""
-            story = run.story if wrong else ""
-            self._add(Result(name, "failed" if wrong else "passed", "", wrong, story, run.seconds))
-
-    def _died(self, name: str) -> bool:
-        """Whether the ranks came to the end that was meant for them."""
-        return (self.folder / "never_killed.pt").exists() and name not in self.results
-
-    def _skip_undeclared(self, checks: Iterable[Check]) -> None:
         plugin = find(self.kind, self.name, because="the conformance suite").load()
         said = getattr(plugin, "supports", {})
-        supports = said if isinstance(said, Mapping) else {}
         lacking = ""
         if self.kind in ("backend", "precision"):
-            from accelerate_testing.devices import missing_device  # it imports torch
+            from accelerate_testing.devices import device_of  # it imports torch
 
-            lacking = missing_device(plugin)
+            _, lacking = device_of(plugin)
         if self.options.get("one_process", False):
             lacking = "options say that it is for one process"
         for made in checks:
-            why = missing_capability(made, supports, getattr(plugin, "owns", ())) or lacking
-            if why:
+            supports, owns = said if isinstance(said, Mapping) else {}, getattr(plugin, "owns", ())
+            if why := missing_capability(made, supports, owns) or lacking:
                 self._add(Result(made.name, "skipped", why))
 
+    def _distributed(self, checks: Sequence[Check]) -> None:
+        ranks = [made.name for made in checks if not made.before and not made.judge]
+        dying = "".join(made.name for made in checks if made.before)  # there is one
+        run = self._launch(ranks, self.num_processes, dying)
+        if self.hung >= _HANGS or self._left(ranks):
+            self._not_run(made.name for made in checks)
+            return
+        if run is not None and dying and dying not in self.results:
+            if (self.folder / "never_killed.pt").exists():  # they came to the end meant for them
+                run = self._start([dying], self.num_processes)
+            if dying not in self.results:
+                self._lost(dying, run)
+        for made in checks:
+            if made.judge is not None:
+                run = self._start([made.name], self.num_processes, collect=False)
+                result = Result(made.name, "passed", seconds=run.seconds)
+                if wrong := made.judge(run):
+                    result.state, result.error, result.trace = "failed", wrong, run.story
+                self._add(result)
+
     def _start(
-        self,
-        names: Sequence[str],
-        *,
-        ranks: int | None = None,
-        dying: str = "",
-        collect: bool = True,
-    ) -> Run:
-        ranks = self.num_processes if ranks is None else ranks
+        self, names: Sequence[str], ranks: int, *, dying: str = "", collect: bool = True
+    ) -> CompletedRun:
         for path in [*self.folder.glob("*.json"), self.folder / "now"]:
             path.unlink(missing_ok=True)
-        self._now, self._since = "", time.monotonic() + _START_UP
+        self.now, self.since = "", time.monotonic() + _START_UP
         task = {
             "kind": self.kind, "name": self.name, "checks": list(names), "dying": dying,
             "folder": str(self.folder), "timeout": self.timeout, "options": self.options,
@@ -275,31 +238,34 @@ class _Session:
         """Collect what is there; tell whether the check that runs takes too long."""
         now = self.folder / "now"
         said = now.read_text(encoding="utf-8") if now.exists() else ""
-        if said and said != self._now:
-            self._now, self._since = said, time.monotonic()
+        if said and said != self.now:
+            self.now, self.since = said, time.monotonic()
             self.on_begin(said)
-        self._collect(names, ranks)
-        return time.monotonic() - self._since > self._patience
-
-    def _collect(self, names: Sequence[str], ranks: int) -> None:
-        for name in names:
-            if name in self.results:
-                continue
+        for name in self._left(names):
             paths = [self.folder / f"{name}.{rank}.json" for rank in range(ranks)]
             if all(path.exists() for path in paths):
                 self._add(_joined(name, [json.loads(path.read_text()) for path in paths]))
+        return time.monotonic() - self.since > self._patience
 
-    def _lost(self, name: str, run: Run) -> None:
+    def _lost(self, name: str, run: CompletedRun) -> None:
         """Give a check the blame that took its processes down, or that one rank never ended."""
-        lines = {
-            int(path.suffixes[0][1:]): json.loads(path.read_text())
-            for path in sorted(self.folder.glob(f"{name}.*.json"))
-        }
-        said = [f"rank {rank}: {line['error']}" for rank, line in lines.items() if line["error"]]
-        self._hung += run.timed_out
+        said = []
+        for path in sorted(self.folder.glob(f"{name}.*.json")):
+            if error := json.loads(path.read_text())["error"]:
+                said.append(f"rank {path.suffixes[0][1:]}: {error}")
+        self.hung += run.timed_out
         gone = "it did not end" if run.timed_out else f"the processes ended with {run.returncode}"
-        error = "\n".join([*said, gone])
-        self._add(Result(name, "failed", "", error, run.story, 0.0))
+        self._add(Result(name, "failed", "", "\n".join([*said, gone]), run.story))
+
+    def _not_run(self, names: Iterable[str]) -> None:
+        for name in self._left(names):
+            self._add(Result(name, "skipped", "not run: too many processes were lost before"))
+
+    def _add(self, result: Result) -> None:
+        if result.state == "failed":
+            result.error = f"{result.error}\n{self._blamed(result.name)}"
+        self.results[result.name] = result
+        self.on_result(result)
 
     def _blamed(self, name: str) -> str:
         """Return whose failure it is, and which of its hooks the check is about."""
@@ -310,18 +276,6 @@ class _Session:
             hooks = ""
         return f"{self.kind} {record.label}{f'; {hooks}' if hooks else ''}"
 
-    def _give_up(self, names: Iterable[str]) -> None:
-        """What is left is not run, and no failure of its own."""
-        for name in names:
-            self._add(Result(name, "skipped", "not run: too many processes were lost before"))
-
-    def _add(self, result: Result) -> None:
-        if result.name not in self.results:
-            if result.state == "failed":
-                result.error = f"{result.error}\n{self._blamed(result.name)}"
-            self.results[result.name] = result
-            self.on_result(result)
-
 
 def _joined(name: str, lines: Sequence[Mapping[str, Any]]) -> Result:
     """Make one result of what the ranks said."""
@@ -329,13 +283,12 @@ def _joined(name: str, lines: Sequence[Mapping[str, Any]]) -> Result:
     failed = {rank: line for rank, line in enumerate(lines) if line["state"] == "failed"}
     if not failed:
         return Result(name, lines[0]["state"], lines[0]["detail"], seconds=seconds)
-    texts: dict[str, list[int]] = {}
+    texts: dict[str, list[str]] = {}
     for rank, line in failed.items():
-        texts.setdefault(line["error"], []).append(rank)
+        texts.setdefault(line["error"], []).append(str(rank))
     several = len(lines) > 1
     error = "\n".join(
-        f"rank {', '.join(map(str, ranks))}: {text}" if several else text
-        for text, ranks in texts.items()
+        f"rank {', '.join(ranks)}: {text}" if several else text for text, ranks in texts.items()
     )
     trace = next(iter(failed.values()))["trace"]
     return Result(name, "failed", "", error, trace, seconds)

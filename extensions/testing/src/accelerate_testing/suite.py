@@ -13,17 +13,6 @@ from accelerate_testing.checks import Check, check_options, checks_of
 from accelerate_testing.results import Result
 from accelerate_testing.runner import choose_plugin, run_suite
 
-__all__ = [
-    "BackendSuite",
-    "CheckpointerSuite",
-    "ExtensionSuite",
-    "LauncherSuite",
-    "LoadersSuite",
-    "PrecisionSuite",
-    "TrackerSuite",
-]
-
-
 _PREFIX = "test_"
 _ATTRIBUTES = ("plugin", "environ", "options", "timeout", "num_processes", "prelude")
 _NEAR = 0.75  # stricter than elsewhere: a suite may have attributes of its own
@@ -64,34 +53,19 @@ class _Suite:
         """Run the checks that were selected, all together, for the first test that asks."""
         cls: Any = request.cls
         if "_found" not in vars(cls):
-            known = checks_of(cls.kind)
-            names = [
-                str(getattr(item, "originalname", "")).removeprefix(_PREFIX)
-                for item in request.session.items
-                if getattr(item, "cls", None) is cls
-            ]
+            items = [it for it in request.session.items if getattr(it, "cls", None) is cls]
+            names = [str(getattr(it, "originalname", "")).removeprefix(_PREFIX) for it in items]
             choose_plugin(cls.plugin, cls.kind)
-            found = run_suite(
-                cls.kind,
-                cls.plugin,
-                only=[name for name in names if name in known],
-                environ=cls.environ,
-                options=cls.options,
-                timeout=cls.timeout,
-                num_processes=cls.num_processes,
-                prelude=cls.prelude,
-            )
+            only = [name for name in names if name in checks_of(cls.kind)]
+            how = {name: getattr(cls, name) for name in _ATTRIBUTES[1:]}
+            found = run_suite(cls.kind, cls.plugin, only=only, **how)
             cls._found = {result.name: result for result in found}
         made: Mapping[str, Result] = cls._found
         return made
 
 
 def _refuse_misspelt(cls: type[_Suite]) -> None:
-    """Refuse an attribute that is nearly one of a suite's: nobody would read it.
-
-    Raises:
-        ConfigurationError: with the right name.
-    """
+    """Refuse an attribute that is nearly one of a suite's: nobody would read it."""
     for name, value in vars(cls).items():
         # Methods, fixtures, properties and nested classes are the author's own.
         if hasattr(_Suite, name) or name.startswith("_") or name == "kind":

@@ -1,6 +1,6 @@
 """The process in which checks run: `python -m accelerate_testing.worker TASK.json`.
 
-Each rank appends one JSON line per check to `RANK.jsonl`. After a check all ranks wait, through
+Each rank writes the outcome of each check to `CHECK.RANK.json`. After a check all ranks wait, through
 these files, for each other: after a failure they drop what it left and go on together; where one
 does not come, they give up, and whoever started them starts anew with the checks that are left.
 """
@@ -17,7 +17,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+from accelerate_testing.checks import checks_of
+from accelerate_testing.context import CheckContext
+from accelerate_testing.results import Skip
 
 #: The exit status of ranks that gave up on one another.
 LOST = 75
@@ -26,80 +28,45 @@ LOST = 75
 def main(task_file: str) -> None:
     """Run the checks of a task in order."""
     task: dict[str, Any] = json.loads(Path(task_file).read_text(encoding="utf-8"))
-    from accelerate_testing.checks import checks_of
-
-    lab = None
-    known = checks_of(task["kind"])
-    ranks = Ranks(Path(task["folder"]), float(task["timeout"]))
+    kind, name, folder, timeout = task["kind"], task["name"], Path(task["folder"]), task["timeout"]
+    known, prelude = checks_of(kind), task["prelude"]
+    ranks = Ranks(folder, timeout)
+    ctx = CheckContext(kind, name, name, folder, timeout, task["options"])
     for name in task["checks"]:
         made = known[name]
-        if lab is None and not (made.place == "alone" and name == "imports"):
-            lab = make_lab(task)
+        if prelude and name != "imports":
+            importlib.import_module(prelude)
         function = made.before if task["dying"] == name else made.function
         ranks.begin(name)
-        faulthandler.dump_traceback_later(task["timeout"] * 2, exit=False)
-        line = run_check(function, lab if lab is not None else _bare(task))
+        faulthandler.dump_traceback_later(timeout * 2, exit=False)
+        line = run_check(function, ctx)
         faulthandler.cancel_dump_traceback_later()
         ranks.say(name, line)
-        if made.place == "ends" and line["error"]:
-            raise SystemExit(f"{line['trace']}")
-        if not ranks.all_well(name) and lab is not None:
-            lab.abandon()
+        if made.judge and line["error"]:
+            raise SystemExit(line["trace"])
+        if not ranks.all_well(name):
+            ctx.abandon()
 
 
-def make_lab(task: dict[str, Any]) -> Any:
-    """Return the lab of a task; its prelude is imported before."""
-    if task["prelude"]:
-        importlib.import_module(task["prelude"])
-    from accelerate_testing.lab import Lab
-
-    return Lab(
-        kind=task["kind"],
-        name=task["name"],
-        plugin=task["name"],
-        folder=Path(task["folder"]),
-        timeout=float(task["timeout"]),
-        options=task["options"],
-    )
-
-
-def _bare(task: dict[str, Any]) -> Any:
-    """Return what the check of imports needs, without torch."""
-    from types import SimpleNamespace
-
-    def equal(got: object, expected: object, what: str) -> None:
-        if got != expected:
-            raise AssertionError(f"{what}: {got!r} instead of {expected!r}")
-
-    return SimpleNamespace(kind=task["kind"], name=task["name"], equal=equal)
-
-
-def run_check(function: Any, lab: Any) -> dict[str, Any]:
+def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
     """Run one check on this rank; return its line."""
-    from accelerate_testing.checks import Skip
-
     line: dict[str, Any] = {"state": "passed", "detail": "", "error": "", "trace": ""}
     started = time.perf_counter()
     try:
-        line["detail"] = function(lab) or ""
-        if hasattr(lab, "end"):
-            lab.end()
+        line["detail"] = function(ctx) or ""
+        ctx.end()
     except Skip as why:
         line["state"], line["detail"] = "skipped", str(why)
-        lab.end()
+        ctx.end()
     except Exception as error:
+        # The notes name plugin, hook and version.
+        said = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         line["state"] = "failed"
-        line["error"] = _said(error)
+        line["error"] = "\n".join([f"{said}{error}", *getattr(error, "__notes__", ())])
         line["trace"] = traceback.format_exc()
         error.__traceback__ = None
     line["seconds"] = time.perf_counter() - started
     return line
-
-
-def _said(error: BaseException) -> str:
-    """Return what an exception says, with its notes: they name plugin, hook and version."""
-    kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-    return "\n".join([f"{kind}{error}", *getattr(error, "__notes__", ())])
 
 
 class Ranks:

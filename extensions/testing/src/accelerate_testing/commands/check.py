@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
     from accelerate_core.plugins.discovery import PluginRecord
     from accelerate_testing.results import Result
-
-__all__ = ["command"]
 
 _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
@@ -47,12 +46,10 @@ def command(
     only: tuple[str, ...],
     env: tuple[str, ...],
     options: str | None,
-    timeout: float,
-    num_processes: int,
-    prelude: str,
     junit: str | None,
     as_json: bool,
     as_list: bool,
+    **how: Any,
 ) -> None:
     """Run the conformance suite against the installed plugin NAME.
 
@@ -69,27 +66,15 @@ def command(
         return
     if junit is not None and not Path(junit).resolve().parent.is_dir():
         raise click.UsageError(f"--junit {junit}: there is no directory {Path(junit).parent}.")
+    how |= {"only": list(only) or None, "environ": _pairs(env), "options": _options(options)}
     with contextlib.redirect_stdout(sys.stderr):  # a plugin may print where it is imported
-        results = _run(
-            record,
-            quiet=as_json,
-            only=list(only) or None,
-            environ=_pairs(env),
-            options=_options(options),
-            timeout=timeout,
-            num_processes=num_processes,
-            prelude=prelude,
-        )
+        results = _run(record, len(only) or len(checks_of(record.kind)), as_json, how)
     if junit is not None:
         write_junit(junit, f"{record.kind} {record.label}", results)
-    failed = [result for result in results if result.state == "failed"]
+    failed = any(result.state == "failed" for result in results)
     if as_json:
-        made = {
-            "plugin": record.label,
-            "kind": record.kind,
-            "passed": not failed,
-            "checks": [result.as_dict() for result in results],
-        }
+        checks = [dataclasses.asdict(result) for result in results]
+        made = {"plugin": record.label, "kind": record.kind, "passed": not failed, "checks": checks}
         click.echo(json.dumps(made, indent=2))
     else:
         _print(record, results)
@@ -114,26 +99,20 @@ def _options(text: str | None) -> dict[str, Any]:
     return made
 
 
-def _run(record: PluginRecord, *, quiet: bool, only: list[str] | None, **how: Any) -> list[Result]:
+def _run(record: PluginRecord, total: int, quiet: bool, how: dict[str, Any]) -> list[Result]:
+    """Run the suite with a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from accelerate_testing.checks import checks_of
     from accelerate_testing.runner import run_suite
 
-    total = len(only or ()) or len(checks_of(record.kind))
     columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    out = console(stderr=True)
-    with Progress(*columns, console=out, disable=quiet, transient=True) as bar:
+        BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
         task = bar.add_task("starting", total=total)
         return run_suite(
             record.kind,
             record.name,
-            only=only,
             on_begin=lambda name: bar.update(task, description=name),
             on_result=lambda result: bar.advance(task),
             **how,

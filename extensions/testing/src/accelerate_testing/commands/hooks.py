@@ -8,8 +8,6 @@ import click
 
 from accelerate_core.builtin.console import console
 
-__all__ = ["command"]
-
 
 @click.command("hooks")
 @click.argument("name", required=False)
@@ -26,17 +24,16 @@ def command(name: str | None, as_json: bool) -> None:
     from accelerate_testing.contract import HOOK_KINDS, contract
 
     made = contract()
-    if as_json and name is None:
-        from accelerate_testing.surface import surface  # it imports torch
-
-        made = contract(surface())
     hooks = made["hooks"]
-    if name is not None and name not in hooks:
-        raise ConfigurationError(f"The contract has no hook {name!r}.{did_you_mean(name, hooks)}")
     if name is not None:
+        if name not in hooks:
+            raise ConfigurationError(
+                f"The contract has no hook {name!r}.{did_you_mean(name, hooks)}"
+            )
         hooks = {name: hooks[name]}
+        made = {"version": made["version"], "hooks": hooks}
     if as_json:
-        click.echo(json.dumps({**made, "hooks": hooks}, indent=2))
+        click.echo(json.dumps(made, indent=2))
         return
     out = console()
     out.print(f"Version {'.'.join(map(str, made['version']))} of the contract.")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
-
-__all__ = ["command"]
 
 
 @click.command("new")
@@ -25,7 +24,7 @@ def command(name: str, kind: str, directory: str | None) -> None:
     from accelerate_testing.scaffold import write_repository
 
     made = write_repository(name, kind, Path(directory) if directory else None)
-    root = made[0].parent if len(made) == 1 else Path(*_common(made))
+    root = os.path.commonpath(made)
     click.echo(f"{len(made)} files in {root}:")
     for path in made:
         click.echo(f"  {path.relative_to(root)}")
@@ -33,11 +32,3 @@ def command(name: str, kind: str, directory: str | None) -> None:
         f"\nNext:\n  cd {root}\n  pip install -e '.[test]'\n  accelerate-core plugins check {name}\n"
         "  pytest"
     )
-
-
-def _common(paths: list[Path]) -> tuple[str, ...]:
-    first, *rest = (path.parts for path in paths)
-    length = 0
-    while all(len(p) > length and p[length] == first[length] for p in (first, *rest)):
-        length += 1
-    return first[:length]

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import pkgutil
 import random
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_checkpoint import load_weights
 from accelerate_core.errors import CheckpointError, ConfigurationError
 from accelerate_core.plugins.discovery import find
 from accelerate_core.utils import ProjectConfiguration
 from accelerate_testing.checks import check
-from accelerate_testing.lab import BATCH, Lab, loss_of
-from accelerate_testing.suites.ending import gained, held_now
-from accelerate_testing.suites.precisions import some_backend
-
-#: Micro-batches of the run; two make a step, so an odd number is inside of a cycle.
-BATCHES, STOPPED_AFTER = 12, 10
-#: Seconds in which what was told to end may do so.
-_GRACE = 2.0
+from accelerate_testing.context import CheckContext, leaves, raised
+from accelerate_testing.suites.ending import held_now, script_raises, still_held
+from accelerate_testing.training import ResumableTrainer, held_threads
 
 
 class Count:
@@ -47,47 +41,26 @@ class Count:
         self.seen = state["seen"]
 
 
-class Training:
-    """All a run has: dropout, shuffling, accumulation, Adam, a schedule, an object of its own."""
+def _net(seed: int) -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.25), nn.LayerNorm(8), nn.Linear(8, 1))
+    # No running statistics: where a backend leaves these to each rank, no checkpoint has them.
+    net.register_buffer("seed", torch.full((1,), float(seed)))
+    return net
 
-    def __init__(self, lab: Lab, seed: int = 0, **arguments: Any) -> None:
-        self.lab = lab
-        self.accelerator = lab.accelerator(gradient_accumulation_steps=2, **arguments)
-        torch.manual_seed(11 + seed)
-        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.25), nn.LayerNorm(8), nn.Linear(8, 1))
-        # No running statistics: where a backend leaves these to each rank, no checkpoint has them.
-        net.register_buffer("seed", torch.full((1,), float(seed)))
-        adam = torch.optim.AdamW(net.parameters(), 0.02)
-        decay = torch.optim.lr_scheduler.StepLR(adam, 1, 0.9)
-        x = torch.randn(BATCHES * BATCH * lab.size, 6, generator=torch.Generator().manual_seed(9))
-        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH, shuffle=True)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            net, adam, decay, loader
-        )
-        self.batches: Iterator[Any] | None = None
-        self.done = 0
+
+class Training(ResumableTrainer):
+    """All a run has: dropout and AdamW beside the rest, and an object of its own."""
+
+    def __init__(self, ctx: CheckContext, seed: int = 0, **arguments: Any) -> None:
+        adam = partial(torch.optim.AdamW, lr=0.02)
+        super().__init__(ctx, 11 + seed, partial(_net, seed), adam, **arguments)
         self.count = Count()
         self.accelerator.register_for_checkpointing(self.count)
 
-    def train(self, until: int) -> None:
-        """Train until so many batches of the epoch were seen, in one loop over the loader."""
-        if self.batches is None:
-            self.batches = iter(self.loader)
-        while self.done < until:
-            batch = next(self.batches)
-            with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(loss_of(self.model, batch))
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-            self.count.seen += 1
-            self.done += 1
-
-    def load(self, target: str | None = None, **how: Any) -> str:
-        """Load, and begin the loop anew."""
-        loaded = self.accelerator.load_state(target, **how)
-        self.batches, self.done = None, int(self.loader.state_dict()["batches_seen"])
-        return loaded
+    def go_on(self, until: int) -> None:
+        """Train on, and count."""
+        self.count.seen += max(until - self.done, 0)
+        super().go_on(until)
 
     def told(self) -> dict[str, Any]:
         """Return a copy of all that has to be as in the run that was not stopped."""
@@ -110,179 +83,132 @@ class Training:
 
     def is_as(self, expected: Any, what: str) -> None:
         """Fail on every rank unless the run is, on each of them, what `told` said before."""
-        wrong = ""
-        try:
-            _same(self.lab, self.told(), expected, what)
-        except AssertionError as error:
-            wrong = str(error)
-        _agree(self, wrong)
+        wrong = raised(AssertionError, lambda: _same(self.told(), expected, what))
+        self.agree(str(wrong or ""))
+
+    def agree(self, wrong: str) -> None:
+        """Fail on every rank with what is wrong on any of them: none waits for one that gave up."""
+        told = dict.fromkeys(filter(None, self.accelerator.communicator.gather_object(wrong)))
+        assert not told, "; ".join(told)
+
+    def refuses(self, target: str, why: str) -> None:
+        """Fail unless loading is refused on every rank by a CheckpointError that names the checkpoint."""
+        name, wrong = target.rstrip("/").rpartition("/")[2], f"load_state took a checkpoint {why}"
+        if told := raised(CheckpointError, lambda: self.load(target)):
+            wrong = "" if name in str(told) else f"the error does not name {name}: {told}"
+        self.agree(wrong)
 
 
-def _agree(run: Training, wrong: str) -> None:
-    """Fail on every rank with what is wrong on any of them: none waits for one that gave up."""
-    told = dict.fromkeys(filter(None, run.accelerator.communicator.gather_object(wrong)))
-    if told:
-        raise AssertionError("; ".join(told))
-
-
-def _same(lab: Lab, got: Any, expected: Any, what: str) -> None:
+def _same(got: Any, expected: Any, what: str) -> None:
     """Fail unless two states are equal bit for bit."""
-    if isinstance(expected, torch.Tensor):
+    for where, one, other in leaves(got, expected, what):
+        if not isinstance(other, torch.Tensor):
+            assert one == other, f"{where}: {one!r} instead of {other!r}"
+            continue
         # Of what is sharded this rank's part: comparing the whole would be a collective.
-        one, other = (t.to_local() if hasattr(t, "to_local") else t for t in (got, expected))
-        if not (isinstance(one, torch.Tensor) and torch.equal(one.cpu(), other.cpu())):
-            raise AssertionError(f"{what}: not equal bit for bit")
-    elif isinstance(expected, dict):
-        lab.equal(sorted(map(str, got)), sorted(map(str, expected)), f"keys of {what}")
-        for key, value in expected.items():
-            _same(lab, got[key], value, f"{what}, {key}")
-    elif isinstance(expected, list | tuple):
-        lab.equal(len(got), len(expected), f"length of {what}")
-        for index, value in enumerate(expected):
-            _same(lab, got[index], value, f"{what}[{index}]")
-    else:
-        lab.equal(got, expected, what)
+        one, other = (t.to_local() if hasattr(t, "to_local") else t for t in (one, other))
+        equal = isinstance(one, torch.Tensor) and torch.equal(one.cpu(), other.cpu())
+        assert equal, f"{where}: not equal bit for bit"
 
 
-def _target(lab: Lab, name: str) -> str:
+def _target(ctx: CheckContext, name: str) -> str:
     """Return where a checkpoint is to go."""
-    text = str(lab.options.get("target", "{path}"))
-    return text.format(path=lab.scratch(name), name=f"{lab.folder.name}/{name}")
+    text = str(ctx.options.get("target", "{path}"))
+    return text.format(path=ctx.scratch(name), name=f"{ctx.folder.name}/{name}")
 
 
-def _refused(run: Training, target: str, why: str) -> None:
-    """Loading is refused on every rank by a CheckpointError that names the checkpoint."""
-    name, wrong = target.rstrip("/").rpartition("/")[2], f"load_state took a checkpoint {why}"
-    try:
-        run.load(target)
-    except CheckpointError as error:
-        wrong = "" if name in str(error) else f"the error does not name {name}: {error}"
-    _agree(run, wrong)
-
-
-# --- what was saved is what is loaded -------------------------------------------------------------
-
-
-def _resumes(lab: Lab) -> None:
-    for saved_after in (4, 5):
-        where = "between two steps" if saved_after == 4 else "inside of a cycle"
-        target = _target(lab, f"resume_{saved_after}")
-        run = Training(lab)
-        run.train(saved_after)
-        run.accelerator.save_state(target)
-        run.train(STOPPED_AFTER)
-        expected = run.told()
-        lab.end()
-        again = Training(lab, seed=5)
-        again.train(1)
-        again.load(target)
-        again.train(STOPPED_AFTER)
-        again.is_as(expected, f"resumed {where}")
-        lab.end()
-
-
-@check("checkpointer", place="alone")
-def resume(lab: Lab) -> str | None:
+@check(
+    "checkpointer", alone=True,
+    on_ranks="Ranks that load go on bit for bit, each with its own random numbers and position.",
+)  # fmt: skip
+def resume(ctx: CheckContext) -> str:
     """A new run that loads goes on bit for bit: weights, optimizer, schedule, objects, RNG, data."""
-    _resumes(lab)
+    for saved_after, where in ((4, "between two steps"), (5, "inside of a cycle")):
+        target = _target(ctx, f"resume_{saved_after}")
+        run = Training(ctx)
+        run.go_on(saved_after)
+        run.accelerator.save_state(target)
+        run.go_on(run.END)
+        expected = run.told()
+        ctx.end()
+        again = Training(ctx, seed=5)
+        again.go_on(1)
+        again.load(target)
+        again.go_on(again.END)
+        again.is_as(expected, f"resumed {where}")
+        ctx.end()
     return "between two steps, and inside of a cycle"
 
 
-@check("checkpointer")
-def resume_on_ranks(lab: Lab) -> str | None:
-    """Ranks that load go on bit for bit, each with its own random numbers and position."""
-    some_backend()
-    _resumes(lab)
-    return None
-
-
-@check("checkpointer", place="alone")
-def overwriting(lab: Lab) -> str | None:
+@check("checkpointer", alone=True)
+def overwriting(ctx: CheckContext) -> None:
     """A second save to the same target replaces the first, and what stood there is not mixed in."""
-    run, target = Training(lab), _target(lab, "overwriting")
+    run, target = Training(ctx), _target(ctx, "overwriting")
     for until in (2, 4):
-        run.train(until)
+        run.go_on(until)
         run.accelerator.save_state(target)
     expected = run.told()
-    run.train(8)
+    run.go_on(8)
     run.load(target)
     run.is_as(expected, "the second save")
-    return None
 
 
-@check("checkpointer", place="alone")
-def models(lab: Lab) -> str | None:
+@check("checkpointer", alone=True)
+def models(ctx: CheckContext) -> None:
     """`save_model` writes weights that can be read, in shards too; `save` writes an object."""
-    run = Training(lab)
+    run = Training(ctx)
     inner = run.accelerator.unwrap_model(run.model)
     for name, how in (
         ("whole", {}),
         ("shards", {"max_shard_size": "100B"}),
         ("torch", {"safe_serialization": False}),
     ):
-        folder = lab.scratch(f"model_{name}")
+        folder = ctx.scratch(f"model_{name}")
         run.accelerator.save_model(run.model, folder, **how)
-        _same(lab, load_weights(folder, inner), dict(inner.state_dict()), f"save_model, {name}")
-    run.accelerator.save({"a": torch.arange(3)}, lab.scratch("object.bin"))
-    held = torch.load(lab.scratch("object.bin"), weights_only=True)
-    _same(lab, held, {"a": torch.arange(3)}, "what save wrote")
-    return None
+        _same(load_weights(folder, inner), dict(inner.state_dict()), f"save_model, {name}")
+    run.accelerator.save({"a": torch.arange(3)}, ctx.scratch("object.bin"))
+    held = torch.load(ctx.scratch("object.bin"), weights_only=True)
+    _same(held, {"a": torch.arange(3)}, "what save wrote")
 
 
-# --- whole or not at all --------------------------------------------------------------------------
-
-
-def _fails(lab: Lab) -> None:
-    run, target = Training(lab), _target(lab, "fails")
+@check(
+    "checkpointer", alone=True,
+    on_ranks="What one rank cannot save is an error on every rank, and the earlier checkpoint loads.",
+)  # fmt: skip
+def failing(ctx: CheckContext) -> None:
+    """A save that fails half way is an error, leaves no checkpoint, and the earlier one loads."""
+    run, target = Training(ctx), _target(ctx, "fails")
     trouble = "nothing left to write on"
     for blocking in (True, False):
         run.accelerator.save_state(target)
         before, count = run.told(), run.count
-        run.train(4 if blocking else 6)
-        if run.accelerator.process_index == lab.size - 1:
+        run.go_on(4 if blocking else 6)
+        if run.accelerator.process_index == ctx.size - 1:
             count.trouble = trouble
-        for place in (target, _target(lab, f"absent_{blocking}")):
+        for place in (target, _target(ctx, f"absent_{blocking}")):
             wrong = "a save ended well, although a rank could not save"
             try:
                 run.accelerator.save_state(place, blocking=blocking)
                 run.accelerator.wait_for_checkpoint()
             except CheckpointError as error:
                 wrong = "" if trouble in str(error) else f"the reason is not told: {error}"
-            _agree(run, wrong)
+            run.agree(wrong)
             if place != target:
-                _refused(run, place, "that was never completed")
-        count.trouble = wrong = ""
-        try:
-            run.load(target)
-        except CheckpointError as error:
-            wrong = f"the earlier checkpoint does not load after a save that failed: {error}"
-        _agree(run, wrong)
+                run.refuses(place, "that was never completed")
+        count.trouble = ""
+        told = raised(CheckpointError, lambda: run.load(target))
+        run.agree(
+            f"the earlier checkpoint does not load after a save that failed: {told}" * bool(told)
+        )
         run.is_as(before, "the earlier checkpoint, after a save that failed")
-    run.train(8)
+    run.go_on(8)
     run.accelerator.save_state(target)
 
 
-@check("checkpointer", place="alone")
-def failing(lab: Lab) -> str | None:
-    """A save that fails half way is an error, leaves no checkpoint, and the earlier one loads."""
-    _fails(lab)
-    return None
-
-
-@check("checkpointer")
-def failing_on_a_rank(lab: Lab) -> str | None:
-    """What one rank cannot save is an error on every rank, and the earlier checkpoint loads."""
-    some_backend()
-    _fails(lab)
-    return None
-
-
-def _damages(lab: Lab, target: str) -> Iterator[str]:
+def _damages(ctx: CheckContext, target: str) -> Iterator[str]:
     """Damage a checkpoint in one way after another, repairing it in between; tell what was done."""
-    named = lab.options.get("damage")
-    if named is not None:
-        module, _, function = str(named).partition(":")
-        yield from getattr(importlib.import_module(module), function)(target)
+    if named := ctx.options.get("damage"):
+        yield from pkgutil.resolve_name(named)(target)
         return
     paths = [path for path in sorted(Path(target).rglob("*")) if path.is_file()]
     for path in paths:
@@ -297,60 +223,40 @@ def _damages(lab: Lab, target: str) -> Iterator[str]:
         path.unlink()
         beside.rename(path)
     if not paths:
-        lab.skip(f"nothing is at {target}; options have no 'damage', a function of a target")
+        ctx.skip(f"nothing is at {target}; options have no 'damage', a function of a target")
 
 
-@check("checkpointer", place="alone")
-def damaged(lab: Lab) -> str | None:
+@check(
+    "checkpointer", alone=True,
+    on_ranks="What is damaged is refused on every rank, also if one rank alone would read it.",
+)  # fmt: skip
+def damaged(ctx: CheckContext) -> str:
     """What is missing, cut off or changed is refused by name, and nothing is changed by it."""
-    run, target = Training(lab), _target(lab, "damaged")
-    run.train(3)
+    run, target = Training(ctx), _target(ctx, "damaged")
+    run.go_on(3)
     run.accelerator.save_state(target)
-    run.train(4)
+    run.go_on(4)
     before, tried = run.told(), 0
-    for what in _damages(lab, target):
-        _refused(run, target, what)
+    damages = _damages(ctx, target) if ctx.rank == 0 else iter(())
+    while what := run.accelerator.communicator.broadcast_object(next(damages, None)):
+        run.refuses(target, what)
         run.is_as(before, f"the run, after a checkpoint {what} was refused")
         tried += 1
     run.load(target)
-    lab.equal(tried > 0, True, "the checkpoint was damaged in some way")
+    ctx.equal(tried > 0, True, "the checkpoint was damaged in some way")
     return f"{tried} ways"
 
 
-@check("checkpointer")
-def damaged_on_ranks(lab: Lab) -> str | None:
-    """What is damaged is refused on every rank, also if one rank alone would read it."""
-    some_backend()
-    run, target = Training(lab), _target(lab, "damaged_ranks")
-    run.train(3)
-    run.accelerator.save_state(target)
-    damages = _damages(lab, target) if lab.rank == 0 else None
-    tried = 0
-    while True:
-        what = None if damages is None else next(damages, None)
-        what = run.accelerator.communicator.broadcast_object(what)
-        if what is None:
-            break
-        _refused(run, target, what)
-        tried += 1
-    run.load(target)
-    return f"{tried} ways"
-
-
-@check("checkpointer", place="alone")
-def blame(lab: Lab) -> str | None:
+@check("checkpointer", alone=True)
+def blame(ctx: CheckContext) -> None:
     """A target where nothing is is refused by name, and the error names the checkpointer."""
-    run = Training(lab)
-    label = find(lab.kind, lab.name, because="plugins check").label
-    try:
-        run.load(_target(lab, "never_saved"))
-    except CheckpointError as error:
-        notes = " ".join(getattr(error, "__notes__", ()))
-        lab.equal("never_saved" in str(error), True, f"the target is named: {error}")
-        lab.equal(label in notes, True, f"{label} is named in the notes: {notes}")
-    else:
-        raise AssertionError("load_state took a target where nothing is")
-    return None
+    run = Training(ctx)
+    label = find(ctx.kind, ctx.name, because="plugins check").label
+    told = raised(CheckpointError, lambda: run.load(_target(ctx, "never_saved")))
+    assert told, "load_state took a target where nothing is"
+    notes = " ".join(getattr(told, "__notes__", ()))
+    ctx.equal("never_saved" in str(told), True, f"the target is named: {told}")
+    ctx.equal(label in notes, True, f"{label} is named in the notes: {notes}")
 
 
 class _Loaded:
@@ -367,68 +273,52 @@ def _unpickled() -> _Loaded:
     return _Loaded()
 
 
-@check("checkpointer", place="alone")
-def pickles(lab: Lab) -> str | None:
+@check("checkpointer", alone=True)
+def pickles(ctx: CheckContext) -> str | None:
     """Python objects in a state are not unpickled, unless the script says `trust=True`."""
-    run, target = Training(lab), _target(lab, "pickles")
+    run, target = Training(ctx), _target(ctx, "pickles")
     run.count.seen = _Loaded()  # type: ignore[assignment]
     try:
         run.accelerator.save_state(target)
     except CheckpointError as error:
         return f"not saved: {error}"
     _Loaded.happened = False
-    _refused(run, target, "with a Python object in it")
-    lab.equal(_Loaded.happened, False, "a Python object was unpickled")
+    run.refuses(target, "with a Python object in it")
+    ctx.equal(_Loaded.happened, False, "a Python object was unpickled")
     run.load(target, trust=True)
-    lab.equal(_Loaded.happened, True, "a Python object was unpickled, with trust=True")
+    ctx.equal(_Loaded.happened, True, "a Python object was unpickled, with trust=True")
     return None
 
 
-# --- beside the training --------------------------------------------------------------------------
-
-
-def _saves_beside(lab: Lab) -> None:
-    run, target = Training(lab), _target(lab, "beside")
-    run.train(4)
-    with lab.held_threads():
+@check(
+    "checkpointer", alone=True,
+    on_ranks="`blocking=False` keeps the state of the call on every rank.",
+)  # fmt: skip
+def beside_training(ctx: CheckContext) -> None:
+    """`blocking=False` keeps the state of the call, whatever training does meanwhile."""
+    run, target = Training(ctx), _target(ctx, "beside")
+    run.go_on(4)
+    with held_threads():
         run.accelerator.save_state(target, blocking=False)
-        run.train(STOPPED_AFTER)
+        run.go_on(run.END)
         expected = run.told()
     run.accelerator.wait_for_checkpoint()
-    lab.end()
-    run = Training(lab, seed=3)
+    ctx.end()
+    run = Training(ctx, seed=3)
     run.load(target)
-    run.train(STOPPED_AFTER)
+    run.go_on(run.END)
     run.is_as(expected, "resumed from what was saved beside the training")
 
 
-@check("checkpointer", place="alone")
-def beside_training(lab: Lab) -> str | None:
-    """`blocking=False` keeps the state of the call, whatever training does meanwhile."""
-    _saves_beside(lab)
-    return None
-
-
-@check("checkpointer")
-def beside_training_on_ranks(lab: Lab) -> str | None:
-    """`blocking=False` keeps the state of the call on every rank."""
-    some_backend()
-    _saves_beside(lab)
-    return None
-
-
-# --- names and numbers ----------------------------------------------------------------------------
-
-
-@check("checkpointer", place="alone")
-def naming(lab: Lab) -> str | None:
+@check("checkpointer", alone=True)
+def naming(ctx: CheckContext) -> str | None:
     """Automatic names and `total_limit` work, or are refused when the Accelerator is made."""
 
     def training() -> Training:
         project = ProjectConfiguration(
-            str(lab.scratch("naming")), automatic_checkpoint_naming=True, total_limit=2
+            str(ctx.scratch("naming")), automatic_checkpoint_naming=True, total_limit=2
         )
-        return Training(lab, project_config=project)
+        return Training(ctx, project_config=project)
 
     try:
         run = training()
@@ -436,67 +326,39 @@ def naming(lab: Lab) -> str | None:
         return f"refused: {error}"
     saved = []
     for until in (2, 4, 6):
-        run.train(until)
+        run.go_on(until)
         saved.append(run.accelerator.save_state())
     expected = run.told()
-    lab.equal(len(set(saved)), 3, f"names of three saves, {saved}")
-    _refused(run, saved[0], "that total_limit=2 has no room for")
+    ctx.equal(len(set(saved)), 3, f"names of three saves, {saved}")
+    run.refuses(saved[0], "that total_limit=2 has no room for")
     run.load(saved[1])
-    lab.end()
+    ctx.end()
     run = training()
-    lab.equal(run.load(), saved[2], "the newest checkpoint")
+    ctx.equal(run.load(), saved[2], "the newest checkpoint")
     run.is_as(expected, "the newest checkpoint")
-    lab.equal(run.accelerator.save_state() in saved, False, "the next name is one of the earlier")
+    ctx.equal(run.accelerator.save_state() in saved, False, "the next name is one of the earlier")
     return None
 
 
-# --- the end --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _temporary(lab: Lab) -> Iterator[Path]:
-    """Let temporary files go to a directory of their own."""
-    folder, before = lab.scratch("temporary"), tempfile.tempdir
-    folder.mkdir(exist_ok=True)
-    tempfile.tempdir = str(folder)
-    try:
-        yield folder
-    finally:
-        tempfile.tempdir = before
-
-
-@check("checkpointer", place="alone")
-def ending(lab: Lab) -> str | None:
+@check("checkpointer", alone=True)
+def ending(ctx: CheckContext) -> None:
     """After `free_memory`, `end_training` or an error no thread, process or file is left."""
     told = []
-    with _temporary(lab) as folder, warnings.catch_warnings():
+    folder = ctx.scratch("temporary")
+    folder.mkdir()
+    with mock.patch.object(tempfile, "tempdir", str(folder)), warnings.catch_warnings():
         for turn in range(3):
-            run = Training(lab)
+            run = Training(ctx)
             for blocking in (True, False):
-                run.accelerator.save_state(_target(lab, "ending"), blocking=blocking)
+                run.accelerator.save_state(_target(ctx, "ending"), blocking=blocking)
             if turn == 0:
                 run.accelerator.free_memory()
             if turn < 2:
                 run.accelerator.end_training()
             else:
-                _raises(run.accelerator)
+                script_raises(ctx, run.accelerator)
             run.accelerator.end_training()
-            lab.end()
+            ctx.end()
             told.append(held_now())
-        until = time.monotonic() + _GRACE
-        while (left := gained(told[0], held_now())) and time.monotonic() < until:
-            time.sleep(0.05)
-        left = left or ", ".join(str(path) for path in folder.rglob("*"))
-    if left:
-        raise AssertionError(f"left of an Accelerator that has ended: {left}")
-    return None
-
-
-def _raises(accelerator: Any) -> None:
-    """Let the script's own error end the run."""
-    try:
-        with accelerator:
-            raise KeyError("of the script")
-    except KeyError as error:
-        if error.args != ("of the script",):
-            raise AssertionError(f"the exception of the script became {error!r}") from error
+        left = still_held(told[0]) or ", ".join(str(path) for path in folder.rglob("*"))
+    assert not left, f"left of an Accelerator that has ended: {left}"

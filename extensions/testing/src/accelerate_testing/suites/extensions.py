@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from accelerate_testing.checks import check
-from accelerate_testing.lab import Lab, draw, plain_training, seed
+from accelerate_testing.checks import SAVE, STEP, check
+from accelerate_testing.context import CheckContext
+from accelerate_testing.training import Trainer, draw, plain_training, seed
 
 #: Elements up to which a tensor is compared as a list.
 _ELEMENTS = 1024
@@ -18,75 +19,64 @@ _ELEMENTS = 1024
 _STILL = 1.1
 
 
-def _active(lab: Lab, **arguments: Any) -> Any:
-    """Return an Accelerator in which the extension is active: its runner sets the variable."""
-    accelerator = lab.accelerator(**arguments)
-    active = [record.name for record, _, _ in accelerator._plugins.plugins]
-    lab.equal(lab.name in active, True, f"active plugins {active} have it")
-    return accelerator
+def _begin(ctx: CheckContext) -> Trainer:
+    """Begin under an Accelerator in which the extension is active: its runner sets the variable."""
+    trainer = Trainer.begin(ctx)
+    active = [record.name for record, _, _ in trainer.accelerator._plugins.plugins]
+    assert ctx.name in active, f"{ctx.name} is not among the active plugins {active}"
+    return trainer
 
 
-@check("extension", place="alone")
-def one_process(lab: Lab) -> str | None:
+@check("extension", alone=True, hooks="convert on_start on_step_end")
+def one_process(ctx: CheckContext) -> str:
     """A run with it trains and draws as one without it, unless it says that it changes training."""
-    accelerator = _active(lab)
-    model, optimizer = lab.ready(accelerator)
-    mine, whole = lab.batches(accelerator, 4)
+    trainer = _begin(ctx)
+    mine, whole = trainer.batches(4)
     seed(1)
-    losses = lab.train(accelerator, model, optimizer, mine)
+    losses = trainer.train(mine)
     told = draw("training")
-    accelerator.end_training()
-    if not lab.options.get("changes_training", False):
-        lab.close(losses, plain_training(whole)[0], "losses")
+    trainer.accelerator.end_training()
+    if not ctx.options.get("changes_training", False):
+        ctx.close(losses, plain_training(whole)[0], "losses")
         seed(1)
-        lab.equal(
-            told,
-            draw("training"),
-            "what is drawn at random (dropout, shuffling), the seed being set",
-        )
+        what = "what is drawn at random (dropout, shuffling), the seed being set"
+        ctx.equal(told, draw("training"), what)
     return f"{len(mine)} steps"
 
 
-@check("extension", place="alone")
-def save_and_load(lab: Lab) -> str | None:
+@check("extension", alone=True, hooks=SAVE)
+def save_and_load(ctx: CheckContext) -> str | None:
     """What it serves and what it does to training go on after a load in another Accelerator."""
-    accelerator = _active(lab)
-    model, optimizer = lab.ready(accelerator)
-    mine, _ = lab.batches(accelerator, 3)
-    lab.train(accelerator, model, optimizer, mine)
-    path = accelerator.save_state(str(lab.scratch("extension")))
-    served = _served(lab, accelerator)
-    losses = lab.train(accelerator, model, optimizer, mine)
-    lab.end()
-    accelerator = _active(lab)
-    model, optimizer = lab.ready(accelerator)
-    accelerator.load_state(path)
-    now = _plain_attributes(accelerator)
-    lab.equal(
-        {key: now.get(key) for key in served}, served,
-        "attributes it serves, after load_state (options: not_saved names those that are no state)",
-    )  # fmt: skip
-    again = lab.train(accelerator, model, optimizer, mine)
-    lab.close(again, losses, "losses after load_state", 1e-6)
-    return ", ".join(served) or None
-
-
-def _served(lab: Lab, accelerator: Any) -> dict[str, Any]:
-    """Return the plain values it serves that stand still while nothing happens."""
-    first = _plain_attributes(accelerator)
+    trainer = _begin(ctx)
+    mine, _ = trainer.batches(3)
+    trainer.train(mine)
+    path = trainer.accelerator.save_state(str(ctx.scratch("extension")))
+    # What stands still while nothing happens.
+    first = _plain_attributes(trainer)
     time.sleep(_STILL)
-    second = _plain_attributes(accelerator)
-    no_state = lab.options.get("not_saved", ())
-    return {
+    second = _plain_attributes(trainer)
+    no_state = ctx.options.get("not_saved", ())
+    served = {
         key: value
         for key, value in first.items()
         if key not in no_state and key in second and second[key] == value
     }
+    losses = trainer.train(mine)
+    ctx.end()
+    trainer = _begin(ctx)
+    trainer.accelerator.load_state(path)
+    now = _plain_attributes(trainer)
+    ctx.equal(
+        {key: now.get(key) for key in served}, served,
+        "attributes it serves, after load_state (options: not_saved names those that are no state)",
+    )  # fmt: skip
+    ctx.close(trainer.train(mine), losses, "losses after load_state", 1e-6)
+    return ", ".join(served) or None
 
 
-def _plain_attributes(accelerator: Any) -> dict[str, Any]:
+def _plain_attributes(trainer: Trainer) -> dict[str, Any]:
     """Return a copy of the attributes that are numbers, texts, small tensors, or hold such."""
-    found: dict[str, Any] = {}
+    accelerator, found = trainer.accelerator, dict[str, Any]()
     for attributes in accelerator._plugins.call_each("state_attributes", accelerator=accelerator):
         for key, value in attributes.items():
             small = isinstance(value, torch.Tensor) and value.numel() <= _ELEMENTS
@@ -104,22 +94,19 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, int | float | str | bytes)
 
 
-@check("extension")
-def two_processes(lab: Lab) -> str | None:
+@check("extension", hooks=f"convert on_start on_step_end on_save on_load {STEP}")
+def two_processes(ctx: CheckContext) -> str:
     """Two processes train, save and load with it, and have the same model after each."""
-    from accelerate_testing.suites.precisions import some_backend
-
-    some_backend()
-    accelerator = _active(lab)
-    model, optimizer = lab.ready(accelerator)
-    mine, _ = lab.batches(accelerator, 2)
-    lab.alike(accelerator, lab.train(accelerator, model, optimizer, mine), "losses")
-    apart = lab.options.get("ranks_differ", False)
+    trainer = _begin(ctx)
+    accelerator = trainer.accelerator
+    mine, _ = trainer.batches(2)
+    apart = ctx.options.get("ranks_differ", False)
+    ctx.alike(accelerator, trainer.train(mine), "losses")
     if not apart:
-        lab.same_everywhere(accelerator, model, "the trained model (options: ranks_differ)")
-    path = accelerator.save_state(str(lab.scratch("extension_ranks")))
+        trainer.same_everywhere("the trained model (options: ranks_differ)")
+    path = accelerator.save_state(str(ctx.scratch("extension_ranks")))
     accelerator.load_state(path)
-    lab.alike(accelerator, lab.train(accelerator, model, optimizer, mine), "losses after loading")
+    ctx.alike(accelerator, trainer.train(mine), "losses after loading")
     if not apart:
-        lab.same_everywhere(accelerator, model, "the model that was loaded and trained on")
+        trainer.same_everywhere("the model that was loaded and trained on")
     return f"over {accelerator.backend.name}"

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-import textwrap
+import sys
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from accelerate_core.config.provenance import Because
+from accelerate_launch.plan import LaunchPlan, Target
+from accelerate_launch.start import child_environment, choose_launcher
 from accelerate_testing.checks import changed, check
-from accelerate_testing.lab import Lab
-from accelerate_testing.processes import Run, clean_environment, free_port, run_command
+from accelerate_testing.processes import CompletedRun, clean_environment, free_port, run_command
+
+if TYPE_CHECKING:
+    from accelerate_testing.context import CheckContext
 
 _SCRIPT = """
 import json, os, sys
@@ -45,182 +50,247 @@ total = accelerator.reduce(torch.ones(1), "sum").item()
 accelerator.print("TOTAL", accelerator.num_processes, total)
 accelerator.end_training()
 """
+#: A program of its own, as a notebook is: FOLDER LAUNCHER COUNT START_METHOD.
+_FUNCTIONS = """
+import json, os, sys
+from pathlib import Path
+from accelerate_core.config.provenance import Because
+from accelerate_launch.notebook import start_function
+from accelerate_launch.plan import LaunchPlan, Target
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
+
+def work(folder, failing):
+    said = {name: os.environ.get(name) for name in NAMES}
+    said["address"] = bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"))
+    with open(Path(folder, f"{said['RANK'] or 0}.function"), "a") as out:
+        out.write(json.dumps(said) + "\\n")
+    if failing == (said["RANK"] or "0"):
+        raise ValueError("this rank gives up")
+
+if __name__ == "__main__":
+    folder, launcher, count, method = Path(sys.argv[1]), *sys.argv[2:]
+    plan = LaunchPlan(
+        Target("work", kind="function"), int(count), launcher=launcher, start_method=method,
+        environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
+        because={"launcher": Because(launcher, "plugins check")},
+    )
+    before = dict(os.environ)
+    start_function(work, (str(folder), ""), plan)
+    texts = [path.read_text() for path in sorted(folder.glob("*.function"))]
+    told = {"calls": [json.loads(line) for text in texts for line in text.splitlines()]}
+    told["changed"] = [n for n in {*before, *os.environ} if before.get(n) != os.environ.get(n)]
+    try:
+        start_function(work, (str(folder), str(int(count) - 1)), plan)
+    except Exception as error:
+        told["raised"] = f"{type(error).__name__}: {error}"
+    (folder / "told").write_text(json.dumps(told))
+"""
 
 
 def _plan(
-    lab: Lab,
-    script: str,
-    *arguments: str,
-    processes: int = 2,
-    port: int | None = None,
-    target: Any = None,
-) -> Any:
-    from accelerate_core.config.provenance import Because
-    from accelerate_launch.plan import LaunchPlan, Target
-
-    path = lab.scratch(f"script_{abs(hash(script)) % 10**8}.py")
-    path.write_text(textwrap.dedent(script), encoding="utf-8")
-    return LaunchPlan(
-        target=target or Target(str(path), arguments),
-        num_processes=processes,
-        main_process_port=port,
-        launcher=lab.name,
-        environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
-        because={"launcher": Because(lab.name, "plugins check")},
-    )
+    ctx: CheckContext, script: str, *arguments: str, counts: tuple[int, ...] = (2,), **fields: Any
+) -> LaunchPlan | None:
+    """Return a plan of the first of these numbers of processes that it takes; None where it takes none."""
+    path = ctx.scratch(f"script_{abs(hash(script)) % 10**8}.py")
+    path.write_text(script, encoding="utf-8")
+    for count in counts:
+        plan = LaunchPlan(
+            **{"target": Target(str(path), arguments), **fields},
+            num_processes=count,
+            launcher=ctx.name,
+            environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
+            because={"launcher": Because(ctx.name, "plugins check")},
+        )
+        answer = ctx.found().accepts(plan)
+        assert isinstance(answer, bool), f"accepts answers with {answer!r}, and no bool"
+        if answer:
+            return plan
+    return None
 
 
 def _run(
-    lab: Lab, plan: Any, timeout: float = 90, meanwhile: Callable[[], object] = lambda: None
-) -> Run:
-    from accelerate_launch.start import child_environment, choose_launcher
-
+    ctx: CheckContext,
+    plan: LaunchPlan,
+    timeout: float = 45,
+    meanwhile: Callable[[], object] = lambda: None,
+    **more: str,
+) -> CompletedRun:
     command = choose_launcher(plan).launch_command(plan)
-    lab.equal(
-        isinstance(command, list) and all(isinstance(word, str) for word in command),
-        True,
-        f"launch_command gives a list of words, not {command!r}",
-    )
-    environ = child_environment(plan, clean_environment(OF_THE_USER="untouched"))
-    words = [name for name, value in environ.items() if not isinstance(value, str)]
-    lab.equal(words, [], "variables that are no text")
+    words = isinstance(command, list) and all(isinstance(word, str) for word in command)
+    assert words, f"launch_command gives {command!r}, and no list of words"
+    environ = child_environment(plan, clean_environment(OF_THE_USER="untouched", **more))
+    others = [name for name, value in environ.items() if not isinstance(value, str)]
+    ctx.equal(others, [], "variables that are no text")
     return run_command(command, environ, timeout, meanwhile=meanwhile)
 
 
-@check("launcher", place="alone")
-def plans(lab: Lab) -> str | None:
+@check("launcher", alone=True)
+def plans(ctx: CheckContext) -> str:
     """It answers whether it takes a plan, and makes a command without starting anything."""
-    launcher = lab.found()
     taken = []
-    for processes in (1, 2):
-        plan = _plan(lab, _SCRIPT, processes=processes)
-        answer = launcher.accepts(plan)
-        lab.equal(isinstance(answer, bool), True, f"accepts answers with a bool, not {answer!r}")
-        if answer:
-            taken.append(str(processes))
+    for count in (1, 2):
+        if plan := _plan(ctx, _SCRIPT, counts=(count,)):
+            taken.append(str(count))
             before = dict(os.environ)
-            launcher.launch_command(plan)
-            lab.equal(changed(os.environ, before), [], "variables launch_command changes")
+            ctx.found().launch_command(plan)
+            ctx.equal(changed(os.environ, before), [], "variables launch_command changes")
     if not taken:
-        lab.skip("it takes neither one process nor two of one machine, without more being said")
+        ctx.skip("it takes neither one process nor two of one machine, without more being said")
     return f"takes {' and '.join(taken)} process(es)"
 
 
-@check("launcher", place="alone")
-def ranks(lab: Lab) -> str | None:
+@check("launcher", alone=True)
+def ranks(ctx: CheckContext) -> str:
     """Each rank is started once, with its variables; arguments, environment and directory are kept."""
     arguments = ("--flag", "two words", "ä", "")
     taken = []
     for count in (2, 3):
         port = free_port()
-        plan = _plan(lab, _SCRIPT, str(lab.folder), *arguments, port=port, processes=count)
-        if not lab.found().accepts(plan):
+        plan = _plan(
+            ctx, _SCRIPT, str(ctx.folder), *arguments, main_process_port=port, counts=(count,)
+        )
+        if plan is None:
             continue
-        run = _run(lab, plan)
-        if not run.ok:
-            raise AssertionError(f"the launch of {count} failed: {run.story}")
-        said = [json.loads(path.read_text()) for path in sorted(lab.folder.glob("*.rank"))]
-        lab.equal([one["RANK"] for one in said], [str(rank) for rank in range(count)], "ranks")
+        run = _run(ctx, plan, 90)
+        assert run.ok, f"the launch of {count} failed: {run.story}"
+        said = [json.loads(path.read_text()) for path in sorted(ctx.folder.glob("*.rank"))]
+        ctx.equal([one["RANK"] for one in said], [str(rank) for rank in range(count)], "ranks")
         for rank, one in enumerate(said):
             for name, value in {
                 "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count),
                 "MASTER_PORT": str(port), "precision": "bf16", "arguments": list(arguments),
                 "variable": "untouched", "directory": os.getcwd(),
             }.items():  # fmt: skip
-                lab.equal(one[name], value, f"{name} of rank {rank} of {count}")
-            lab.equal(bool(one["MASTER_ADDR"]), True, "there is a MASTER_ADDR")
+                ctx.equal(one[name], value, f"{name} of rank {rank} of {count}")
+            ctx.equal(bool(one["MASTER_ADDR"]), True, "there is a MASTER_ADDR")
         taken.append(str(count))
     if not taken:
-        lab.skip("it takes neither two processes nor three")
+        ctx.skip("it takes neither two processes nor three")
     return f"{' and '.join(taken)} ranks"
 
 
-@check("launcher", place="alone")
-def targets(lab: Lab) -> str | None:
-    """A module and a program are run as such, where it takes them."""
-    from accelerate_launch.plan import Target
+@check("launcher", alone=True)
+def functions(ctx: CheckContext) -> str:
+    """Each rank calls a function once, with its variables; what one raises is an error that names it."""
+    if not hasattr(ctx.found, "launch_function"):
+        ctx.skip("it has no launch_function: it starts programs only")
+    taken = []
+    script = ctx.scratch("functions.py")
+    script.write_text(_FUNCTIONS, encoding="utf-8")
+    environ = {name: text for name, text in os.environ.items() if name != "MASTER_PORT"}
+    for method in ("fork", "spawn"):
+        fields: dict[str, Any] = {"target": Target("work", kind="function"), "start_method": method}
+        if (plan := _plan(ctx, "", counts=(2, 1), **fields)) is None:
+            continue
+        folder, size = ctx.scratch(method), str(plan.num_processes)
+        folder.mkdir()
+        command = [sys.executable, str(script), str(folder), ctx.name, size, method]
+        run = run_command(command, environ, 90)
+        assert run.ok, f"launching a function by {method} failed: {run.story}"
+        told = json.loads((folder / "told").read_text())
+        ctx.equal(told["changed"], [], f"variables that are not as before the launch, by {method}")
+        ranks = [str(rank) for rank in range(plan.num_processes)]
+        alone = plan.num_processes == 1  # of one process nobody need say who it is
+        ctx.equal(
+            [alone or one["RANK"] for one in told["calls"]], [alone or rank for rank in ranks],
+            f"ranks that called the function, by {method}",
+        )  # fmt: skip
+        for rank, one in zip(ranks, told["calls"], strict=True):
+            whose = {
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": size,
+                "LOCAL_WORLD_SIZE": size,
+                "address": True,
+            }
+            for name, value in {
+                "ACCELERATE_MIXED_PRECISION": "bf16",
+                **({} if alone else whose),
+            }.items():
+                ctx.equal(one[name], value, f"{name} of rank {rank} of {size}, by {method}")
+        raised = told.get("raised", "")
+        assert raised, (
+            f"a function raised on rank {ranks[-1]}, and the launch by {method} ended well"
+        )
+        named = alone or re.search(rf"(?i)\b(rank|process)\D{{0,12}}{ranks[-1]}\b", raised)
+        assert named, (
+            f"the error by {method} does not name rank {ranks[-1]}, which failed: {raised}"
+        )
+        seen = "this rank gives up" in raised + run.stderr + run.stdout
+        assert seen, f"what the function raised is lost, by {method}: {run.story}"
+        taken.append(f"{size} by {method}")
+    if not taken:
+        ctx.skip("it takes neither one process nor two")
+    return ", ".join(taken)
 
-    (lab.folder / "suites_module.py").write_text(
+
+@check("launcher", alone=True)
+def targets(ctx: CheckContext) -> str:
+    """A module and a program are run as such, where it takes them."""
+    (ctx.folder / "suites_module.py").write_text(
         "import sys; print('a module', __name__, __spec__ is not None, sys.argv[1:])"
     )
-    path = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, (str(ctx.folder), os.environ.get("PYTHONPATH", ""))))
     taken = []
     for kind, target, said in (
         ("module", Target("suites_module", ("x y",), "module"), "a module __main__ True ['x y']"),
         ("program", Target("printf", ("a%s\\n", " program"), "program"), "a program"),
     ):
-        plan = _plan(lab, "", processes=1, target=target)
-        plan.environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(lab.folder), path)))
-        if not lab.found().accepts(plan):
-            plan = replace(plan, num_processes=2)
-            if not lab.found().accepts(plan):
-                continue
-        run = _run(lab, plan, timeout=45)
-        if not any(said in line for line in run.stdout.splitlines()):
-            raise AssertionError(f"a {kind} is not run as one: {run.story}")
-        taken.append(f"a {kind}")
+        if plan := _plan(ctx, "", target=target, counts=(1, 2)):
+            run = _run(ctx, plan, PYTHONPATH=path)
+            seen = any(said in line for line in run.stdout.splitlines())
+            assert seen, f"a {kind} is not run as one: {run.story}"
+            taken.append(f"a {kind}")
     if not taken:
-        lab.skip("it takes scripts only")
+        ctx.skip("it takes scripts only")
     return ", ".join(taken)
 
 
-@check("launcher", place="alone")
-def training(lab: Lab) -> str | None:
+@check("launcher", alone=True)
+def training(ctx: CheckContext) -> None:
     """The ranks find each other and run a collective."""
-    from accelerate_testing.suites.precisions import some_backend
-
-    plan = _plan(lab, _TRAINING)
-    if not lab.found().accepts(plan):
-        lab.skip("it does not take two processes")
-    some_backend()
-    run = _run(lab, plan)
-    if "TOTAL 2 2.0" not in run.stdout:
-        raise AssertionError(f"two ranks did not add up: {run.story}")
-    return None
+    if (plan := _plan(ctx, _TRAINING)) is None:
+        ctx.skip("it does not take two processes")
+    ctx.need_several()
+    run = _run(ctx, plan, 90)
+    assert "TOTAL 2 2.0" in run.stdout, f"two ranks did not add up: {run.story}"
 
 
-@check("launcher", place="alone")
-def failure(lab: Lab) -> str | None:
+@check("launcher", alone=True)
+def failure(ctx: CheckContext) -> str:
     """Where any rank fails, the others are ended, and the exit status and the reason are seen."""
     told = []
     for rank in ("0", "1"):
-        plan = _plan(lab, _FAILING, rank)
-        if not lab.found().accepts(plan):
-            lab.skip("it does not take two processes")
-        run = _run(lab, plan, timeout=45)
-        if run.timed_out:
-            raise AssertionError(f"rank {rank} failed, and the launch waits for ever for the other")
-        lab.equal(run.returncode != 0, True, f"a launch whose rank {rank} failed has a status")
-        lab.equal("this rank gives up" in run.stderr + run.stdout, True, "the reason is seen")
+        if (plan := _plan(ctx, _FAILING, rank)) is None:
+            ctx.skip("it does not take two processes")
+        run = _run(ctx, plan)
+        assert not run.timed_out, f"rank {rank} failed, and the launch waits for ever for the other"
+        ctx.equal(run.returncode != 0, True, f"a launch whose rank {rank} failed has a status")
+        ctx.equal("this rank gives up" in run.stderr + run.stdout, True, "the reason is seen")
         told.append(f"status {run.returncode} after {run.seconds:.1f} s")
     return "; ".join(told)
 
 
-@check("launcher", place="alone")
-def terminated(lab: Lab) -> str | None:
+@check("launcher", alone=True)
+def terminated(ctx: CheckContext) -> str:
     """SIGTERM to the launch, by which a cluster ends a job, ends it and all of its ranks."""
-    plan = _plan(lab, _WAITING, str(lab.folder))
-    if not lab.found().accepts(plan):
-        plan = _plan(lab, _WAITING, str(lab.folder), processes=1)
-        if not lab.found().accepts(plan):
-            lab.skip("it takes neither one process nor two")
+    plan: Any = _plan(ctx, _WAITING, str(ctx.folder), counts=(2, 1))
+    if plan is None:
+        ctx.skip("it takes neither one process nor two")
     before = _children()
     told: list[psutil.Process] = []
 
     def send() -> None:
-        if not told and len(list(lab.folder.glob("*.waits"))) == plan.num_processes:
+        if not told and len(list(ctx.folder.glob("*.waits"))) == plan.num_processes:
             told.extend(_children() - before)
             for one in told:
                 one.send_signal(signal.SIGTERM)
 
-    run = _run(lab, plan, timeout=60, meanwhile=send)
-    if not told:
-        raise AssertionError(f"the ranks did not start: {run.story}")
-    if run.timed_out:
-        raise AssertionError("the launch goes on after SIGTERM")
-    if run.left:
-        raise AssertionError(f"after SIGTERM these still run: {'; '.join(run.left)}")
-    lab.equal(run.returncode != 0, True, "exit status of a launch that was terminated")
+    run = _run(ctx, plan, 60, send)
+    assert told, f"the ranks did not start: {run.story}"
+    assert not run.timed_out, "the launch goes on after SIGTERM"
+    assert not run.left, f"after SIGTERM these still run: {'; '.join(run.left)}"
+    ctx.equal(run.returncode != 0, True, "exit status of a launch that was terminated")
     return f"status {run.returncode} after {run.seconds:.1f} s"
 
 
@@ -228,16 +298,15 @@ def _children() -> set[psutil.Process]:
     return set(psutil.Process().children())
 
 
-@check("launcher", place="alone")
-def one_process(lab: Lab) -> str | None:
+@check("launcher", alone=True)
+def one_process(ctx: CheckContext) -> None:
     """A launch of one process runs the script, and its exit status is the script's."""
-    plan = _plan(lab, "import sys; sys.exit(7)", processes=1)
-    if not lab.found().accepts(plan):
-        lab.skip("it does not take one process")
-    run = _run(lab, plan, timeout=45)
-    lab.equal(run.returncode, 7, "exit status of a script that left with 7")
-    good = _run(lab, _plan(lab, "print('fine', __name__)", processes=1), timeout=45)
+    plan = _plan(ctx, "import sys; sys.exit(7)", counts=(1,))
+    good = _plan(ctx, "print('fine', __name__)", counts=(1,))
+    if plan is None or good is None:
+        ctx.skip("it does not take one process")
+    ctx.equal(_run(ctx, plan).returncode, 7, "exit status of a script that left with 7")
+    run = _run(ctx, good)
     # A launcher may say in each line whose it is.
-    if not any("fine __main__" in line for line in good.stdout.splitlines()):
-        raise AssertionError(f"what the script printed is lost: {good.story}")
-    return None
+    fine = any("fine __main__" in line for line in run.stdout.splitlines())
+    assert fine, f"what the script printed is lost: {run.story}"

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import io
+import pkgutil
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from accelerate_core.accelerator import Accelerator
-from accelerate_testing.checks import Skip, check
-from accelerate_testing.lab import Lab
-from accelerate_testing.suites.precisions import some_backend
+from accelerate_testing.checks import check
+from accelerate_testing.context import CheckContext
 
 #: Samples per batch of a rank, and of an epoch: neither a multiple of one nor of two batches.
 BATCH, SAMPLES = 4, 26
+EVERY = list(range(SAMPLES))
 Ids = list[list[int]]
 
 
@@ -26,39 +26,29 @@ class Reading:
     """One Accelerator and one prepared loader of `SAMPLES` numbers."""
 
     def __init__(
-        self, lab: Lab, *, shuffle: bool = False, drop_last: bool = False, **arguments: Any
+        self, ctx: CheckContext, *, shuffle: bool = False, drop_last: bool = False, **arguments: Any
     ) -> None:
-        if "make" not in lab.options:
-            raise Skip("options say no 'make', a function module:name that returns a loader")
-        module, _, name = str(lab.options["make"]).partition(":")
-        make = getattr(importlib.import_module(module), name)
-        self.lab = lab
-        self.accelerator: Accelerator = lab.accelerator(**arguments)
-        folder = lab.scratch("samples")
+        if "make" not in ctx.options:
+            ctx.skip("options say no 'make', a function module:name that returns a loader")
+        make = pkgutil.resolve_name(str(ctx.options["make"]))
+        self.accelerator: Accelerator = ctx.accelerator(**arguments)
+        folder = ctx.scratch("samples")
         for turn in (True, False):  # the main process writes what the others read
             if self.accelerator.is_main_process is turn:
                 self.given = make(folder, SAMPLES, BATCH, shuffle, drop_last)
             self.accelerator.wait_for_everyone()
         self.loader: Any = self.accelerator.prepare(self.given)
-        if isinstance(self.loader, DataLoader) and self.loader.__class__.__module__.startswith(
-            "accelerate_core."
-        ):
-            raise AssertionError(f"{lab.name} left the loader that 'make' returned to the core")
+        of_core = self.loader.__class__.__module__.startswith("accelerate_core.")
+        left = of_core and isinstance(self.loader, DataLoader)
+        assert not left, f"{ctx.name} left the loader that 'make' returned to the core"
 
     def epoch(self) -> Ids:
         """Return the samples of this rank's batches."""
         return [ids_of(batch) for batch in self.loader]
 
-    def ranks(self, value: Any) -> list[Any]:
-        """Return what every rank has."""
-        return list(self.accelerator.communicator.gather_object(value))
-
-    def real(self) -> list[int]:
-        """Return the samples of an epoch as metrics see them."""
-        seen: list[int] = []
-        for batch in self.loader:
-            seen += self.accelerator.gather_for_metrics(batch["id"]).flatten().tolist()
-        return seen
+    def epoch_of_ranks(self) -> list[Ids]:
+        """Return the samples of the batches of every rank."""
+        return list(self.accelerator.communicator.gather_object(self.epoch()))
 
 
 def ids_of(batch: Any) -> list[int]:
@@ -76,149 +66,119 @@ def _saved(loader: Any) -> Any:
 
 
 def _flat(batches: Ids) -> list[int]:
-    return [number for batch in batches for number in batch]
+    return list(chain.from_iterable(batches))
 
 
-# --- every sample ---------------------------------------------------------------------------------
-
-
-@check("loaders", place="alone")
-def every_sample(lab: Lab) -> str | None:
+@check("loaders", alone=True)
+def every_sample(ctx: CheckContext) -> None:
     """One process reads every sample once, in order, and knows where the data ends."""
-    reading = Reading(lab)
+    reading = Reading(ctx)
     for _ in range(2):
         ends, got = [], []
         for batch in reading.loader:
             got.append(ids_of(batch))
             ends.append(reading.accelerator.gradient_state.end_of_dataloader)
-        lab.equal(_flat(got), list(range(SAMPLES)), "samples of an epoch")
-        lab.equal(ends, [False] * (len(got) - 1) + [True], "end_of_dataloader at each batch")
-        lab.equal(len(reading.loader), len(got), "len of the loader")
-    lab.equal(reading.loader.iteration, 2, "iteration after two epochs")
-    lab.end()
-    dropping = Reading(lab, drop_last=True)
-    lab.equal(_flat(dropping.epoch()), list(range(24)), "samples with drop_last=True")
-    return None
+        ctx.equal(_flat(got), EVERY, "samples of an epoch")
+        ctx.equal(ends, [False] * (len(got) - 1) + [True], "end_of_dataloader at each batch")
+        ctx.equal(len(reading.loader), len(got), "len of the loader")
+    ctx.equal(reading.loader.iteration, 2, "iteration after two epochs")
+    ctx.end()
+    dropping = Reading(ctx, drop_last=True)
+    ctx.equal(_flat(dropping.epoch()), EVERY[:24], "samples with drop_last=True")
 
 
 @check("loaders")
-def every_sample_on_ranks(lab: Lab) -> str | None:
+def every_sample_on_ranks(ctx: CheckContext) -> None:
     """The ranks read every sample, none twice but to fill the end up, and equally many batches."""
-    some_backend()
     for shuffle in (False, True):
-        reading = Reading(lab, shuffle=shuffle)
-        ranks = reading.ranks(reading.epoch())
-        lab.equal(len({len(batches) for batches in ranks}), 1, "numbers of batches on the ranks")
-        lab.equal(len(reading.loader), len(ranks[lab.rank]), "len of the loader")
-        lab.equal(
-            {len(batch) for batches in ranks for batch in batches}, {BATCH}, "sizes of batches"
-        )
-        lab.equal(
-            sorted({number for batches in ranks for number in _flat(batches)}),
-            list(range(SAMPLES)),
-            "samples of all ranks together",
-        )
-        whole = [_flat([batches[step] for batches in ranks]) for step in range(len(ranks[0]) - 1)]
-        lab.equal(len(set(_flat(whole))), len(_flat(whole)), "different samples before the end")
-        lab.end()
-    return None
+        reading = Reading(ctx, shuffle=shuffle)
+        ranks = reading.epoch_of_ranks()
+        ctx.equal(len({len(batches) for batches in ranks}), 1, "numbers of batches on the ranks")
+        ctx.equal(len(reading.loader), len(ranks[ctx.rank]), "len of the loader")
+        sizes = {len(batch) for batches in ranks for batch in batches}
+        ctx.equal(sizes, {BATCH}, "sizes of batches")
+        together = sorted({number for batches in ranks for number in _flat(batches)})
+        ctx.equal(together, EVERY, "samples of all ranks together")
+        whole = [number for batches in ranks for number in _flat(batches[:-1])]
+        ctx.equal(len({*whole}), len(whole), "different samples before the end")
+        ctx.end()
 
 
 @check("loaders")
-def uneven(lab: Lab) -> str | None:
+def uneven(ctx: CheckContext) -> None:
     """With even_batches=False nothing is filled up, and with drop_last=True the end is left out."""
-    some_backend()
-    reading = Reading(lab)
+    reading = Reading(ctx)
     reading.loader.even_batches = False
-    together = [number for batches in reading.ranks(reading.epoch()) for number in _flat(batches)]
-    lab.equal(sorted(together), list(range(SAMPLES)), "samples without filling up")
-    lab.end()
-    reading = Reading(lab, drop_last=True)
-    together = [number for batches in reading.ranks(reading.epoch()) for number in _flat(batches)]
-    wanted = SAMPLES // (BATCH * lab.size) * BATCH * lab.size
-    lab.equal(len(together), wanted, "samples with drop_last=True")
-    lab.equal(len(set(together)), wanted, "different samples with drop_last=True")
-    return None
+    together = [number for batches in reading.epoch_of_ranks() for number in _flat(batches)]
+    ctx.equal(sorted(together), EVERY, "samples without filling up")
+    ctx.end()
+    reading = Reading(ctx, drop_last=True)
+    together = [number for batches in reading.epoch_of_ranks() for number in _flat(batches)]
+    wanted = SAMPLES // (BATCH * ctx.size) * BATCH * ctx.size
+    ctx.equal(len(together), wanted, "samples with drop_last=True")
+    ctx.equal(len({*together}), wanted, "different samples with drop_last=True")
 
 
-def _metrics(lab: Lab) -> None:
-    for shuffle in (False, True):
-        reading = Reading(lab, shuffle=shuffle)
-        for _ in range(2):
-            lab.equal(sorted(reading.real()), list(range(SAMPLES)), "samples of gather_for_metrics")
-        lab.end()
-
-
-@check("loaders", place="alone")
-def metrics(lab: Lab) -> str | None:
+@check(
+    "loaders", alone=True,
+    on_ranks="`gather_for_metrics` gives every sample once: what fills the end up is cut off.",
+)  # fmt: skip
+def metrics(ctx: CheckContext) -> None:
     """`gather_for_metrics` gives every sample once."""
-    _metrics(lab)
-    return None
+    for shuffle in (False, True):
+        reading = Reading(ctx, shuffle=shuffle)
+        gather = reading.accelerator.gather_for_metrics
+        for _ in range(2):
+            seen = _flat([gather(batch["id"]).flatten().tolist() for batch in reading.loader])
+            ctx.equal(sorted(seen), EVERY, "samples of gather_for_metrics")
+        ctx.end()
 
 
-@check("loaders")
-def metrics_on_ranks(lab: Lab) -> str | None:
-    """`gather_for_metrics` gives every sample once: what fills the end up is cut off."""
-    some_backend()
-    _metrics(lab)
-    return None
-
-
-# --- the order ------------------------------------------------------------------------------------
-
-
-@check("loaders", place="alone")
-def order(lab: Lab) -> str | None:
+@check("loaders", alone=True)
+def order(ctx: CheckContext) -> None:
     """A shuffled order changes with the epoch; `set_epoch` brings one back, also in another run."""
-    reading = Reading(lab, shuffle=True)
+    reading = Reading(ctx, shuffle=True)
     epochs = []
     for epoch in range(3):
         reading.loader.set_epoch(epoch)
         epochs.append(_flat(reading.epoch()))
     for epoch, numbers in enumerate(epochs):
-        lab.equal(sorted(numbers), list(range(SAMPLES)), f"samples of epoch {epoch}")
-    if len({tuple(numbers) for numbers in epochs}) < 3:
-        raise AssertionError("two epochs of a shuffled loader have the same order")
+        ctx.equal(sorted(numbers), EVERY, f"samples of epoch {epoch}")
+    orders = {tuple(numbers) for numbers in epochs}
+    assert len(orders) == 3, "two epochs of a shuffled loader have the same order"
     reading.loader.set_epoch(1)
     torch.rand(7)
-    lab.equal(_flat(reading.epoch()), epochs[1], "epoch 1, read again")
-    lab.end()
-    other = Reading(lab, shuffle=True)
-    lab.equal(
-        [_flat(other.epoch()) for _ in range(3)], epochs, "the first epochs of another loader"
-    )
-    return None
+    ctx.equal(_flat(reading.epoch()), epochs[1], "epoch 1, read again")
+    ctx.end()
+    other = Reading(ctx, shuffle=True)
+    again = [_flat(other.epoch()) for _ in range(3)]
+    ctx.equal(again, epochs, "the first epochs of another loader")
 
 
-@check("loaders", place="alone")
-def abandoned(lab: Lab) -> str | None:
+@check("loaders", alone=True)
+def abandoned(ctx: CheckContext) -> None:
     """A loop that is left has ended; the next one begins the epoch anew."""
-    reading = Reading(lab, shuffle=True)
+    reading = Reading(ctx, shuffle=True)
     first = [ids_of(batch) for batch in islice(reading.loader, 3)]
     for batch in reading.loader:
-        lab.equal(ids_of(batch), first[0], "the first batch after a loop that was left")
+        ctx.equal(ids_of(batch), first[0], "the first batch after a loop that was left")
         break
     del batch
-    lab.equal(reading.accelerator.gradient_state.in_dataloader, False, "in_dataloader, after break")
+    ctx.equal(reading.accelerator.gradient_state.in_dataloader, False, "in_dataloader, after break")
     whole = reading.epoch()
-    lab.equal(whole[:3], first, "the epoch after loops that were left")
-    lab.equal(len(_flat(whole)), SAMPLES, "samples of that epoch")
-    return None
+    ctx.equal(whole[:3], first, "the epoch after loops that were left")
+    ctx.equal(len(_flat(whole)), SAMPLES, "samples of that epoch")
 
 
-@check("loaders", place="alone")
-def skipping(lab: Lab) -> str | None:
+@check("loaders", alone=True)
+def skipping(ctx: CheckContext) -> None:
     """`skip_first_batches` leaves out the first batches of the epoch, and nothing else."""
-    reading = Reading(lab)
+    reading = Reading(ctx)
     whole = reading.epoch()
     part = reading.accelerator.skip_first_batches(reading.loader, 2)
-    lab.equal([ids_of(batch) for batch in part], whole[2:], "batches after the first two")
-    lab.equal(len(part), len(whole) - 2, "len of what is left")
-    lab.equal(reading.epoch(), whole, "the loader itself, afterwards")
-    return None
-
-
-# --- resuming -------------------------------------------------------------------------------------
+    ctx.equal([ids_of(batch) for batch in part], whole[2:], "batches after the first two")
+    ctx.equal(len(part), len(whole) - 2, "len of what is left")
+    ctx.equal(reading.epoch(), whole, "the loader itself, afterwards")
 
 
 def _rest(loader: Any, state: Any) -> Ids:
@@ -226,91 +186,76 @@ def _rest(loader: Any, state: Any) -> Ids:
     return [ids_of(batch) for batch in loader]
 
 
-def _resumes(lab: Lab) -> Iterator[str]:
-    reading = Reading(lab, shuffle=True)
+@check(
+    "loaders", alone=True, on_ranks="Every rank goes on with the very batches it would have read."
+)
+def resume(ctx: CheckContext) -> str:
+    """A position of any moment goes on with the very batches of the uninterrupted run."""
+    reading = Reading(ctx, shuffle=True)
     reading.epoch()
     saved, batches = [_saved(reading.loader)], []
     for batch in reading.loader:
         batches.append(ids_of(batch))
         saved.append(_saved(reading.loader))
     between, following = _saved(reading.loader), reading.epoch()
-    lab.end()
+    ctx.end()
     for number, state in enumerate(saved):
-        again = Reading(lab, shuffle=True)
-        torch.rand(3 + lab.rank)
+        again = Reading(ctx, shuffle=True)
+        torch.rand(3 + ctx.rank)
         where = f"after batch {number} of {len(batches)}"
-        lab.equal(_rest(again.loader, state), batches[number:], f"the rest, resumed {where}")
-        lab.equal(again.epoch(), following, f"the epoch after one that was resumed {where}")
-        lab.end()
-        yield where
-    again = Reading(lab, shuffle=True)
+        ctx.equal(_rest(again.loader, state), batches[number:], f"the rest, resumed {where}")
+        ctx.equal(again.epoch(), following, f"the epoch after one that was resumed {where}")
+        ctx.end()
+    again = Reading(ctx, shuffle=True)
     again.epoch()
-    lab.equal(_rest(again.loader, between), following, "the epoch, resumed before it began")
+    ctx.equal(_rest(again.loader, between), following, "the epoch, resumed before it began")
+    return f"{len(saved)} moments"
 
 
-@check("loaders", place="alone")
-def resume(lab: Lab) -> str | None:
-    """A position of any moment goes on with the very batches of the uninterrupted run."""
-    return f"{len(list(_resumes(lab)))} moments"
-
-
-@check("loaders")
-def resume_on_ranks(lab: Lab) -> str | None:
-    """Every rank goes on with the very batches it would have read."""
-    some_backend()
-    return f"{len(list(_resumes(lab)))} moments"
-
-
-@check("loaders", place="alone")
-def resume_twice(lab: Lab) -> str | None:
+@check("loaders", alone=True)
+def resume_twice(ctx: CheckContext) -> None:
     """A run that was resumed, and is left again, is resumed where it was left."""
-    reading = Reading(lab, shuffle=True)
+    reading = Reading(ctx, shuffle=True)
     whole = reading.epoch()
-    lab.end()
+    ctx.end()
     seen: Ids = []
     state = None
     for count in (2, 3, len(whole)):
-        again = Reading(lab, shuffle=True)
+        again = Reading(ctx, shuffle=True)
         if state is not None:
             again.loader.load_state_dict(state)
         for batch in islice(again.loader, count):
             seen.append(ids_of(batch))
             state = _saved(again.loader)
-        lab.end()
-    lab.equal(seen, whole, "batches of an epoch that was interrupted twice")
-    return None
+        ctx.end()
+    ctx.equal(seen, whole, "batches of an epoch that was interrupted twice")
 
 
-# --- the loop around it ---------------------------------------------------------------------------
-
-
-@check("loaders", place="alone")
-def accumulation(lab: Lab) -> str | None:
+@check("loaders", alone=True)
+def accumulation(ctx: CheckContext) -> None:
     """The last batch of the data ends an accumulation cycle."""
-    reading = Reading(lab, gradient_accumulation_steps=3)
+    reading = Reading(ctx, gradient_accumulation_steps=3)
     model, accelerator, steps = torch.nn.Linear(2, 1), reading.accelerator, []
     model = accelerator.prepare(model)
     for _ in reading.loader:
         with accelerator.accumulate(model):
             steps.append(accelerator.sync_gradients)
     wanted = [(index + 1) % 3 == 0 for index in range(len(steps) - 1)] + [True]
-    lab.equal(steps, wanted, "sync_gradients at each batch")
-    lab.equal(accelerator.gradient_state.in_dataloader, False, "in_dataloader after the loop")
-    return None
+    ctx.equal(steps, wanted, "sync_gradients at each batch")
+    ctx.equal(accelerator.gradient_state.in_dataloader, False, "in_dataloader after the loop")
 
 
-@check("loaders", place="alone")
-def slots(lab: Lab) -> str | None:
+@check("loaders", alone=True)
+def slots(ctx: CheckContext) -> None:
     """Whoever watches the loop is called before each batch is read, and after each body."""
-    reading, told = Reading(lab), list[str]()
+    reading, told = Reading(ctx), list[str]()
     state = reading.accelerator.gradient_state
     state.before_cycle = lambda: told.append("before")
     state.loop_body_end = lambda: told.append("end")
     for _ in reading.loader:
         told.append("body")
     wanted = ["before", *["body", "end", "before"] * len(reading.loader)]
-    lab.equal(told, wanted, "calls around the loop's body")
-    return None
+    ctx.equal(told, wanted, "calls around the loop's body")
 
 
 def _watched(
@@ -321,29 +266,26 @@ def _watched(
         yield batch
 
 
-@check("loaders", place="alone")
-def placing(lab: Lab) -> str | None:
+@check("loaders", alone=True)
+def placing(ctx: CheckContext) -> None:
     """Batches come through the backend's `feed_device`, unless they are to stay where they are."""
     for place in (True, False):
-        reading = Reading(lab, device_placement=place)
+        reading = Reading(ctx, device_placement=place)
         accelerator, fed = reading.accelerator, list[int]()
         feed = accelerator.hooks.feed_device
 
         object.__setattr__(accelerator.hooks, "feed_device", partial(_watched, feed, fed))
         count = len(list(reading.loader))
-        if len(fed) != (count if place else 0):
-            raise AssertionError(
-                f"{len(fed)} of {count} batches came through the backend's feed_device, with "
-                f"device_placement={place}"
-            )
-        lab.end()
-    return None
+        assert len(fed) == (count if place else 0), (
+            f"{len(fed)} of {count} batches came through the backend's feed_device, with "
+            f"device_placement={place}"
+        )
+        ctx.end()
 
 
-@check("loaders", place="alone")
-def others(lab: Lab) -> str | None:
+@check("loaders", alone=True)
+def others(ctx: CheckContext) -> None:
     """What it has no better way to read is read as ever: a loader of numbers gives these."""
-    accelerator = lab.accelerator()
+    accelerator = ctx.accelerator()
     loader = accelerator.prepare(DataLoader(range(10), batch_size=4))  # type: ignore[arg-type]
-    lab.equal([batch.tolist() for batch in loader], [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]], "batches")
-    return None
+    ctx.equal([batch.tolist() for batch in loader], [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]], "batches")

@@ -8,93 +8,110 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_core import Accelerator
-from accelerate_testing.checks import check
-from accelerate_testing.lab import (
+from accelerate_testing.checks import STATE, STEP, check
+from accelerate_testing.context import CheckContext
+from accelerate_testing.training import (
     BATCH,
-    MOMENTUM,
-    RATE,
-    Lab,
     Net,
+    Trainer,
+    adam,
     draw,
     loss_of,
+    no_momentum,
     plain_training,
     seed,
+    sgd,
 )
 
 
-@check("backend")
-def prepare(lab: Lab) -> str | None:
+@check("backend", alone=True, hooks=f"prepare_model {STEP} {STATE} convert on_start on_step_end")
+def one_process(ctx: CheckContext) -> str:
+    """One process trains as plain PyTorch does, saves and loads."""
+    trainer = Trainer.begin(ctx)
+    accelerator = trainer.accelerator
+    ctx.equal(accelerator.num_processes, 1, "number of processes")
+    ctx.equal(accelerator.backend.name, ctx.name, "the active backend")
+    mine, _ = trainer.batches(4)
+    if trainer.exact:
+        trainer.train_as_plain(len(mine))
+    else:
+        trainer.train(mine)
+    trained = trainer.weights()
+    path = accelerator.save_state(str(ctx.scratch("one_process")))
+    trainer.train(mine)
+    accelerator.load_state(path)
+    ctx.close(trainer.weights(), trained, "weights after load_state", 1e-7)
+    return f"{len(mine)} steps"
+
+
+@check("backend", hooks="prepare prepare_model prepare_optimizer prepare_scheduler")
+def prepare(ctx: CheckContext) -> None:
     """Models, optimizers, schedulers and loaders come back in order and belong together."""
-    accelerator = lab.accelerator()
-    model = lab.net(accelerator)
-    optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    accelerator = ctx.accelerator()
+    model = Net(accelerator.process_index)
+    optimizer: Any = sgd(model.parameters())
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     data = DataLoader(TensorDataset(torch.randn(4 * BATCH, 6)), batch_size=BATCH)
     other = {"any": "object"}
     made = accelerator.prepare(data, scheduler, model, other, optimizer)
-    lab.equal(len(made), 5, "objects that come back")
+    ctx.equal(len(made), 5, "objects that come back")
     loader, scheduler, model, same, optimizer = made
-    lab.equal(same is other, True, "another object comes back as it is")
-    lab.equal(isinstance(model, nn.Module), True, "the model is a module")
+    ctx.equal(same is other, True, "another object comes back as it is")
+    ctx.equal(isinstance(model, nn.Module), True, "the model is a module")
     for what, thing, words in (
         ("optimizer", optimizer, ("step", "zero_grad", "param_groups")),
         ("scheduler", scheduler, ("step", "get_last_lr")),
         ("loader", loader, ("__iter__", "__len__")),
     ):
         for word in words:
-            if not hasattr(thing, word):
-                raise AssertionError(f"the prepared {what} has no {word!r}")
+            assert hasattr(thing, word), f"the prepared {what} has no {word!r}"
     if "optimizer" not in accelerator.backend.owns:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         wanted = {id(p) for p in accelerator.unwrap_model(model).parameters()}
-        lab.equal(held == wanted, True, "the optimizer holds the parameters of the prepared model")
+        ctx.equal(held == wanted, True, "the optimizer holds the parameters of the prepared model")
     out = model(next(iter(loader))[0])
-    lab.equal(tuple(out.shape), (BATCH, 1), "shape of the model's output")
+    ctx.equal(tuple(out.shape), (BATCH, 1), "shape of the model's output")
     again = accelerator.prepare(model, optimizer)
-    lab.equal([a is b for a, b in zip(again, (model, optimizer), strict=True)], [True, True],
+    ctx.equal([a is b for a, b in zip(again, (model, optimizer), strict=True)], [True, True],
               "what is prepared is returned as it is")  # fmt: skip
     if accelerator.device.type != "meta":
         places = {p.device.type for p in accelerator.unwrap_model(model).parameters()}
-        lab.equal(places <= {accelerator.device.type, "cpu"}, True, f"parameters are on {places}")
-    return None
+        ctx.equal(places <= {accelerator.device.type, "cpu"}, True, f"parameters are on {places}")
 
 
-@check("precision", "extension", place="alone")
-@check("backend")
-def randomness(lab: Lab) -> str | None:
+_MAKES = "on_start prepare prepare_model prepare_optimizer"
+
+
+@check("precision", "extension", alone=True, hooks=_MAKES)
+@check("backend", hooks=_MAKES)
+def randomness(ctx: CheckContext) -> str:
     """What is drawn at random depends on the seed of the script, after `prepare` and after steps."""
     drawn = []
     for number in (1, 2):
-        accelerator = lab.accelerator()
-        mine, _ = lab.batches(accelerator, 2)
+        accelerator = ctx.accelerator()
         seed(number)
-        model, optimizer = lab.ready(accelerator)
+        trainer = Trainer.begin(ctx, accelerator=accelerator)
         told = draw("prepare")
-        for batch in mine:
+        for batch in trainer.batches(2)[0]:
             seed(number)
-            lab.train(accelerator, model, optimizer, [batch])
+            trainer.train([batch])
             told |= draw("a step")
         accelerator.end_training()
         drawn.append(told)
     for what, one in drawn[0].items():
-        if one == drawn[1][what]:
-            raise AssertionError(f"{what} draws {one:.6f}, whatever seed was set before")
+        assert one != drawn[1][what], f"{what} draws {one:.6f}, whatever seed was set before"
     return ", ".join(drawn[0])
 
 
-@check("backend")
-def same_start(lab: Lab) -> str | None:
+@check("backend", hooks="prepare_model")
+def same_start(ctx: CheckContext) -> None:
     """Ranks whose weights and buffers differ start from those of the main process."""
-    accelerator = lab.accelerator()
-    model, _ = lab.ready(accelerator)
-    x = torch.ones(2, 6, device=accelerator.device)
-    model.eval()
+    trainer = Trainer.begin(ctx)
+    x = torch.ones(2, 6, device=trainer.accelerator.device)
+    trainer.model.eval()
     with torch.no_grad():
-        seen = model(x).float().cpu()
-    expected = Net(0)(x.cpu()).detach()
-    lab.close(seen, expected, "output of the prepared model")
-    return None
+        seen = trainer.model(x).float().cpu()
+    ctx.close(seen, Net(0)(x.cpu()).detach(), "output of the prepared model")
 
 
 class _Wide(nn.Module):
@@ -115,131 +132,93 @@ class _Wide(nn.Module):
         return {"out": out, "told": [len(more), sorted(named)]}
 
 
-@check("backend")
-def calls_of_models(lab: Lab) -> str | None:
+@check("backend", hooks="prepare prepare_model")
+def calls_of_models(ctx: CheckContext) -> None:
     """A prepared model takes what the user's takes, answers as it does, and stays in its mode."""
-    accelerator = lab.accelerator()
+    accelerator = ctx.accelerator()
     a = torch.ones(2, 6, device=accelerator.device)
     for training in (False, True):
         model = accelerator.prepare_model(_Wide().train(training), evaluation_mode=not training)
         modes = {one.training for one in accelerator.unwrap_model(model).modules()}
-        lab.equal(modes, {training}, f"training, of a model prepared with training={training}")
+        ctx.equal(modes, {training}, f"training, of a model prepared with training={training}")
         model.eval()
         with torch.no_grad():
             got = model(a, 3 * a, "third", scale=0.5, word="named")
-        lab.equal(sorted(got), ["out", "told"], "keys of the dict that the model answers with")
-        lab.close(got["out"], -a, "output for two tensors and a keyword")
-        lab.equal(got["told"], [1, ["word"]], "other arguments that reach the model")
+        ctx.equal(sorted(got), ["out", "told"], "keys of the dict that the model answers with")
+        ctx.close(got["out"], -a, "output for two tensors and a keyword")
+        ctx.equal(got["told"], [1, ["word"]], "other arguments that reach the model")
         model.train()
         inner: Any = accelerator.unwrap_model(model)
-        lab.equal(inner.drop.training, True, "training, after train()")
-    return None
+        ctx.equal(inner.drop.training, True, "training, after train()")
 
 
-@check("backend")
-def kinds_of_models(lab: Lab) -> str | None:
+@check("backend", hooks="prepare_model")
+def kinds_of_models(ctx: CheckContext) -> None:
     """Models for evaluation, frozen ones and ones without parameters pass through `prepare`."""
-    accelerator = lab.accelerator()
+    accelerator = ctx.accelerator()
     x = torch.ones(2, 6, device=accelerator.device)
-    frozen = Net(0).requires_grad_(False)
     for what, model, evaluation in (
         ("for evaluation", Net(0), True),
-        ("frozen", frozen, False),
+        ("frozen", Net(0).requires_grad_(False), False),
         ("without parameters", nn.Tanh(), False),
     ):
         prepared = accelerator.prepare_model(model, evaluation_mode=evaluation)
         with torch.no_grad():
             out = prepared(x)
         expected = torch.tanh(x) if isinstance(model, nn.Tanh) else Net(0)(x.cpu()).detach()
-        lab.close(out, expected, f"output of a model {what}")
-    return None
+        ctx.close(out, expected, f"output of a model {what}")
 
 
-def _pair(lab: Lab, weights: int) -> tuple[Accelerator, list[Any], list[Any]]:
-    """Return two prepared models, and an Adam for each."""
-    accelerator = lab.accelerator()
-    models = [lab.net(accelerator, weights), lab.net(accelerator, weights)]
-    optimizers = [torch.optim.Adam(model.parameters(), 0.01) for model in models]
-    made = accelerator.prepare(*models, *optimizers)
-    return accelerator, list(made[:2]), list(made[2:])
+def _pair(ctx: CheckContext, weights: int) -> list[Trainer]:
+    """Return two models that were prepared together, with an Adam for each."""
+    accelerator = ctx.accelerator()
+    models: list[Any] = [Net(weights + accelerator.process_index) for _ in range(2)]
+    made = accelerator.prepare(*models, *(adam(model.parameters()) for model in models))
+    return [Trainer(ctx, accelerator, made[which], made[2 + which]) for which in range(2)]
 
 
-@check("backend", needs="several_models")
-def several_models(lab: Lab) -> str | None:
+@check("backend", needs="several_models", hooks=f"prepare_model {STEP} {STATE}")
+def several_models(ctx: CheckContext) -> None:
     """Two models with an optimizer each train side by side, and both are saved and loaded."""
-    accelerator, models, optimizers = _pair(lab, 0)
-    mine, whole = lab.batches(accelerator, 4)
+    both = _pair(ctx, 0)
+    accelerator = both[0].accelerator
+    mine, whole = both[0].batches(4)
     expected = [Net(0), Net(0)]
-    plain = [torch.optim.Adam(model.parameters(), 0.01) for model in expected]
+    plain = [adam(model.parameters()) for model in expected]
     for index, (batch, all_of_it) in enumerate(zip(mine, whole, strict=True)):
         which = index % 2
-        accelerator.backward(loss_of(models[which], batch))
-        optimizers[which].step()
-        optimizers[which].zero_grad()
+        both[which].step(loss_of(both[which].model, batch))
         torch.autograd.backward(loss_of(expected[which], all_of_it))
         plain[which].step()
         plain[which].zero_grad()
-    if accelerator.backend.supports.get("exact", True):
-        for name, model, its in zip(("first", "second"), models, expected, strict=True):
-            lab.close(lab.weights(accelerator, model), dict(its.state_dict()), f"{name} model")
+    if both[0].exact:
+        for name, one, its in zip(("first", "second"), both, expected, strict=True):
+            ctx.close(one.weights(), dict(its.state_dict()), f"{name} model")
     if "optimizer" not in accelerator.backend.owns:
-        _on_all(accelerator, models, mine[0])
-    path = accelerator.save_state(str(lab.scratch("several_models")))
-    after = _trained(lab, accelerator, models, optimizers, mine)
-    del models, optimizers
-    lab.end()
-    accelerator, models, optimizers = _pair(lab, 5)
-    accelerator.load_state(path)
-    again = _trained(lab, accelerator, models, optimizers, mine)
-    for name, one, other in zip(("first", "second"), again, after, strict=True):
-        lab.close(one, other, f"{name} model, steps after load_state", 1e-6)
-    return None
+        _on_all(both, mine[0])
+    path = accelerator.save_state(str(ctx.scratch("several_models")))
+    after = _trained(both, mine)
+    del both, accelerator
+    ctx.end()
+    both = _pair(ctx, 5)
+    both[0].accelerator.load_state(path)
+    ctx.close(_trained(both, mine), after, "models, steps after load_state", 1e-6)
 
 
-@check("backend", needs="no_sync")
-def one_of_two(lab: Lab) -> str | None:
-    """`no_sync` of one model leaves the other alone, and `trigger_sync_in_backward` ends it."""
-    if not lab.supports.get("several_models", True):
-        lab.skip("it does not declare 'several_models'")
-    accelerator, models, optimizers = _pair(lab, 0)
-    mine, _ = lab.batches(accelerator, 2)
-    with accelerator.no_sync(models[0]):
-        accelerator.backward(loss_of(models[1], mine[0]))
-        accelerator.backward(loss_of(models[0], mine[0]))
-    if lab.supports.get("exact", True):
-        optimizers[1].step()
-        lab.same_everywhere(accelerator, models[1], "the model beside one under no_sync")
-    with accelerator.no_sync(models[0]):
-        loss = loss_of(models[0], mine[1])
-    with accelerator.trigger_sync_in_backward(models[0]):
-        accelerator.backward(loss)
-    optimizers[0].step()
-    if lab.supports.get("exact", True):
-        lab.same_everywhere(accelerator, models[0], "the model after trigger_sync_in_backward")
-    return None
+def _trained(both: list[Trainer], batches: Any) -> list[dict[str, torch.Tensor]]:
+    """Train each model on all batches; return the weights of all."""
+    for trainer in both:
+        trainer.train(batches)
+    return [trainer.weights() for trainer in both]
 
 
-@check("backend")
-def contexts(lab: Lab) -> str | None:
-    """Models can be made inside of `init_model_context`, and groups of ranks are those asked for."""
-    accelerator = lab.accelerator()
-    with accelerator.hooks.init_model_context(accelerator):
-        model: Any = lab.net(accelerator)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), RATE))
-    lab.train(accelerator, model, optimizer, lab.batches(accelerator, 1)[0])
-    if lab.rank == lab.size - 1:  # only members ask for a group
-        alone = accelerator.hooks.new_group(accelerator, [lab.rank], None)
-        if alone is not None:
-            lab.equal(torch.distributed.get_world_size(alone), 1, "ranks of a group of one")
-    accelerator.wait_for_everyone()
-    return None
-
-
-def _on_all(accelerator: Accelerator, models: Any, batch: Any) -> None:
+def _on_all(both: list[Trainer], batch: Any) -> None:
     """Scaling and clipping reach the gradients of all models, and of all their parameters."""
+    accelerator, models = both[0].accelerator, [trainer.model for trainer in both]
+    parameters = [p for model in models for p in model.parameters()]
 
     def largest() -> list[float]:
-        grads = [p.grad for model in models for p in model.parameters() if p.grad is not None]
+        grads: list[Any] = [p.grad for p in parameters if p.grad is not None]
         local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
         return [float(grad.abs().max()) if grad.numel() else 0.0 for grad in local]
 
@@ -248,70 +227,87 @@ def _on_all(accelerator: Accelerator, models: Any, batch: Any) -> None:
     before = largest()
     accelerator.hooks.scale_gradients(accelerator, models, torch.tensor(0.5))
     ratios = [one / other for one, other in zip(largest(), before, strict=True) if other > 1e-6]
-    if max(ratios) > 0.51 or max(ratios) - min(ratios) > 1e-3:  # less, where it divides by ranks
-        raise AssertionError(
-            f"scale_gradients by 0.5 scales the gradients of two models by {ratios}"
-        )
-    parameters = [p for model in models for p in model.parameters()]
+    # Less, where it divides by ranks.
+    halved = max(ratios) <= 0.51 and max(ratios) - min(ratios) <= 1e-3
+    assert halved, f"scale_gradients by 0.5 scales the gradients of two models by {ratios}"
     accelerator.clip_grad_value_(parameters, 1e-4)
-    if max(largest()) > 1.01e-4:
-        raise AssertionError(f"clip_grad_value_ by 1e-4 of two models leaves {max(largest())}")
-    for model in models:
-        for p in model.parameters():
-            p.grad = None
+    left = max(largest())
+    assert left <= 1.01e-4, f"clip_grad_value_ by 1e-4 of two models leaves {left}"
+    for p in parameters:
+        p.grad = None
 
 
-def _trained(
-    lab: Lab, accelerator: Accelerator, models: Any, optimizers: Any, batches: Any
-) -> list[dict[str, torch.Tensor]]:
-    """Train each model on all batches; return the weights of all."""
-    for model, optimizer in zip(models, optimizers, strict=True):
-        lab.train(accelerator, model, optimizer, batches)
-    return [lab.weights(accelerator, model) for model in models]
+@check("backend", needs="no_sync", hooks="no_sync trigger_sync_in_backward backward")
+def one_of_two(ctx: CheckContext) -> None:
+    """`no_sync` of one model leaves the other alone, and `trigger_sync_in_backward` ends it."""
+    if not ctx.supports.get("several_models", True):
+        ctx.skip("it does not declare 'several_models'")
+    first, second = _pair(ctx, 0)
+    accelerator = first.accelerator
+    mine, _ = first.batches(2)
+    with accelerator.no_sync(first.model):
+        accelerator.backward(loss_of(second.model, mine[0]))
+        accelerator.backward(loss_of(first.model, mine[0]))
+    if first.exact:
+        second.optimizer.step()
+        second.same_everywhere("the model beside one under no_sync")
+    with accelerator.no_sync(first.model):
+        loss = loss_of(first.model, mine[1])
+    with accelerator.trigger_sync_in_backward(first.model):
+        accelerator.backward(loss)
+    first.optimizer.step()
+    if first.exact:
+        first.same_everywhere("the model after trigger_sync_in_backward")
 
 
-@check("backend")
-def unwrap(lab: Lab) -> str | None:
+@check("backend", hooks="init_model_context new_group")
+def contexts(ctx: CheckContext) -> None:
+    """Models can be made inside of `init_model_context`, and groups of ranks are those asked for."""
+    accelerator = ctx.accelerator()
+    with accelerator.hooks.init_model_context(accelerator):
+        net = Net(accelerator.process_index)
+    trainer = Trainer.begin(ctx, no_momentum, net=net, accelerator=accelerator)
+    trainer.train(trainer.batches(1)[0])
+    if ctx.rank == ctx.size - 1:  # only members ask for a group
+        alone = accelerator.hooks.new_group(accelerator, [ctx.rank], None)
+        if alone is not None:
+            ctx.equal(torch.distributed.get_world_size(alone), 1, "ranks of a group of one")
+    accelerator.wait_for_everyone()
+
+
+@check("backend", hooks="unwrap_model")
+def unwrap(ctx: CheckContext) -> None:
     """`unwrap_model` gives the user's own model: its class, attributes and names."""
-    accelerator = lab.accelerator()
-    model, optimizer = lab.ready(accelerator)
-    mine, _ = lab.batches(accelerator, 1)
-    lab.train(accelerator, model, optimizer, mine)
-    inner = accelerator.unwrap_model(model)
-    lab.equal(isinstance(inner, Net), True, f"{type(inner).__name__} is the user's class")
-    lab.equal(
-        [name for name, _ in inner.named_parameters()],
-        [name for name, _ in Net(0).named_parameters()],
-        "names of the parameters",
-    )
-    lab.equal(accelerator.unwrap_model(inner) is inner, True, "unwrapping twice is unwrapping once")
-    return None
+    trainer = Trainer.begin(ctx)
+    trainer.train(trainer.batches(1)[0])
+    inner = trainer.accelerator.unwrap_model(trainer.model)
+    ctx.equal(isinstance(inner, Net), True, f"{type(inner).__name__} is the user's class")
+    names, its = ([name for name, _ in one.named_parameters()] for one in (inner, Net(0)))
+    ctx.equal(names, its, "names of the parameters")
+    twice = trainer.accelerator.unwrap_model(inner)
+    ctx.equal(twice is inner, True, "unwrapping twice is unwrapping once")
 
 
-@check("backend", needs="exact")
-def state_dict(lab: Lab) -> str | None:
+@check("backend", needs="exact", hooks="consolidate")
+def state_dict(ctx: CheckContext) -> str:
     """`get_state_dict` gives whole tensors under the user's own names."""
-    accelerator = lab.accelerator()
-    model, optimizer = lab.ready(accelerator)
-    mine, whole = lab.batches(accelerator, 2)
-    lab.train(accelerator, model, optimizer, mine)
-
+    trainer = Trainer.begin(ctx)
+    mine, whole = trainer.batches(2)
+    trainer.train(mine)
     _, expected, _ = plain_training(whole)
-    state = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        lab.close(state, expected, "state dict")
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    if trainer.accelerator.is_main_process:
+        ctx.close(state, expected, "state dict")
         for name, value in expected.items():
-            lab.equal(state[name].dtype, value.dtype, f"dtype of {name}")
+            ctx.equal(state[name].dtype, value.dtype, f"dtype of {name}")
     return f"{len(expected)} tensors"
 
 
-@check("backend", needs="compile")
-def compiled(lab: Lab) -> str | None:
+@check("backend", needs="compile", hooks="prepare_model compile")
+def compiled(ctx: CheckContext) -> None:
     """A compiled model trains as the plain one does."""
-    accelerator = lab.accelerator(dynamo_backend="eager")
-    model, optimizer = lab.ready(accelerator)
-    mine, whole = lab.batches(accelerator, 2)
-    losses = lab.train(accelerator, model, optimizer, mine)
-    if accelerator.backend.supports.get("exact", True):
-        lab.close(losses, plain_training(whole)[0], "losses")
-    return None
+    trainer = Trainer.begin(ctx, dynamo_backend="eager")
+    if trainer.exact:
+        trainer.train_as_plain(2)
+    else:
+        trainer.train(trainer.batches(2)[0])

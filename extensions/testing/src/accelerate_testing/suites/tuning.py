@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_testing.checks import check
-from accelerate_testing.lab import RATE, Batch, Lab, Net, loss_of, plain_training
+from accelerate_testing.checks import SAVE, STEP, check
+from accelerate_testing.context import CheckContext
+from accelerate_testing.training import (
+    RATE,
+    Batch,
+    Net,
+    Trainer,
+    loss_of,
+    no_momentum,
+    plain_training,
+)
 
 
 class Tuned(nn.Module):
@@ -23,35 +32,29 @@ class Tuned(nn.Module):
             self.head = nn.Linear(8, 1)
         self.register_buffer("seen", torch.tensor([10 * seed]))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         """Samples [batch, 6] in, numbers [batch, 1] out."""
-        y: torch.Tensor = self.head(torch.tanh(self.body(x)))
-        return y
+        return self.head(torch.tanh(self.body(x)))
 
 
-@check("backend", needs="exact")
-def fine_tuning(lab: Lab) -> str | None:
+@check("backend", needs="exact", hooks=f"prepare_model {STEP}")
+def fine_tuning(ctx: CheckContext) -> None:
     """A model whose first part is frozen trains as in one process, and its frozen part stays so."""
-    accelerator = lab.accelerator()
-    model: Any = Tuned(0 if accelerator.is_main_process else 1 + accelerator.process_index)
-    optimizer: Any = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), RATE)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    lab.equal(model.training, True, "the prepared model is in training mode")
-    inner = accelerator.unwrap_model(model)
-    lab.equal(
-        [name for name, p in inner.named_parameters() if p.requires_grad],
-        ["head.weight", "head.bias"],
-        "parameters that are trained",
-    )
-    mine, whole = lab.batches(accelerator, 4)
-    lab.train(accelerator, model, optimizer, mine)
+    accelerator = ctx.accelerator()
+    net = Tuned(0 if accelerator.is_main_process else 1 + accelerator.process_index)
+    trained = no_momentum([p for p in net.parameters() if p.requires_grad])
+    trainer = Trainer.begin(ctx, lambda _: trained, net=net, accelerator=accelerator)
+    ctx.equal(trainer.model.training, True, "the prepared model is in training mode")
+    inner = accelerator.unwrap_model(trainer.model)
+    names = [name for name, p in inner.named_parameters() if p.requires_grad]
+    ctx.equal(names, ["head.weight", "head.bias"], "parameters that are trained")
+    mine, whole = trainer.batches(4)
+    trainer.train(mine)
     expected = Tuned(0)
-    plain = torch.optim.SGD(expected.head.parameters(), RATE)
-    _train_plainly(expected, plain, whole)
-    lab.close(lab.weights(accelerator, model), dict(expected.state_dict()), "weights")
-    lab.alike(accelerator, inner.get_buffer("seen").tolist(), "a buffer of integers")
-    lab.same_everywhere(accelerator, model, "a model with a frozen part")
-    return None
+    _train_plainly(expected, no_momentum(expected.head.parameters()), whole)
+    ctx.close(trainer.weights(), dict(expected.state_dict()), "weights")
+    ctx.alike(accelerator, inner.get_buffer("seen").tolist(), "a buffer of integers")
+    trainer.same_everywhere("a model with a frozen part")
 
 
 def _train_plainly(model: nn.Module, optimizer: Any, batches: Iterable[Batch]) -> None:
@@ -87,48 +90,48 @@ def _groups(model: Net) -> list[dict[str, Any]]:
     ]
 
 
-@check("backend")
-def groups(lab: Lab) -> str | None:
+@check("backend", hooks=f"prepare_optimizer {STEP} {SAVE}")
+def groups(ctx: CheckContext) -> str:
     """Groups of parameters keep their rates, also through a checkpoint, with whatever state there is."""
-    accelerator = lab.accelerator()
+    accelerator = ctx.accelerator()
     own = "optimizer" not in accelerator.backend.owns
-    model: Any = lab.net(accelerator)
-    optimizer: Any = (Counting if own else torch.optim.AdamW)(_groups(model))
-    model, optimizer = accelerator.prepare(model, optimizer)
-    mine, whole = lab.batches(accelerator, 4)
-    lab.train(accelerator, model, optimizer, mine[:2])
-    if accelerator.backend.supports.get("exact", True):
+    kind: Any = Counting if own else torch.optim.AdamW
+    net = Net(accelerator.process_index)
+    trainer = Trainer.begin(ctx, lambda _: kind(_groups(net)), net=net, accelerator=accelerator)
+    optimizer = trainer.optimizer
+    mine, whole = trainer.batches(4)
+    trainer.train(mine[:2])
+    if trainer.exact:
         expected = Net(0)
-        plain = (Counting if own else torch.optim.AdamW)(_groups(expected))
-        _train_plainly(expected, plain, whole[:2])
-        lab.close(lab.weights(accelerator, model), dict(expected.state_dict()), "weights")
-    path = accelerator.save_state(str(lab.scratch("groups")))
-    lab.train(accelerator, model, optimizer, mine[2:])
-    after = lab.weights(accelerator, model)
+        _train_plainly(expected, kind(_groups(expected)), whole[:2])
+        ctx.close(trainer.weights(), dict(expected.state_dict()), "weights")
+    path = accelerator.save_state(str(ctx.scratch("groups")))
+    trainer.train(mine[2:])
+    after = trainer.weights()
     for group in optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 1.0
     accelerator.load_state(path)
     for key, kept in (("lr", [0.02, 0.002]), ("weight_decay", [0.25, 0.5])):
         rates = [group[key] for group in optimizer.param_groups]
-        lab.close(rates, kept, f"{key} after load_state", 1e-12)
-    lab.train(accelerator, model, optimizer, mine[2:])
-    lab.close(lab.weights(accelerator, model), after, "weights two steps later", 1e-6)
+        ctx.close(rates, kept, f"{key} after load_state", 1e-12)
+    trainer.train(mine[2:])
+    ctx.close(trainer.weights(), after, "weights two steps later", 1e-6)
     if own:
-        accelerator.backward(loss_of(model, mine[0]))
+        accelerator.backward(loss_of(trainer.model, mine[0]))
         optimizer.zero_grad()
         held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        lab.equal(held, [None] * len(held), "gradients of all groups after zero_grad()")
+        ctx.equal(held, [None] * len(held), "gradients of all groups after zero_grad()")
     return f"{len(rates)} groups"
 
 
-@check("backend")
-def calls(lab: Lab) -> str | None:
+@check("backend", hooks="optimizer_step zero_grad")
+def calls(ctx: CheckContext) -> None:
     """`step` calls a closure, `zero_grad` sets to zero or None as told, `backward` keeps its arguments."""
-    accelerator = lab.accelerator()
+    trainer = Trainer.begin(ctx)
+    accelerator, model, optimizer = trainer.accelerator, trainer.model, trainer.optimizer
     if "optimizer" in accelerator.backend.owns:
-        lab.skip("its engine owns the optimizer")
-    model, optimizer = lab.ready(accelerator)
-    mine, whole = lab.batches(accelerator, 3)
+        ctx.skip("its engine owns the optimizer")
+    mine, whole = trainer.batches(3)
     called = 0
 
     def closure(batch: Batch) -> torch.Tensor:
@@ -141,16 +144,16 @@ def calls(lab: Lab) -> str | None:
 
     for batch in mine:
         optimizer.step(lambda batch=batch: closure(batch))
-    lab.equal(called, len(mine), "calls of the closure")
-    if accelerator.backend.supports.get("exact", True):
-        lab.close(lab.weights(accelerator, model), plain_training(whole)[1], "weights")
+    ctx.equal(called, len(mine), "calls of the closure")
+    if trainer.exact:
+        ctx.close(trainer.weights(), plain_training(whole)[1], "weights")
     held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     optimizer.zero_grad(set_to_none=False)
     if held:
         zeros = [p.grad is not None and not bool(p.grad.any()) for p in held]
-        lab.equal(all(zeros), True, "gradients are zeros after zero_grad(set_to_none=False)")
+        ctx.equal(all(zeros), True, "gradients are zeros after zero_grad(set_to_none=False)")
     optimizer.zero_grad(set_to_none=True)
-    lab.equal([p.grad for p in held], [None] * len(held), "gradients after zero_grad()")
+    ctx.equal([p.grad for p in held], [None] * len(held), "gradients after zero_grad()")
     loss = loss_of(model, mine[0])
     accelerator.backward(loss, retain_graph=True)
     try:
@@ -158,4 +161,3 @@ def calls(lab: Lab) -> str | None:
     except RuntimeError as error:
         raise AssertionError(f"backward(retain_graph=True) has not retained it: {error}") from None
     optimizer.zero_grad()
-    return None

@@ -1,0 +1,187 @@
+"""What a check works with: Accelerators under the plugin, and what it says goes wrong.
+
+Importing this imports no torch: `imports` runs before anything else does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from accelerate_testing.results import Skip
+
+if TYPE_CHECKING:
+    from accelerate_core.accelerator import Accelerator
+
+
+@dataclass(eq=False)
+class CheckContext:
+    """One plugin under test, on one rank.
+
+    Attributes:
+        kind: its kind.
+        name: its name.
+        plugin: what chooses it: its name, or the class itself (backends only).
+        folder: a directory all ranks share.
+        timeout: seconds a collective may wait.
+        options: what the suite's author says about it, by name of the check's own option.
+    """
+
+    kind: str
+    name: str
+    plugin: Any
+    folder: Path
+    timeout: float = 20.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    made: list[Accelerator] = field(default_factory=list)
+
+    rank: int = int(os.environ.get("RANK", "0"))
+    size: int = int(os.environ.get("WORLD_SIZE", "1"))
+
+    def accelerator(self, **arguments: Any) -> Accelerator:
+        """Return an Accelerator under the plugin; it ends with the check.
+
+        Raises:
+            Skip: this machine has no device the plugin runs on, or no backend for several processes.
+        """
+        from accelerate_core.accelerator import Accelerator
+
+        on_cpu, missing = self.device
+        if missing:
+            self.skip(missing)
+        given: dict[str, Any] = {"cpu": on_cpu}
+        if self.size > 1:
+            given["process_group_timeout"] = self.timeout
+            if self.kind != "backend":
+                self.need_several()
+        if self.kind == "backend":
+            given["backend"] = self.plugin
+        elif self.kind == "precision":
+            given["mixed_precision"] = self.name
+        elif self.kind in ("checkpointer", "loaders"):
+            given[self.kind] = self.name
+        made = Accelerator(**{**given, **arguments})
+        self.made.append(made)
+        return made
+
+    def need_several(self) -> None:
+        """Skip where nothing that is installed takes several processes."""
+        from accelerate_core.contract.topology import Topology
+        from accelerate_core.plugins.selection import Request, select
+
+        request = Request({}, {}, Topology(0, 2, 0, 2, "as checked"))
+        if (error := select("backend", request).error) is not None:
+            self.skip(f"no backend for several processes is installed: {error}")
+
+    @cached_property
+    def device(self) -> tuple[bool, str]:
+        """Whether the checks run on the CPU, and why they cannot run on this machine, "" if they can."""
+        from accelerate_testing.devices import device_of
+
+        return device_of(self.found)
+
+    @property
+    def supports(self) -> Mapping[str, Any]:
+        """What the plugin declares; a tracker's verbs are no such declarations."""
+        said = getattr(self.found, "supports", {})
+        return said if isinstance(said, Mapping) else {}
+
+    @property
+    def found(self) -> Any:
+        """The plugin's class."""
+        if not isinstance(self.plugin, str):
+            return self.plugin
+        from accelerate_core.plugins.discovery import find
+
+        return find(self.kind, self.plugin, because="the conformance suite").load()
+
+    def end(self) -> None:
+        """End what the check has begun, also after a failure."""
+        while self.made:
+            accelerator = self.made.pop(0)
+            if not accelerator._closed:
+                accelerator.end_training()
+            del accelerator  # nothing of it is left when garbage is collected
+        gc.collect()
+        if self.size > 1:
+            _destroy_group()
+
+    def abandon(self) -> None:
+        """Drop what a failed check has left: no rank waits for another one."""
+        from accelerate_core.distributed import process
+
+        while self.made:
+            accelerator = self.made.pop(0)
+            accelerator._closed = True
+            process.release(accelerator)
+            del accelerator
+        gc.collect()
+        _destroy_group()
+
+    def scratch(self, name: str) -> Path:
+        """Return a path in the folder all ranks share."""
+        return self.folder / name
+
+    def skip(self, why: str) -> NoReturn:
+        """Leave the check: it does not apply."""
+        raise Skip(why)
+
+    def equal(self, got: object, expected: object, what: str) -> None:
+        """Fail unless two plain values are equal."""
+        assert got == expected, f"{what}: {got!r} instead of {expected!r}"
+
+    def close(self, got: Any, expected: Any, what: str, tolerance: float = 1e-5) -> None:
+        """Fail unless numbers, tensors, lists or dicts of them differ by at most `tolerance`."""
+        import torch
+
+        for where, *both in leaves(got, expected, what):
+            one, other = (torch.as_tensor(value).float().cpu() for value in both)
+            shapes = f"shape {list(one.shape)} instead of {list(other.shape)}"
+            assert one.shape == other.shape, f"{where}: {shapes}"
+            error = float((one - other).abs().max()) if one.numel() else 0.0
+            if not error <= tolerance:
+                single = one.numel() == 1
+                shown = f": {one.item():.6g} instead of {other.item():.6g}" if single else ""
+                raise AssertionError(f"{where}: off by {error:.3g} (> {tolerance:g}){shown}")
+
+    def alike(self, accelerator: Accelerator, value: Any, what: str) -> None:
+        """Fail unless a plain value is the same on all ranks."""
+        seen = accelerator.communicator.gather_object(value)
+        assert all(one == seen[0] for one in seen), f"{what}: differs between ranks, {seen}"
+
+
+def raised(kind: type[BaseException], call: Callable[[], object]) -> BaseException | None:
+    """Return the exception of a kind that a call raises, None if it ends well."""
+    try:
+        call()
+    except kind as error:
+        return error
+    return None
+
+
+def _destroy_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def leaves(got: Any, expected: Any, what: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield where each value of a nested structure is, and both values; fail where they are not alike."""
+    if isinstance(expected, Mapping):
+        wrong = f"{what}: keys {sorted(map(str, got))} instead of {sorted(map(str, expected))}"
+        assert set(got) == set(expected), wrong
+        for key in expected:
+            yield from leaves(got[key], expected[key], f"{what}, {key}")
+    elif isinstance(expected, list | tuple):
+        wrong = f"{what}: {len(got)} entries instead of {len(expected)}"
+        assert len(got) == len(expected), wrong
+        for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+            yield from leaves(one, other, f"{what}[{index}]")
+    else:
+        yield what, got, expected
