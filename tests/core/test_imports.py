@@ -1,4 +1,4 @@
-"""No import circle inside of the core, whenever an import runs and whatever it is for."""
+"""No import circle in any distribution, whenever an import runs and whatever it is for."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-CORE = Path(__file__).parents[2] / "core" / "src" / "accelerate_core"
+ROOT = Path(__file__).parents[2]
 
 
 def modules() -> dict[str, Path]:
-    """Return every module of the core by its dotted name."""
+    """Return every module of every distribution by its dotted name."""
     found = {}
-    for path in CORE.rglob("*.py"):
-        parts = path.relative_to(CORE.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    sources = [ROOT / "core" / "src"]
+    for kind in ("extensions", "backends", "trackers"):
+        sources += sorted(ROOT.glob(f"{kind}/*/src"))
+    for source in sources:
+        for path in source.rglob("*.py"):
+            parts = path.relative_to(source).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
@@ -60,6 +64,9 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 def test_no_module_imports_in_a_circle() -> None:
     found = modules()
+    assert {"accelerate_core", "accelerate_launch", "accelerate_ddp", "accelerate_wandb"} <= set(
+        found
+    )
     graph = {
         name: set(imported(ast.parse(path.read_text(encoding="utf-8")), found)) - {name}
         for name, path in found.items()
