@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +16,17 @@ from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch import devices, peer
 from accelerate_launch.cluster import ClusterEnvironment
-from accelerate_launch.options import LAUNCH_OPTIONS, known_yaml_keys
+from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.schemas import WITH_SETTINGS
+
+logger = logging.getLogger(__name__)
 
 #: Begins the origin of a value that follows from another key of the config file.
 FOLLOWS = "follows from "
 
+#: Keys of files for launch that no option of its own has.
+_MORE_KEYS = ["backend", "compute_environment", "distributed_type", "torch_device"]
 _RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
 #: Option -> the texts it may have, and how an error says so.
 _FORMS = {
@@ -36,22 +41,23 @@ _FORMS = {
 
 def known_keys() -> list[str]:
     """Return the top-level keys of a config file that somebody here reads, or knows."""
-    ours = [*known_yaml_keys(), *(key for key in installed().triggers if key == key.lower())]
-    theirs = [*catalog.SECTIONS, *peer.KEYS, *peer.OBSOLETE_KEYS, *peer.IGNORED_KEYS]
-    theirs.append("parallelism_config")
-    named = [f"{one.name}_config" for one in installed().plugins if one.kind in WITH_SETTINGS]
-    return list(dict.fromkeys([*ours, *theirs, *named]))
-
-
-def obsolete_in(config: ConfigFile) -> str:
-    """Return one line about keys that no version of anything reads any more; empty if there is none."""
-    found = [key for key in config if key in peer.OBSOLETE_KEYS]
-    said = "; ".join(f"{key}: {peer.OBSOLETE_KEYS[key]}" for key in found)
-    return f"{config.path} has keys that say nothing today. {said}" if found else ""
+    ours = [key.split(".")[0] for option in LAUNCH_OPTIONS for key in option.yaml]
+    ours += (key for key in installed().triggers if key == key.lower())
+    ours += (f"{one.name}_config" for one in installed().plugins if one.kind in WITH_SETTINGS)
+    theirs = [
+        "parallelism_config",
+        *catalog.SECTIONS,
+        *peer.KEYS,
+        *peer.OBSOLETE_KEYS,
+        *peer.IGNORED_KEYS,
+    ]
+    return list(dict.fromkeys([*_MORE_KEYS, *ours, *theirs]))
 
 
 def check_keys(config: ConfigFile) -> None:
     """Refuse keys that nobody reads, here or in the one section of launch's own.
+
+    Those that no version of anything reads any more are warned of.
 
     Raises:
         ConfigurationError: with file, line and the nearest right name.
@@ -64,6 +70,8 @@ def check_keys(config: ConfigFile) -> None:
         known = [f"{section}.mpirun_ccl", *(name for one in LAUNCH_OPTIONS for name in one.yaml)]
         inside = [name.partition(".")[2] for name in known if name.startswith(f"{section}.")]
         check_known(config, config[section], inside, section)
+    if old := [f"{key}: {why}" for key, why in peer.OBSOLETE_KEYS.items() if key in config]:
+        logger.warning("%s has keys that say nothing today. %s", config.path, "; ".join(old))
 
 
 def check_known(

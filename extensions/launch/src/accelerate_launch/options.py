@@ -138,9 +138,3 @@ LAUNCH_OPTIONS: tuple[SettingField, ...] = tuple(
     }.items()
     for one in fields
 )
-
-
-def known_yaml_keys() -> Iterable[str]:
-    """Return the top-level keys of a config file that the launcher or the core reads."""
-    yield from (key.split(".")[0] for option in LAUNCH_OPTIONS for key in option.yaml)
-    yield from ("backend", "compute_environment", "distributed_type", "torch_device")

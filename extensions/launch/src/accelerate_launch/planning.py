@@ -125,9 +125,7 @@ def decide(
     contributed: dict[str, Because] = {}
     if config is not None:
         checks.check_keys(config)
-        contributed.update(check_sections(config, environ))
-        if said := checks.obsolete_in(config):
-            logger.warning(said)
+        contributed |= check_sections(config, environ)
     # The children's own variables are stronger than the file.
     contributed |= said_by_environment(contributed, environ)
     contributed |= asks_launchers(environ)

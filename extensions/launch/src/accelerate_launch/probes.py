@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,6 +47,7 @@ def is_weights_only_available() -> bool:
 
 
 def _device(kind: str, *_: Any, **__: Any) -> bool:
+    """Say whether torch, or an extension of it, has a device of that name here."""
     import torch
 
     try:
@@ -56,14 +56,14 @@ def _device(kind: str, *_: Any, **__: Any) -> bool:
         return False
 
 
-def __getattr__(name: str) -> Callable[..., bool]:
-    """Make the probe of a device by its name in torch, such as `is_npu_available`."""
-    kind = name.removeprefix("is_").removesuffix("_available")
-    if name != f"is_{kind}_available":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made = partial(_device, kind)
-    made.__doc__ = f"Say whether torch, or an extension of it, has a {kind} device here."
-    return made
+is_cuda_available = partial(_device, "cuda")
+is_hpu_available = partial(_device, "hpu")
+is_mlu_available = partial(_device, "mlu")
+is_musa_available = partial(_device, "musa")
+is_neuron_available = partial(_device, "neuron")
+is_npu_available = partial(_device, "npu")
+is_sdaa_available = partial(_device, "sdaa")
+is_xpu_available = partial(_device, "xpu")
 
 
 def is_rocm_available() -> bool:

@@ -58,7 +58,7 @@ class PluginSchema:
 
     kind: str
     name: str
-    label: str
+    release: str
     section: str = ""
     switches: tuple[str, ...] = ()
     summary: str = ""
@@ -124,7 +124,7 @@ def _schema(record: PluginRecord, said: Mapping[str, Any]) -> PluginSchema:
     return PluginSchema(
         kind=record.kind,
         name=record.name,
-        label=record.label,
+        release=f"{record.distribution} {record.version}",
         section=said.get("section", ""),
         switches=tuple(sorted(n for n in record.triggers if n.startswith("ACCELERATE_USE_"))),
         summary=said.get("summary", ""),
@@ -168,7 +168,8 @@ def _ask(records: Sequence[PluginRecord], environ: Mapping[str, str]) -> dict[st
     """Import the plugins in a process of its own and return what they say, by target."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "answers.json"
-        command = [sys.executable, "-m", __name__, str(file)]
+        code = f"import sys; from {__name__} import main; main(sys.argv[1:])"
+        command = [sys.executable, "-c", code, str(file)]
         command += [f"{record.name}={record.target}" for record in records]
         try:
             subprocess.run(
@@ -221,7 +222,3 @@ def main(arguments: Sequence[str]) -> None:
         except (Exception, SystemExit) as error:
             answers[target] = {"problem": f"{type(error).__name__}: {error}"}
     Path(file).write_text(json.dumps(answers), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

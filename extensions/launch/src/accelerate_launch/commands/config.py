@@ -17,7 +17,7 @@ from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import disabled_names, find, installed
 from accelerate_launch import peer
 from accelerate_launch.commands.dialogue import ask_everything
-from accelerate_launch.commands.options import underscores
+from accelerate_launch.commands.options import CONTEXT
 from accelerate_launch.commands.tables import print_table
 from accelerate_launch.contributed import said_to_plugins
 from accelerate_launch.paths import default_config_path
@@ -25,7 +25,6 @@ from accelerate_launch.planning import decide, find_config
 from accelerate_launch.schemas import WITH_SETTINGS
 
 C = TypeVar("C", bound=Callable[..., Any])
-_SETTINGS = {"token_normalize_func": underscores}
 
 
 def _file_option(function: C) -> C:
@@ -43,7 +42,7 @@ def _file_option(function: C) -> C:
     )(function)
 
 
-@click.group("config", invoke_without_command=True, context_settings=_SETTINGS)
+@click.group("config", invoke_without_command=True, context_settings=CONTEXT)
 @_file_option
 @click.option("--yes", "-y", is_flag=True, help="Ask nothing: take what fits this machine.")
 @click.pass_context
@@ -57,7 +56,7 @@ def command(ctx: click.Context, config_file: str | None, yes: bool) -> None:
         _write(_path(config_file), ask_everything(os.environ, ask=not yes))
 
 
-@command.command("default", context_settings=_SETTINGS)
+@command.command("default", context_settings=CONTEXT)
 @_file_option
 @click.option("--mixed_precision", metavar="NAME", help="Precision of the runs.")
 def default_command(config_file: str | None, mixed_precision: str | None) -> None:
@@ -69,7 +68,7 @@ def default_command(config_file: str | None, mixed_precision: str | None) -> Non
     _write(_path(config_file), values)
 
 
-@command.command("set", context_settings=_SETTINGS)
+@command.command("set", context_settings=CONTEXT)
 @click.argument("key")
 @click.argument("value")
 @_file_option
@@ -85,7 +84,7 @@ def set_command(key: str, value: str, config_file: str | None) -> None:
     click.echo(f"{key}: {value} in {path}")
 
 
-@command.command("show", context_settings=_SETTINGS)
+@command.command("show", context_settings=CONTEXT)
 @_file_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def show_command(config_file: str | None, as_json: bool) -> None:
@@ -105,7 +104,7 @@ def show_command(config_file: str | None, as_json: bool) -> None:
     print_table(("setting", "value", "from"), cells, title="what a launch would take")
 
 
-@command.command("validate", context_settings=_SETTINGS)
+@command.command("validate", context_settings=CONTEXT)
 @click.argument("file", required=False)
 @_file_option
 def validate_command(file: str | None, config_file: str | None) -> None:
@@ -122,7 +121,7 @@ def validate_command(file: str | None, config_file: str | None) -> None:
     click.echo(f"{path}: fine")
 
 
-@command.command("update", context_settings=_SETTINGS)
+@command.command("update", context_settings=CONTEXT)
 @_file_option
 def update_command(config_file: str | None) -> None:
     """Rewrite a file of an older version in today's keys; the old one is kept beside it."""

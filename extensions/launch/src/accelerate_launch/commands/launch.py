@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from accelerate_core.config.provenance import decode
-from accelerate_launch.commands.options import GroupedCommand, launch_options, underscores
+from accelerate_launch.commands.options import CONTEXT, GroupedCommand, launch_options
 from accelerate_launch.commands.tables import print_table
 from accelerate_launch.contributed import said_to_plugins
 from accelerate_launch.plan import LaunchPlan
@@ -21,11 +21,7 @@ from accelerate_launch.start import child_environment, command_of, start
 @click.command(
     "launch",
     cls=GroupedCommand,
-    context_settings={
-        "allow_interspersed_args": False,
-        "token_normalize_func": underscores,
-        "max_content_width": 100,
-    },
+    context_settings={**CONTEXT, "allow_interspersed_args": False},
 )
 @launch_options
 @click.argument("script", metavar="SCRIPT")

@@ -41,7 +41,7 @@ class PluginOption(GroupedOption):
         default = "" if field.default in (None, "") else f"; default: {str(field.default).lower()}"
         super().__init__(
             [*(f"--{name}" for name in field.cli), "value"],
-            group=f"{group} ({schema.label.partition('(')[2].rstrip(')')})",
+            group=f"{group} ({schema.release})",
             help=f"{field.help}{default}",
             default=None,
             **more,
@@ -141,6 +141,10 @@ class GroupedCommand(click.Command):
 def underscores(name: str) -> str:
     """Spell an option the one way: `num-processes` is `num_processes`."""
     return name.replace("-", "_")
+
+
+#: Of every command with options of `launch`.
+CONTEXT = {"token_normalize_func": underscores, "max_content_width": 100}
 
 
 def launch_options(function: C) -> C:

@@ -69,7 +69,7 @@ def why_command(
 ) -> None:
     """Tell the whole decision about the plugin NAME, for this environment and configuration.
 
-    Exits with 1, as the table does, if nothing of its kind can be chosen here, or if what is chosen
+    Exits with 1, as the table does, if nothing of its kind can be chosen here, or what is chosen
     cannot be used.
     """
     environ = dict(os.environ)

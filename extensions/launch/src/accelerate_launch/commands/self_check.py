@@ -125,11 +125,12 @@ def check_saving(accelerator: Accelerator) -> str:
     saved = [_own_part(p).clone() for p in model.parameters()]
     made = tempfile.mkdtemp() if accelerator.is_main_process else ""
     folder = accelerator.communicator.broadcast_object(made)
-    path = accelerator.save_state(str(Path(folder) / "state"))
+    path = str(Path(folder) / "state")
+    path = accelerator.save_state(path) or path
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    accelerator.load_state(path or str(Path(folder) / "state"))
+    accelerator.load_state(path)
     for before, now in zip(saved, model.parameters(), strict=True):
         if not torch.equal(before, _own_part(now)):
             raise AssertionError("weights differ after save_state and load_state")
@@ -175,15 +176,11 @@ def main(output: str) -> int:
             problem = f"rank {accelerator.process_index}: {error}"
         problems = [said for said in accelerator.communicator.gather_object(problem) if said]
         failed += bool(problems)
-        result: dict[str, Any] = {
-            "name": name,
-            "detail": detail,
-            "error": "; ".join(problems),
-            "seconds": time.perf_counter() - start,
-        }
         if accelerator.is_main_process:
+            seconds = time.perf_counter() - start
+            result = {"name": name, "detail": detail, "error": "; ".join(problems)}
             with Path(output).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
+                file.write(json.dumps({**result, "seconds": seconds}) + "\n")
         accelerator.free_memory()
     accelerator.end_training()
     return 1 if failed else 0

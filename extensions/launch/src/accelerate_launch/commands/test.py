@@ -16,7 +16,7 @@ import click
 
 from accelerate_core.plugins.discovery import disabled_names, installed
 from accelerate_launch.commands.launch import print_reasons
-from accelerate_launch.commands.options import GroupedCommand, launch_options, underscores
+from accelerate_launch.commands.options import CONTEXT, GroupedCommand, launch_options
 from accelerate_launch.commands.tables import print_table
 from accelerate_launch.devices import count_accelerators
 from accelerate_launch.planning import find_config, make_plan
@@ -25,11 +25,7 @@ from accelerate_launch.start import child_environment, command_of
 _SELF_CHECK = "accelerate_launch.commands.self_check"
 
 
-@click.command(
-    "test",
-    cls=GroupedCommand,
-    context_settings={"token_normalize_func": underscores, "max_content_width": 100},
-)
+@click.command("test", cls=GroupedCommand, context_settings=CONTEXT)
 @launch_options
 @click.option("--timeout", type=float, default=300.0, help="Seconds before the check is given up.")
 @click.option("--matrix", is_flag=True, help="Run it for every backend that is installed.")
