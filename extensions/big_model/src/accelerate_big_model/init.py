@@ -14,8 +14,6 @@ from accelerate_big_model.tensors import Device, rebuilt
 from accelerate_checkpoint.weights import as_device
 from accelerate_core.config.truth import flag
 
-_INCLUDE_BUFFERS = "ACCELERATE_INIT_INCLUDE_BUFFERS"
-
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
@@ -43,7 +41,7 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
     """
     target = as_device(device)
     if include_buffers is None:
-        include_buffers = flag(os.environ, _INCLUDE_BUFFERS)
+        include_buffers = flag(os.environ, "ACCELERATE_INIT_INCLUDE_BUFFERS")
     if include_buffers:
         with target:
             yield

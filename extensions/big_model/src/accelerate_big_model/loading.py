@@ -60,21 +60,17 @@ class _Loader:
             if twin in self.loaded:
                 continue
             device = device_of(twin, self.device_map)
-            if str(device) == "disk":
-                offloaded = isinstance(old, nn.Parameter) or self.offload_buffers
-                device = "meta" if offloaded else "cpu"
-                if offloaded:
-                    written = self._offload(twin, value, written)
-            set_module_tensor_to_device(self.model, twin, device, value, value.dtype)
+            if str(device) == "disk" and (isinstance(old, nn.Parameter) or self.offload_buffers):
+                device = "meta"
+                if written is None:
+                    assert self.offload_folder is not None
+                    offload_weight(value, twin, self.offload_folder, self.index)
+                    written = twin
+                else:
+                    self.index[twin] = {**self.index[written], "file": f"{written}.dat"}
+            on = "cpu" if str(device) == "disk" else device
+            set_module_tensor_to_device(self.model, twin, on, value, value.dtype)
             self.loaded.add(twin)
-
-    def _offload(self, name: str, value: torch.Tensor, written: str | None) -> str:
-        assert self.offload_folder is not None
-        if written is None:
-            offload_weight(value, name, self.offload_folder, self.index)
-            return name
-        self.index[name] = {**self.index[written], "file": f"{written}.dat"}
-        return written
 
     def _cast(self, name: str, value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         if value.shape != old.shape:
@@ -87,16 +83,6 @@ class _Loader:
         if any(f".{part}." in f".{name}." for part in self.keep_in_fp32):
             return value.to(torch.float32)
         return value.to(self.dtype or old.dtype)
-
-    def missing(self) -> list[str]:
-        hidden = non_persistent_buffers(self.model)
-        return sorted(set(self.tensors) - self.loaded - hidden)
-
-    def finish(self) -> None:
-        if self.offload_folder is not None:
-            save_offload_index(self.index, self.offload_folder)
-        together = [group for group in self.tied if on_one_device(group, self.device_map)]
-        retie_parameters(self.model, together)
 
 
 def load_checkpoint_in_model(
@@ -162,8 +148,11 @@ def load_checkpoint_in_model(
     for file in checkpoint_files(checkpoint):
         for name, value in iter_state_dict(file):
             loader.put(name, value)
-    _judge(loader.missing(), loader.unexpected, checkpoint, strict)
-    loader.finish()
+    missing = loader.tensors.keys() - loader.loaded - non_persistent_buffers(model)
+    _judge(sorted(missing), loader.unexpected, checkpoint, strict)
+    if folder is not None:
+        save_offload_index(loader.index, folder)
+    retie_parameters(model, [group for group in loader.tied if on_one_device(group, device_map)])
 
 
 def _judge(missing: list[str], unexpected: list[str], checkpoint: Any, strict: bool) -> None:

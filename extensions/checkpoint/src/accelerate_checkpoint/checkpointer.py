@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate_checkpoint.background import Background
-from accelerate_checkpoint.directories import SaveInProgress, clean_up, target_of
+from accelerate_checkpoint.directories import SaveInProgress, clean_up, real_path, target_of
 from accelerate_checkpoint.files import FileEntry, checksum, write_text
 from accelerate_checkpoint.load import (
     Source,
@@ -38,10 +39,6 @@ from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accelerate_core.contract.parts import Checkpointer, RunParts
-
-#: What each rank reports: its failure, its files, and which machine it is on.
-Report = tuple[str | None, dict[str, FileEntry], int]
-Gather = Callable[[Any], list[Any]]
 
 
 class DirectoryCheckpointer:
@@ -98,22 +95,18 @@ class DirectoryCheckpointer:
         saving = self._begin(output_dir)
         writer = Writer(saving.path, None if beside is None else background.staging)
         try:
-            if not saving.path.is_dir():
-                writer.failed(
-                    f"{saving.path} is not there on this machine",
-                    CheckpointError(
+            with writer.part(f"{saving.path} is not there on this machine"):
+                if not saving.path.is_dir():
+                    raise CheckpointError(
                         "save to a file system that all machines share, or set "
                         "ProjectConfiguration(save_on_each_node=True)"
-                    ),
-                )
+                    )
             background.staging.begin()
             options = safe_serialization, max_shard_size, save_model_func_kwargs
-            past = self._cycle_start
-            if past is not None and past.needed():
-                with past.buffers():
-                    write_state(state, writer, *options, past)
-            else:
-                write_state(state, writer, *options, None)
+            start = self._cycle_start
+            past = start if start is not None and start.needed() else None
+            with nullcontext() if past is None else past.buffers():
+                write_state(state, writer, *options, past)
             facts = {"saved_at": time.time(), **state.facts()}
         except BaseException:  # not a failure of one part: an interrupt
             saving.abandon()
@@ -158,14 +151,14 @@ class DirectoryCheckpointer:
         writer: Writer,
         facts: dict[str, Any],
         limit: int | None,
-        gather: Gather,
+        gather: Callable[[Any], list[Any]],
     ) -> None:
         """End a save, on the main thread or beside it: report, commit, learn the verdict."""
         process, here = self._state.process, self._state.saves_here
         try:
             writer.finish()
             machine = process.process_index - process.local_process_index
-            reports: list[Report] = gather((writer.error, writer.files, machine))
+            reports = gather((writer.error, writer.files, machine))
             _raise_any([error for error, _, _ in reports], saving.target, writer.cause)
             trouble = None
             if here:
@@ -223,7 +216,7 @@ class DirectoryCheckpointer:
                 "load_state needs an input_dir, or "
                 "ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."
             )
-        given = None if input_dir is None else Path(os.path.realpath(Path(input_dir).expanduser()))
+        given = None if input_dir is None else real_path(input_dir)
         parent = numbering.root if given is None else given.parent
         if state.saves_here:
             clean_up(parent)

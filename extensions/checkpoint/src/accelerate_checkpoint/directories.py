@@ -37,6 +37,11 @@ _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<stage>saving|swap|old|deleted)-(?P<id>[
 _STALE = 6 * 3600
 
 
+def real_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path without links, and with the user's home in the place of `~`."""
+    return Path(os.path.realpath(Path(path).expanduser()))
+
+
 def target_of(output_dir: str | os.PathLike[str]) -> Path:
     """Return the real path of a directory to be made or replaced.
 
@@ -45,7 +50,7 @@ def target_of(output_dir: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(output_dir, str | os.PathLike):
         raise CheckpointError(f"save_state takes the path of a directory, not {output_dir!r}.")
-    target = Path(os.path.realpath(Path(output_dir).expanduser()))
+    target = real_path(output_dir)
     if target.is_file():
         raise CheckpointError(f"save_state needs a directory, and {target} is a file.")
     what = ""
@@ -79,7 +84,6 @@ class SaveInProgress:
         return self.target.with_name(f".{self.target.name}.{stage}-{self.identity}")
 
     def make(self) -> None:
-        """Create the directory."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir()
         self._locked.enter_context(_lock(self.path))
@@ -104,12 +108,10 @@ class SaveInProgress:
         self.release()
 
     def abandon(self) -> None:
-        """Remove what was written."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
     def release(self) -> None:
-        """Give the lock back."""
         self._locked.close()
 
 

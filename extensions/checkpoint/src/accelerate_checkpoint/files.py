@@ -67,11 +67,9 @@ class HashingFile:
         return len(view)
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
         self._file.flush()
 
     def finish(self) -> FileEntry:
-        """Have everything on the disk."""
         self.flush()
         os.fsync(self._file.fileno())
         return FileEntry(self._size, self._hash.hexdigest())
@@ -99,12 +97,10 @@ def write(path: Path, put: Callable[[HashingFile], object]) -> FileEntry:
 
 
 def write_torch(path: Path, state: Any) -> FileEntry:
-    """Write what `torch.save` makes of an object."""
     return write(path, lambda file: torch.save(state, cast(Any, file)))
 
 
 def write_text(path: Path, text: str) -> FileEntry:
-    """Write a text in UTF-8."""
     return write(path, lambda file: file.write(text.encode()))
 
 

@@ -37,12 +37,10 @@ class Source:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the manifest tells."""
         return {} if self.manifest is None else self.manifest.facts
 
     @property
     def saved_by(self) -> int:
-        """How many ranks saved it."""
         if self.manifest is not None:
             return int(self.facts.get("world_size", 1))
         return sum(1 for _ in self.directory.glob(f"{files.RNG}_*.pkl"))
@@ -54,7 +52,6 @@ class Source:
         return (self.directory / name).is_file()
 
     def read(self, name: str, *, trust: bool | None = None, **options: Any) -> Any:
-        """Read a file of torch's format."""
         if not self.has(name):
             shards = sorted(self.directory.glob("backend_*"))
             way = (

@@ -62,7 +62,6 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(entry.size for entry in self.files.values())
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate_checkpoint.directories import discard
+from accelerate_checkpoint.directories import discard, real_path
 from accelerate_checkpoint.manifest import MANIFEST, examine
 from accelerate_core.errors import CheckpointError
 
@@ -35,7 +34,6 @@ class Numbering:
 
     @property
     def automatic(self) -> bool:
-        """Whether saves are numbered."""
         return bool(self._state.project.automatic_checkpoint_naming)
 
     @property
@@ -46,7 +44,7 @@ class Numbering:
             raise CheckpointError(
                 "Automatic checkpoint naming needs a project_dir: Accelerator(project_dir=...)."
             )
-        return Path(os.path.realpath(Path(project).expanduser())) / "checkpoints"
+        return real_path(project) / "checkpoints"
 
     def next(self) -> tuple[Path, str | None]:
         """Return where to save and, as a text, why not; rank 0 chooses the number."""
@@ -82,7 +80,6 @@ class Numbering:
         return [self.root / name for name in self._state.collectives.broadcast_object(found)]
 
     def pass_over(self, directory: Path) -> None:
-        """Note that a checkpoint is damaged."""
         self._damaged.add(str(directory))
 
     def loaded(self, directory: Path) -> None:

@@ -77,7 +77,9 @@ class Preemption:
     ) -> None:
         self._state, self._wait, self._save = state, wait, save
         process = state.process
-        self._rank, self._size = process.process_index, process.num_processes
+        self._rank = process.process_index
+        # Without a store of all ranks each is asked, and leaves, by itself.
+        self._ranks = range(process.num_processes) if process.store else [self._rank]
         self._store: Any = dist.PrefixStore("preemption", process.store or dist.HashStore())
         self._asked = threading.Event()
         self._known = threading.Event()
@@ -148,7 +150,7 @@ class Preemption:
             with self._lock:
                 self._hold = self._boundaries + 1
             self._store.set(f"hold/{self._rank}", str(self._hold))
-            names = [f"hold/{rank}" for rank in range(self._size)]
+            names = [f"hold/{rank}" for rank in self._ranks]
             while not self._store.check(names):
                 time.sleep(_LOOK / 10)
             self._target = max(int(self._store.get(name)) for name in names)

@@ -48,8 +48,9 @@ def restore(state: Mapping[str, Any]) -> list[str]:
         numpy.random.set_state((name, numpy.asarray(keys, dtype="uint32"), *rest))
     missed = []
     for name, tensor in _of_devices(state):
+        device = torch.device(name)
         try:
-            torch.get_device_module(torch.device(name)).set_rng_state(tensor, torch.device(name))
+            torch.get_device_module(device).set_rng_state(tensor, device)
         except (RuntimeError, AttributeError, AssertionError, IndexError):
             missed.append(name)
     return missed

@@ -43,16 +43,11 @@ class Writer:
         try:
             yield
         except Exception as error:
-            self.failed(what, error)
-
-    def failed(self, what: str, error: Exception) -> None:
-        """Keep the first failure."""
-        if self.error is None:
-            kind = traceback.format_exception_only(error)[0].strip()
-            self.error, self.cause = f"{what}: {kind}", error
+            if self.error is None:
+                kind = traceback.format_exception_only(error)[0].strip()
+                self.error, self.cause = f"{what}: {kind}", error
 
     def torch(self, name: str, state: Any) -> None:
-        """Write what `torch.save` makes of an object."""
         path = self.directory / name
         self._write(name, state, lambda held: {name: files.write_torch(path, held)})
 
@@ -91,7 +86,6 @@ class Writer:
             self._later.append(guarded)
 
     def finish(self) -> None:
-        """Write what was put off."""
         jobs, self._later = self._later, []
         for job in jobs:
             job()

@@ -100,15 +100,12 @@ def iter_state_dict(checkpoint_file: str | Path) -> Iterator[tuple[str, torch.Te
             for name in file.keys():  # noqa: SIM118 - the handle is no mapping
                 yield name, file.get_tensor(name)
         return
-    state = _torch_load(path)
+    # Only torch's zip files can be mapped, those from before torch 1.6 cannot.
+    mapped = zipfile.is_zipfile(path)
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     # Some trainers put the weights under one key beside other things.
     inner = state.get("state_dict")
     yield from (inner if isinstance(inner, Mapping) else state).items()
-
-
-def _torch_load(path: Path) -> Any:
-    # Only torch's zip files can be mapped, those from before torch 1.6 cannot.
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
 def load_state_dict(
@@ -131,10 +128,6 @@ def load_state_dict(
     return state
 
 
-def _extent(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return a state dict whose tensors share no memory, as safetensors demands.
 
@@ -150,15 +143,15 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         if not tensor.numel():
             clean[name] = tensor.contiguous()
             continue
+        extent = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         extents = seen.setdefault(id_tensor_storage(tensor), [])
-        if _extent(tensor) in extents:
+        if extent in extents:
             continue
-        partial = tensor.nbytes != tensor.untyped_storage().nbytes()
-        copied = (
-            tensor.clone(memory_format=torch.contiguous_format) if extents or partial else tensor
-        )
-        clean[name] = copied.contiguous()
-        extents.append(_extent(tensor))
+        if extents or tensor.nbytes != tensor.untyped_storage().nbytes():
+            clean[name] = tensor.clone(memory_format=torch.contiguous_format)
+        else:
+            clean[name] = tensor.contiguous()
+        extents.append(extent)
     return clean
 
 
