@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from accelerate_core.errors import ConfigurationError
 from accelerate_tracking import TrackerHub, choice
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -88,6 +89,21 @@ def test_tensorboard_counts_the_steps_that_are_not_given(tmp_path: Path) -> None
     events = EventAccumulator(str(tmp_path / "probe"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+def test_switches_of_a_librarys_environment_are_read_as_the_core_reads_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clearml, mlflow = choice.tracker_class("clearml"), choice.tracker_class("mlflow")
+    for word in ("1", "Yes", "on"):
+        monkeypatch.setenv("MLFLOW_NESTED_RUN", word)
+        assert mlflow("probe").nested_run is True
+        assert clearml.unusable({"CLEARML_OFFLINE_MODE": word}) is None
+    monkeypatch.setenv("MLFLOW_NESTED_RUN", "off")
+    assert mlflow("probe", nested_run=True).nested_run is False
+    monkeypatch.setenv("MLFLOW_NESTED_RUN", "perhaps")
+    with pytest.raises(ConfigurationError, match="MLFLOW_NESTED_RUN='perhaps' is not a switch"):
+        mlflow("probe")
 
 
 CLEARML = """

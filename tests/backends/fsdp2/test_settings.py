@@ -51,6 +51,8 @@ def test_defaults():
         ({"state_dict_type": "full_state_dict"}, "state_dict_type", "FULL_STATE_DICT"),
         ({"transformer_cls_names_to_wrap": "A, B"}, "transformer_cls_names_to_wrap", ["A", "B"]),
         ({"cpu_offload": "true"}, "cpu_offload", True),
+        ({"cpu_offload": "on"}, "cpu_offload", True),
+        ({"reshard_after_forward": "No"}, "reshard_after_forward", False),
         ({"use_orig_params": True}, "use_orig_params", True),
         ({"state_dict_type": StateDictType.FULL_STATE_DICT}, "state_dict_type", "FULL_STATE_DICT"),
         ({"reshard_after_forward": ShardingStrategy.FULL_SHARD}, "reshard_after_forward", True),
@@ -77,6 +79,7 @@ def test_names_and_texts(given, field, value):
         ({"mixed_precision_policy": {"param_dtyp": "bf16"}}, "Did you mean 'param_dtype'"),
         ({"backward_prefetch": "SOMETIMES"}, "is not known"),
         ({"reshard_after_forward": 0}, "must be True, False or a number"),
+        ({"cpu_offload": "perhaps"}, "takes True, False or a CPUOffloadPolicy"),
         ({"min_num_parameters": 3}, "Did you mean 'min_num_params'"),
     ],
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit
+
+from accelerate_tracking.ending import limited
 
 #: How long a server may take to take a connection.
 SECONDS = 3.0
@@ -21,17 +21,12 @@ def unreachable(url: str, environ: Mapping[str, str]) -> str | None:
             parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
             break
     host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
-    answered = threading.Event()
 
     def connect() -> None:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((host, port), timeout=SECONDS),
-        ):
-            answered.set()
+        socket.create_connection((host, port), timeout=SECONDS).close()
 
-    # Looking a name up takes no time limit: hence the thread.
-    thread = threading.Thread(target=connect, name="reach", daemon=True)
-    thread.start()
-    thread.join(SECONDS)
-    return None if answered.is_set() else f"its server does not answer ({host}:{port})"
+    try:  # looking a name up takes no time limit: hence one around it
+        limited(connect, SECONDS, "reach")
+    except (OSError, ValueError):
+        return f"its server does not answer ({host}:{port})"
+    return None

@@ -81,7 +81,7 @@ class DVCLiveTracker(GeneralTracker):
         if self.resume_id is not None:
             self._options |= {"dir": self.resume_id, "resume": True}
         elif self.run_group is not None:
-            self._options["dir"] += f"/rank{self.run_group.rank}"
+            self._options["dir"] = Path(self._options["dir"], f"rank{self.run_group.rank}")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self._config = values

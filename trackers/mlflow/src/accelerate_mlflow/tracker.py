@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.config.truth import truth
+from accelerate_core.config.truth import flag
 from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, split
 
 #: What the server takes at once.
@@ -65,7 +65,7 @@ class MLflowTracker(GeneralTracker):
         self._given_id = environ.get("MLFLOW_RUN_ID") or run_id
         tags = environ.get("MLFLOW_TAGS") or tags or {}
         self.tags = json.loads(tags) if isinstance(tags, str) else dict(tags)
-        self.nested_run = bool(truth(environ.get("MLFLOW_NESTED_RUN", nested_run)))
+        self.nested_run = flag(environ, "MLFLOW_NESTED_RUN", bool(nested_run))
         self.run_name, self.description = run_name, description
         self._names: dict[str, str] = {}
 
@@ -100,7 +100,7 @@ class MLflowTracker(GeneralTracker):
         if mlflow.active_run() is not None and not self.nested_run and run_id is None:
             # There is an active run: another Accelerator's, or the script's own.
             note = {"mlflow.note.content": self.description} if self.description else {}
-            tags = {**self.tags, **note}
+            tags = self.tags | note
             run = self.client.create_run(experiment_id, tags=tags, run_name=self.run_name)
             self.active_run: Any = mlflow.ActiveRun(run)
             return
@@ -145,9 +145,7 @@ class MLflowTracker(GeneralTracker):
         now = int(time.time() * 1000)
         for values, step in entries:
             numbers, texts, _ = split(values)
-            metrics += [
-                Metric(self._key(key), value, now, step or 0) for key, value in numbers.items()
-            ]
+            metrics += [Metric(self._key(k), v, now, step or 0) for k, v in numbers.items()]
             tags |= texts
         for start in range(0, len(metrics), METRICS_AT_ONCE):
             some = metrics[start : start + METRICS_AT_ONCE]
