@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 
@@ -15,10 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from worker import PG_TIMEOUT, RANK, SIZE, case, run_cases, scratch
 
 from accelerate_core import Accelerator, ParallelismConfig
+from accelerate_core.builtin.compile import is_compiled_module
 from accelerate_core.errors import CheckpointError, ConfigurationError, PrepareError
-from accelerate_core.utils import GradientAccumulationPlugin, set_seed
+from accelerate_core.utils import GradientAccumulationPlugin, TorchDynamoPlugin, set_seed
 from accelerate_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from accelerate_deepspeed.checkpoint_files import merge
+from accelerate_deepspeed.settings import get_active_deepspeed_plugin
 from accelerate_deepspeed.zero import GatheredParameters
 
 ADAM = torch.optim.AdamW
@@ -639,6 +642,8 @@ def several_plugins_are_chosen_by_name() -> None:
     assert student.zero_optimization_stage() == 2
     accelerator.state.select_deepspeed_plugin("teacher")
     assert accelerator.deepspeed_plugin.stage == 3
+    assert get_active_deepspeed_plugin() is accelerator.deepspeed_plugin
+    assert get_active_deepspeed_plugin(accelerator.state) is accelerator.deepspeed_plugin
     teacher = accelerator.prepare(Tower(1).requires_grad_(False))
     assert teacher.zero_optimization_stage() == 3
     assert accelerator.state.get_deepspeed_plugin("student").stage == 2
@@ -696,6 +701,28 @@ def compiles_in_the_engine() -> None:
         assert model.is_compiled
         steps(model, optimizer, accelerator)
         close(whole(accelerator, model), reference(Tower(), ADAM, lr=1e-2))
+
+
+@case
+def compiles_the_blocks_of_a_model() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    expected = reference(copy.deepcopy(model), ADAM, lr=1e-2)
+    dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    accelerator = speed(zero_stage=2, dynamo_plugin=dynamo)
+    model, optimizer = accelerator.prepare(model, ADAM(model.parameters(), lr=1e-2))
+    assert [is_compiled_module(block) for block in model.module] == [True] * 3
+    assert not model.is_compiled
+    steps(model, optimizer, accelerator)
+    close(whole(accelerator, model), expected)
 
 
 @case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -16,12 +17,20 @@ from support import clean_environment
 from accelerate_core import GradScalerKwargs
 from accelerate_core.config.files import read_config
 from accelerate_core.config.lookup import Sources, resolve_settings
+from accelerate_core.contract.capabilities import lacking
 from accelerate_core.errors import CheckpointError, ConfigurationError
-from accelerate_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
+from accelerate_deepspeed import (
+    DeepSpeedBackend,
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+    HfDeepSpeedConfig,
+)
 from accelerate_deepspeed import automatic as steps
 from accelerate_deepspeed.checkpoint_files import merge
 from accelerate_deepspeed.cli import command
 from accelerate_deepspeed.optimizers import check_compiler, needs_build
+from accelerate_deepspeed.settings import get_active_deepspeed_plugin
 
 RUN = steps.RunSizes(data_ranks=2, all_ranks=2, accumulation=4, micro_batch=8)
 
@@ -104,6 +113,27 @@ def test_what_nothing_says_is_named():
 def test_bad_configs_are_refused(given, text):
     with pytest.raises(ConfigurationError, match=text):
         settled(given)
+
+
+def test_without_an_accelerator_no_plugin_is_active():
+    with pytest.raises(ValueError, match="No Accelerator with the backend deepspeed"):
+        get_active_deepspeed_plugin()
+
+
+def test_base64_may_be_longer_than_a_file_name():
+    config = {"zero_optimization": {"stage": 1}, "tensorboard": {"output_path": "x" * 300}}
+    encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    assert settled(encoded).stage == 1
+    twice = base64.urlsafe_b64encode(b'{"fp16": {}, "fp16": {}}').decode()
+    with pytest.raises(ConfigurationError, match="base64 text has 'fp16' twice"):
+        settled(twice)
+
+
+def test_a_precision_that_wants_the_loss_scaled_is_refused():
+    """DeepSpeed scales by itself, in its fp16; nobody would undo what another one scales."""
+    needs = {"autocast", "loss_scaling"}
+    assert lacking(DeepSpeedBackend.supports, "other", needs) == ["loss_scaling"]
+    assert lacking(DeepSpeedBackend.supports, "fp16", needs) == []
 
 
 def test_a_file_with_a_list_is_refused(tmp_path):
@@ -242,7 +272,7 @@ def test_an_op_that_cannot_be_compiled_says_what_to_install_or_set(monkeypatch, 
 def test_the_cpus_adam_is_compiled_once_and_says_so(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch\n"
+        "import torch, warnings\n"
         "from accelerate_core import Accelerator, DeepSpeedPlugin\n"
         "plugin = DeepSpeedPlugin(zero_stage=2, offload_optimizer_device='cpu')\n"
         "a = Accelerator(cpu=True, deepspeed_plugin=plugin)\n"
@@ -252,12 +282,18 @@ def test_the_cpus_adam_is_compiled_once_and_says_so(tmp_path):
         "groups = lambda m: [{'params': [m.weight], 'lr': 0.1, 'betas': (0.5, 0.6)},\n"
         "                    {'params': [m.bias], 'weight_decay': 0.3}]\n"
         "o, adam = (torch.optim.AdamW(groups(one), lr=0.01) for one in (m, plain))\n"
-        "m, o = a.prepare(m, o)\n"
+        "rates = torch.optim.lr_scheduler\n"
+        "made = lambda o: rates.SequentialLR(\n"
+        "    o, [rates.ConstantLR(o, 0.5), rates.ExponentialLR(o, 0.5)], milestones=[1])\n"
+        "s, falls = made(o), made(adam)\n"
+        "m, o, s = a.prepare(m, o, s)\n"
+        "warnings.filterwarnings('error', '.*lr_scheduler.*')\n"
         "for _ in range(3):\n"
         "    a.backward(m(torch.ones(1, 3)).sum())\n"
-        "    o.step()\n"
+        "    o.step(), s.step()\n"
         "    plain(torch.ones(1, 3)).sum().backward()\n"
-        "    adam.step(), adam.zero_grad()\n"
+        "    adam.step(), adam.zero_grad(), falls.step()\n"
+        "    assert [g['lr'] for g in o.param_groups] == [g['lr'] for g in adam.param_groups]\n"
         "found = a.get_state_dict(m)\n"
         "for name, value in plain.state_dict().items():\n"
         "    torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)\n"

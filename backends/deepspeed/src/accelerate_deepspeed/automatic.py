@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,7 @@ class RunSizes:
 
 
 def settle_fields(plugin: DeepSpeedPlugin) -> None:
-    """Put the plugin's fields into its config.
-
-    Raises:
-        ConfigurationError: a field and the config say different things.
-    """
+    """Put the plugin's fields into its config, which must not say something else."""
     config: HfDeepSpeedConfig = plugin.hf_ds_config
     bare = not config.config
     for field, (name, default) in _FIELDS.items():
@@ -92,8 +88,7 @@ def settle_fields(plugin: DeepSpeedPlugin) -> None:
     limit = config.get_value("gradient_clipping")
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
         raise ConfigurationError(
-            f"gradient_clipping={limit!r} ({config.where('gradient_clipping')}) takes a number of "
-            "at least 0."
+            f"{config.shown('gradient_clipping')} takes a number of at least 0."
         )
     _check_offload(config)
 
@@ -117,9 +112,8 @@ def _check_offload(config: HfDeepSpeedConfig) -> None:
             continue
         if config.stage < (least := 3 if kind == "param" or device == "nvme" else 1):
             raise ConfigurationError(
-                f"{name}={device!r} ({config.where(name)}) needs ZeRO "
-                f"{'stage 3' if least == 3 else 'stage 1, 2 or 3'}; the stage is {config.stage} "
-                f"({config.where('zero_optimization.stage')})."
+                f"{config.shown(name)} needs ZeRO stage {'3' if least == 3 else '1, 2 or 3'}; the "
+                f"stage is {config.stage} ({config.where('zero_optimization.stage')})."
             )
         if device == "nvme":
             path = config.get_value(f"{section}.nvme_path")
@@ -138,21 +132,14 @@ def accumulation_of(config: HfDeepSpeedConfig) -> int | None:
 
 
 def check_accumulation(config: HfDeepSpeedConfig, steps: Any) -> int | None:
-    """Return the accumulation steps of fields or config, which must not contradict the run's.
-
-    Args:
-        steps: value and origin of the run's.
-
-    Raises:
-        ConfigurationError: they do.
-    """
+    """Return what `accumulation_of` does; `steps`, the run's with their origin, must agree."""
     there = accumulation_of(config)
     given = steps.origin not in ("default", "backend deepspeed")
     if there is not None and given and steps.value != there:
         raise ConfigurationError(
-            f"gradient_accumulation_steps={steps.value} (from {steps.origin}) contradicts "
-            f"{there} ({config.where('gradient_accumulation_steps')}). Remove one of them, "
-            'or write "auto" in the config.'
+            f"gradient_accumulation_steps={steps.value} (from {steps.origin}) contradicts {there} "
+            f"({config.where('gradient_accumulation_steps')}). Remove one of them, or write "
+            '"auto" in the config.'
         )
     return there
 
@@ -182,10 +169,7 @@ def own_precision(config: HfDeepSpeedConfig) -> tuple[str, str] | None:
 
 
 def settle_precision(
-    config: HfDeepSpeedConfig,
-    wanted: str,
-    origin: str,
-    scaling: GradScalerKwargs | None = None,
+    config: HfDeepSpeedConfig, wanted: str, origin: str, scaling: GradScalerKwargs | None = None
 ) -> bool:
     """Resolve precision; return whether DeepSpeed does it, and the core does not.
 
@@ -195,9 +179,6 @@ def settle_precision(
 
     Args:
         scaling: how the user wants losses scaled, None if nothing was said.
-
-    Raises:
-        ConfigurationError: contradictions, and what DeepSpeed gets wrong.
     """
     own = own_precision(config)
     asked = own is not None
@@ -240,8 +221,8 @@ def _settle_scale(config: HfDeepSpeedConfig, scaling: GradScalerKwargs | None, a
         asked: the config itself has switched fp16 on. What it leaves out is then DeepSpeed's
             default; else it is as with the core's scaler, which comes down at each overflow.
     """
-    given = {} if scaling is None else scaling.to_kwargs()
     wanted = scaling or GradScalerKwargs()
+    given = wanted.to_kwargs()
     for field, only in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
         if given.get(field, only) != only:
             raise ConfigurationError(
@@ -264,15 +245,15 @@ def _settle_scale(config: HfDeepSpeedConfig, scaling: GradScalerKwargs | None, a
     if static not in (None, AUTO, 0) and given.keys() & {"init_scale", "growth_interval"}:
         raise ConfigurationError(
             f"GradScalerKwargs({', '.join(sorted(given))}) contradicts the static scale "
-            f"fp16.loss_scale={static} ({config.where('fp16.loss_scale')}). Remove one of them."
+            f"{config.shown('fp16.loss_scale')}. Remove one of them."
         )
     for key, (value, field) in settings.items():
         name = f"fp16.{key}"
         there = config.get_value(name, AUTO)
         if there != AUTO and field in given and not _same(value, there):
             raise ConfigurationError(
-                f"GradScalerKwargs({field}={given[field]}) contradicts {name}={there} "
-                f'({config.where(name)}). Remove one of them, or write "auto" in the config.'
+                f"GradScalerKwargs({field}={given[field]}) contradicts {config.shown(name)}. "
+                'Remove one of them, or write "auto" in the config.'
             )
         if config.is_auto(name) or (not config.has(name) and (field in given or not asked)):
             why = f"{field} of GradScalerKwargs" if field in given else "as the core's scaler"
@@ -285,35 +266,25 @@ def _settle_scale(config: HfDeepSpeedConfig, scaling: GradScalerKwargs | None, a
 
 
 def settle_batches(config: HfDeepSpeedConfig, run: RunSizes) -> None:
-    """Resolve the three batch sizes, of which each follows from the other two.
-
-    Raises:
-        ConfigurationError: they contradict each other.
-    """
+    """Resolve the three batch sizes, of which each follows from the other two."""
     micro_name, total_name = "train_micro_batch_size_per_gpu", "train_batch_size"
-    steps_name = "gradient_accumulation_steps"
     micro, total = (_whole(config, name) for name in (micro_name, total_name))
-    config.set_value(steps_name, run.accumulation, run.accumulation_origin)
+    config.set_value("gradient_accumulation_steps", run.accumulation, run.accumulation_origin)
     each = run.accumulation * run.data_ranks
-    if micro is None and total is not None and run.micro_batch is None:
-        if total % each:
-            raise ConfigurationError(
-                f"{total_name}={total} ({config.where(total_name)}) is no multiple of "
-                f"{run.accumulation} accumulation steps ({run.accumulation_origin}) x "
-                f"{run.data_ranks} ranks."
-            )
-        micro = total // each
-        config.set_value(micro_name, micro, f"{total_name} / steps / ranks")
-    elif micro is None:
-        micro = run.micro_batch or 1
-        why = "the loader's batch size" if run.micro_batch else "no loader was prepared with it"
+    steps = f"{run.accumulation} accumulation steps ({run.accumulation_origin}) x {run.data_ranks} ranks"
+    if micro is None:
+        micro, why = run.micro_batch, "the loader's batch size"
+        if micro is None and total is not None:
+            if total % each:
+                raise ConfigurationError(f"{config.shown(total_name)} is no multiple of {steps}.")
+            micro, why = total // each, f"{total_name} / steps / ranks"
+        elif micro is None:
+            micro, why = 1, "no loader was prepared with it"
         config.set_value(micro_name, micro, why)
-    if total is not None and total != micro * each:
+    if total not in (None, micro * each):
         raise ConfigurationError(
-            f"{total_name}={total} ({config.where(total_name)}) is not {micro_name}={micro} "
-            f"({config.where(micro_name)}) x {run.accumulation} accumulation steps "
-            f"({run.accumulation_origin}) x {run.data_ranks} ranks = {micro * each}. "
-            f'Write "auto" for {total_name}.'
+            f"{config.shown(total_name)} is not {config.shown(micro_name)} x {steps} = "
+            f'{micro * each}. Write "auto" for {total_name}.'
         )
     why = config.where(total_name) if total is not None else "micro-batch x steps x ranks"
     config.set_value(total_name, micro * run.accumulation * run.all_ranks, why)
@@ -324,9 +295,7 @@ def _whole(config: HfDeepSpeedConfig, name: str) -> int | None:
     if value in (None, AUTO):
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(
-            f"{name}={value!r} ({config.where(name)}) takes a whole number of at least 1."
-        )
+        raise ConfigurationError(f"{config.shown(name)} takes a whole number of at least 1.")
     return value
 
 
@@ -335,20 +304,19 @@ def _whole(config: HfDeepSpeedConfig, name: str) -> int | None:
 
 def settle_sizes(config: HfDeepSpeedConfig, model: Any) -> None:
     """Resolve the bucket sizes of stage 3 by the model's hidden size."""
-    names: dict[str, Callable[[int], int]] = {
-        "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,
-        "zero_optimization.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
-        "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
-    }
     hidden = hidden_size(model)
-    for name, size in names.items():
-        if not config.is_auto(name):
-            continue
-        if hidden is None:
+    square = hidden * hidden if hidden is not None else 0
+    for key, size in (
+        ("reduce_bucket_size", square),
+        ("stage3_prefetch_bucket_size", int(0.9 * square)),
+        ("stage3_param_persistence_threshold", 10 * (hidden or 0)),
+    ):
+        name = f"zero_optimization.{key}"
+        if config.is_auto(name) and hidden is None:
             config.del_config_sub_tree(name)
             config.because[name] = "left to DeepSpeed: the model's config has no hidden_size"
-        else:
-            config.set_value(name, size(hidden), f"from the model's hidden size of {hidden}")
+        elif config.is_auto(name):
+            config.set_value(name, size, f"from the model's hidden size of {hidden}")
 
 
 def hidden_size(model: Any) -> int | None:
@@ -371,9 +339,6 @@ def settle_optimizer(
     Args:
         data_ranks: by how many a stand-in's numbers of steps are divided, unless batches are
             split among the ranks.
-
-    Raises:
-        ConfigurationError: two of one kind, or a stand-in for nothing.
     """
     dummy = optimizer if isinstance(optimizer, DummyOptim) else None
     makes = dummy is not None and dummy.optimizer_callable is not None
@@ -440,11 +405,7 @@ _ITS_OWN = ("data_types.", "expert_parallel.", "elasticity.", "autotuning.", "te
 
 
 def settle_rest(config: HfDeepSpeedConfig) -> None:
-    """Refuse what is still "auto".
-
-    Raises:
-        ConfigurationError: by name.
-    """
+    """Refuse what is still "auto"."""
     for name in config.autos():
         if not name.startswith(_ITS_OWN):
             raise ConfigurationError(
@@ -457,15 +418,15 @@ def settle_engine(config: HfDeepSpeedConfig, prepared: bool) -> None:
     name = "managed_gradient_accumulation"
     if config.is_true(name):
         raise ConfigurationError(
-            f"{name}=true ({config.where(name)}) lets DeepSpeed count micro-batches; here the "
-            "loop says when to step. Leave it out."
+            f"{config.shown(name)} lets DeepSpeed count micro-batches; here the loop says when to "
+            "step. Leave it out."
         )
     config.set_value(name, False, "the loop says when to step")
     overlap = "zero_optimization.overlap_comm"
     if config.stage == 1 and config.is_true(overlap):
         raise ConfigurationError(
-            f"{overlap}=true ({config.where(overlap)}) cannot be with stage 1 and a loop that "
-            "says when to step; use stage 2, or leave it out."
+            f"{config.shown(overlap)} cannot be with stage 1 and a loop that says when to step; "
+            "use stage 2, or leave it out."
         )
     if prepared and not config.has("zero_allow_untested_optimizer"):
         config.set_value("zero_allow_untested_optimizer", True, "an optimizer was prepared")

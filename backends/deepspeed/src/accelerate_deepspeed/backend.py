@@ -38,7 +38,6 @@ from accelerate_deepspeed.sequence import TransformersUlysses
 from accelerate_deepspeed.settings import (
     DeepSpeedPlugin,
     DeepSpeedSequenceParallelConfig,
-    set_active,
     tell_transformers,
 )
 
@@ -142,8 +141,8 @@ class DeepSpeedBackend(Backend):
         there = config.get_value(name)
         if isinstance(there, int) and there > 1 and there != tensor:
             raise ConfigurationError(
-                f"tp_size={tensor} of parallelism_config contradicts {name}={there} "
-                f"({config.where(name)}). Remove one of them."
+                f"tp_size={tensor} of parallelism_config contradicts {config.shown(name)}. Remove "
+                "one of them."
             )
         if tensor > 1:
             config.set_value(name, tensor, "tp_size of parallelism_config")
@@ -167,8 +166,8 @@ class DeepSpeedBackend(Backend):
         scatter = "zero_optimization.reduce_scatter"
         if config.stage == 3 and config.is_false(scatter):
             raise ConfigurationError(
-                f"{scatter}=false ({config.where(scatter)}) at stage 3 with sp_size adds up the "
-                "gradients of small buckets and averages those of large ones: leave it out."
+                f"{config.shown(scatter)} at stage 3 with sp_size adds up the gradients of small "
+                "buckets and averages those of large ones: leave it out."
             )
         if tensor > 1:
             raise ConfigurationError("sp_size and tp_size cannot both be above 1 with DeepSpeed.")
@@ -235,9 +234,7 @@ class DeepSpeedBackend(Backend):
         tell_transformers(self.plugin)
         sizes = accelerator.parallelism_config
         if sizes.sp_size > 1:
-            index = sizes.coordinates(accelerator.process_index)["sp"]
-            self._ulysses = TransformersUlysses(sizes.sp_size, index, sizes.sp_handler)
-        set_active(self)
+            self._ulysses = TransformersUlysses(sizes, accelerator.process_index)
 
     def on_free(self, accelerator: AcceleratorView) -> None:
         """Destroy the engines: their hooks hold them, whoever lets go of them."""
@@ -260,13 +257,11 @@ class DeepSpeedBackend(Backend):
 
     def init_model_context(self, accelerator: AcceleratorView) -> AbstractContextManager[Any]:
         """Shard parameters while models are made, with stage 3 and `zero3_init_flag`."""
+        context: AbstractContextManager[Any] = nullcontext()
         if self.plugin.is_zero3_init_enabled():
             config = self.plugin.hf_ds_config.known_by_now().config
-            context: AbstractContextManager[Any] = self._deepspeed.zero.Init(
-                config_dict_or_path=config
-            )
-            return context
-        return nullcontext()
+            context = self._deepspeed.zero.Init(config_dict_or_path=config)
+        return context
 
     def classify(self, accelerator: AcceleratorView, obj: Any) -> str | None:
         """Recognise the stand-ins."""
@@ -290,10 +285,11 @@ class DeepSpeedBackend(Backend):
                     context = partial(super().autocast, accelerator, job.model.value, settings)
                     wrap_forward(job.model.value, context, accelerator.upcast_outputs)
                 continue
-            mpu = None
+            groups = None
             if self._ulysses is not None:
-                mpu = self._ulysses.register(job.model.value, self._micro_batch(sizes))
-            engine = make_engine(accelerator, self._deepspeed, self.plugin, job, sizes, mpu)
+                config = self.plugin.hf_ds_config
+                groups = self._ulysses.register(job.model.value, config, sizes.micro_batch)
+            engine = make_engine(accelerator, self._deepspeed, self.plugin, job, sizes, groups)
             if accelerator.dynamo_plugin.enabled:
                 _compile(engine, accelerator.dynamo_plugin)
             if engine.optimizer is not None and hasattr(engine, "basic_optimizer"):
@@ -330,18 +326,6 @@ class DeepSpeedBackend(Backend):
             accumulation_origin=origin,
             micro_batch=micro_batch(loaders, self.plugin.is_train_batch_min, parts),
         )
-
-    def _micro_batch(self, sizes: automatic.RunSizes) -> int:
-        """Return the batch size that Ulysses has to know before."""
-        name = "train_micro_batch_size_per_gpu"
-        there = self.plugin.hf_ds_config.get_value(name)
-        size = there if isinstance(there, int) else sizes.micro_batch
-        if size is None:
-            raise ConfigurationError(
-                "sp_size with DeepSpeed needs the batch size beforehand: prepare the loader "
-                f"together with the model, or set {name} in the DeepSpeed config."
-            )
-        return size
 
     def unwrap_model(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
         """Return the module inside of the engine."""
@@ -396,7 +380,7 @@ class DeepSpeedBackend(Backend):
     ) -> None:
         """Multiply each rank's part of the gradients."""
         for model in models:
-            one = self.engines.of_model(model)
+            one = self.engines.of(model)
             if one is not None:
                 one.scale(factor)
 
@@ -476,7 +460,7 @@ class DeepSpeedBackend(Backend):
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Step the engine; False if gradients overflowed."""
-        one = self.engines.of_optimizer(optimizer)
+        one = self.engines.of(optimizer)
         if one is None:
             return super().optimizer_step(accelerator, optimizer, closure)
         if closure is not None:
@@ -488,7 +472,7 @@ class DeepSpeedBackend(Backend):
 
     def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
         """Drop gradients that no step has used; a step has cleared its own."""
-        one = self.engines.of_optimizer(optimizer)
+        one = self.engines.of(optimizer)
         if one is None:
             super().zero_grad(accelerator, optimizer, set_to_none)
         else:

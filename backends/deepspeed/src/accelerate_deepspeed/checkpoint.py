@@ -201,11 +201,7 @@ def _universal(
 
 
 def to_universal(source: Path, target: Path, workers: int = 1) -> None:
-    """Convert an engine's files to DeepSpeed's universal form, which any number of ranks reads.
-
-    Raises:
-        CheckpointError: a file is damaged or holds strange objects, or the stage is 0.
-    """
+    """Convert an engine's files to DeepSpeed's universal form, which any number of ranks reads."""
     for path in sorted(source.glob("*.pt")):
         check_file(path)
     if not list(source.glob("*_optim_states.pt")):

@@ -163,6 +163,10 @@ class HfDeepSpeedConfig:
         """Say where a value comes from."""
         return self.because.get(ds_key_long, f"{ds_key_long} of {self.origin}")
 
+    def shown(self, ds_key_long: str) -> str:
+        """Say what a value is and where it comes from."""
+        return f"{ds_key_long}={self.get_value(ds_key_long)!r} ({self.where(ds_key_long)})"
+
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
         """Remove a value or a section.
 
@@ -238,6 +242,6 @@ class HfDeepSpeedConfig:
         value = self.get_value(name)
         if value not in (None, AUTO) and value not in allowed:
             raise ConfigurationError(
-                f"{name}={value!r} ({self.where(name)}) is not known; allowed are "
-                f"{listing(allowed)}.{did_you_mean(str(value), map(str, allowed))}"
+                f"{self.shown(name)} is not known; allowed are {listing(allowed)}."
+                f"{did_you_mean(str(value), map(str, allowed))}"
             )

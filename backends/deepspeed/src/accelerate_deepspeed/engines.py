@@ -11,7 +11,7 @@ import math
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class TrainedEngine:
         #: A backward has run since the last step.
         self.dirty = False
         self._finished = False
-        self._norm: torch.Tensor | None = None
+        self._norm: Any = None
         self._clip: float | None = None
         #: DeepSpeed's work at the end of a backward has been done.
         self.backward_ended = False
@@ -71,13 +71,11 @@ class TrainedEngine:
             self._carried = {key: list(group) for key, group in averaged.items() if group}
         self.dirty, self._finished, self._norm = True, False, None
 
-    @contextmanager
-    def joined(self) -> Iterator[None]:
+    def joined(self) -> AbstractContextManager[None]:
         """Let another engine's backward, of a loss that is scaled already, run through this one."""
         # Stage 0 takes part in no other engine's backward by itself, and the others ask for a scale.
         name = "_manual_backward_expected" if self.stage else "_running_engine_backward"
-        with _set(self.engine, name, True):
-            yield
+        return _set(self.engine, name, True)
 
     def settle(self) -> None:
         """End a backward that went through this engine, also where DeepSpeed lost count.
@@ -171,11 +169,11 @@ class TrainedEngine:
                 stack.enter_context(_set(optimizer, "clip_grad", self._clip))
             if (norm := self._norm) is not None and not getattr(optimizer, "use_muon", False):
                 # The step takes the norm that was measured for the user.
-                if self.stage in (1, 2) and hasattr(optimizer, "scaled_global_norm"):
-                    found = _set(optimizer, "scaled_global_norm", lambda norm_type=2: norm)
-                    stack.enter_context(found)
-                elif self.stage == 3 and hasattr(optimizer, "_get_norm_groups"):
-                    stack.enter_context(_set(optimizer, "_get_norm_groups", lambda: [norm]))
+                name, told = "scaled_global_norm", norm
+                if self.stage == 3:
+                    name, told = "_get_norm_groups", [norm]
+                if self.stage > 0 and hasattr(optimizer, name):
+                    stack.enter_context(_set(optimizer, name, lambda *_: told))
             engine.step()
         self._cleared()
         return bool(engine.was_step_applied())
@@ -237,7 +235,7 @@ class TrainedEngine:
             )
         return [grad for grad in found if grad is not None]
 
-    def _measure(self) -> torch.Tensor:
+    def _measure(self) -> Any:
         optimizer = self.engine.optimizer
         if self.stage == 0:
             # In fp32: scaled ones overflow fp16.
@@ -252,13 +250,13 @@ class TrainedEngine:
         if self.stage == 3:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
-            return _tensor(combine_grad_norm_groups(optimizer._get_norm_groups()))
+            return combine_grad_norm_groups(optimizer._get_norm_groups())
         if not hasattr(optimizer, "scaled_global_norm"):
             raise ConfigurationError(
                 f"DeepSpeed's {type(optimizer).__name__} measures gradients in its step only: set "
                 "gradient_clipping in the config instead of calling clip_grad_norm_."
             )
-        return _tensor(optimizer.scaled_global_norm())
+        return optimizer.scaled_global_norm()
 
     def _largest(self) -> torch.Tensor:
         parts = [grad for grad in self._parts("The largest gradient") if grad.numel()]
@@ -314,17 +312,12 @@ class Engines:
             stack: list[Any] = getattr(offload, "FWD_MODULE_STACK", [])
             stack[:] = [module for module in stack if module is not engine.module]
 
-    def of_optimizer(self, optimizer: Any) -> TrainedEngine | None:
-        """Return the engine an optimizer was made for."""
+    def of(self, held: Any) -> TrainedEngine | None:
+        """Return the engine that is, or holds, a prepared model, its module or its optimizer."""
         for one in self.trained:
-            if optimizer is one.engine.optimizer or optimizer is one.engine.basic_optimizer:
-                return one
-        return None
-
-    def of_model(self, model: Any) -> TrainedEngine | None:
-        """Return the engine of a prepared model or of the module inside."""
-        for one in self.trained:
-            if model is one.engine or model is one.engine.module:
+            engine = one.engine
+            parts = (engine, engine.module, engine.optimizer, engine.basic_optimizer)
+            if any(held is part for part in parts):
                 return one
         return None
 
@@ -373,9 +366,6 @@ def agree_on_scale(engines: Sequence[TrainedEngine]) -> None:
     """Give engines that one loss goes through one scale: a static one, else the smallest.
 
     Gradients that are there already are brought to it.
-
-    Raises:
-        ConfigurationError: two engines have different static scales.
     """
     if len({one.loss_scale for one in engines}) <= 1:
         return
@@ -390,10 +380,6 @@ def agree_on_scale(engines: Sequence[TrainedEngine]) -> None:
         if one.dirty:
             one.scale(torch.tensor(scale / one.loss_scale))
         one.engine.optimizer.loss_scale = scale
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
 
 
 def _as_it_is(grad: Any) -> Any:

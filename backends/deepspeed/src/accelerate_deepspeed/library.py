@@ -6,24 +6,20 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import pydantic
 import torch
 import torch.distributed as dist
 
-from accelerate_core.errors import (
-    ConfigurationError,
-    MissingPluginError,
-    did_you_mean,
-    listing,
-)
+from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean, listing
 from accelerate_deepspeed.config import AUTO, HfDeepSpeedConfig
 
 _groups_at_first: dict[str, Any] = {}
 _connected: list[Any] = []
-_own_variables: list[str] = []
+#: Variables of ours that last from `connect` to `disconnect`.
+_variables = ExitStack()
 
 
 def load(device: torch.device) -> Any:
@@ -95,9 +91,8 @@ def connect(accelerator: Any) -> Any:
     from deepspeed.utils import groups
 
     # Stage 3 reads it at each forward; torchrun and every launcher set it.
-    if "LOCAL_RANK" not in os.environ:
-        os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
-        _own_variables.append("LOCAL_RANK")
+    rank = str(accelerator.local_process_index)
+    _variables.enter_context(_environment({"LOCAL_RANK": rank}))
     if not _groups_at_first:
         for name, value in vars(groups).items():
             if not name.startswith("__") and isinstance(value, dict | bool | int | None):
@@ -124,8 +119,7 @@ def connect(accelerator: Any) -> Any:
 
 def disconnect() -> None:
     """Take back what `connect` put into the environment."""
-    while _own_variables:
-        os.environ.pop(_own_variables.pop(), None)
+    _variables.close()
 
 
 # --- its own checks of a config -------------------------------------------------------------------
@@ -143,11 +137,7 @@ _LOOSE = {
 
 
 def check_sections(config: HfDeepSpeedConfig) -> None:
-    """Check the sections of a config with DeepSpeed's own models of them.
-
-    Raises:
-        ConfigurationError: an unknown key, or a value that cannot be.
-    """
+    """Check keys and values of a config's sections with DeepSpeed's own models of them."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -204,20 +194,14 @@ def _check_section(config: HfDeepSpeedConfig, section: str, model: Any) -> None:
             fields = model.model_fields.items()
             known = [one for key, info in fields for one in (key, info.alias) if one]
             text = f"DeepSpeed has no such setting.{did_you_mean(name, known)}"
-        raise ConfigurationError(
-            f"{section}.{name}={first.get('input')!r} "
-            f"({config.where(f'{section}.{name}')}): {text.rstrip('.')}."
-        ) from None
+        shown = f"{section}.{name}={first.get('input')!r} ({config.where(f'{section}.{name}')})"
+        raise ConfigurationError(f"{shown}: {text.rstrip('.')}.") from None
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigurationError(f"{section} of {config.origin}: {error}") from None
 
 
 def check_disks(config: HfDeepSpeedConfig) -> None:
-    """Refuse offload to nvme where the library that writes is missing.
-
-    Raises:
-        ConfigurationError: with what to install.
-    """
+    """Refuse offload to nvme where the library that writes is missing."""
     for kind in ("optimizer", "param"):
         name = f"zero_optimization.offload_{kind}.device"
         if config.get_value(name) != "nvme":
@@ -226,7 +210,7 @@ def check_disks(config: HfDeepSpeedConfig) -> None:
 
         if not AsyncIOBuilder().is_compatible(verbose=False):
             raise ConfigurationError(
-                f"{name}='nvme' ({config.where(name)}) needs DeepSpeed's op async_io, which "
-                "cannot be compiled here: install libaio with its headers (Debian: apt install "
-                "libaio-dev) and a C++ compiler, or offload to the CPU."
+                f"{config.shown(name)} needs DeepSpeed's op async_io, which cannot be compiled "
+                "here: install libaio with its headers (Debian: apt install libaio-dev) and a C++ "
+                "compiler, or offload to the CPU."
             )

@@ -94,11 +94,7 @@ _WAY_OUT = (
 
 
 def for_offload(config: HfDeepSpeedConfig, optimizer: Any) -> Any:
-    """Return the optimizer for state that is kept on the CPU: DeepSpeed's, unless told not to.
-
-    Raises:
-        ConfigurationError: DeepSpeed has none of that kind, or cannot compile it here.
-    """
+    """Return the optimizer for state that is kept on the CPU: DeepSpeed's, unless told not to."""
     its_own = type(optimizer).__name__.startswith("DeepSpeedCPU")
     if its_own or not _offloads(config) or config.is_false("zero_force_ds_cpu_optimizer"):
         return optimizer
@@ -156,11 +152,7 @@ def _offloads(config: HfDeepSpeedConfig) -> bool:
 
 
 def check_compiler(op: str) -> None:
-    """Refuse an op that is not built yet where it cannot be.
-
-    Raises:
-        ConfigurationError: with what to install.
-    """
+    """Refuse an op that is not built yet where it cannot be."""
     if _built(op):
         return
     lacking = []

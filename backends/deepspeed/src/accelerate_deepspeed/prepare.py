@@ -39,11 +39,7 @@ class Job:
 
 
 def assign(plan: Any) -> list[Job]:
-    """Match a plan's optimizers with models by their parameters, schedulers with optimizers.
-
-    Raises:
-        PrepareError: an optimizer is of no model of this call, of several, or a model has two.
-    """
+    """Match a plan's optimizers with models by their parameters, schedulers with optimizers."""
     jobs = [Job(entry) for entry in plan.of_kind("model")]
     owners = {id(p): job for job in jobs for p in job.model.value.parameters()}
     by_optimizer: dict[int, Job] = {}
@@ -119,7 +115,7 @@ def make_engine(
     plugin: DeepSpeedPlugin,
     job: Job,
     run: automatic.RunSizes,
-    mpu: Any = None,
+    groups: Any = None,
 ) -> Any:
     """Build the engine of one model and put it, its optimizer and its schedulers into the plan."""
     config = HfDeepSpeedConfig(plugin.hf_ds_config)
@@ -155,7 +151,7 @@ def make_engine(
                 config=config.config,
                 optimizer=given,
                 model_parameters=parameters,
-                mpu=mpu,
+                mpu=groups,
                 dist_init_required=False,
             )
     except (AssertionError, pydantic.ValidationError) as error:
@@ -189,11 +185,7 @@ def make_engine(
 
 
 def _mark_leaves(deepspeed: Any, model: nn.Module, names: Collection[str]) -> None:
-    """Make the modules of these classes units that are gathered whole, such as experts.
-
-    Raises:
-        ConfigurationError: the model has no module of such a class.
-    """
+    """Make the modules of these classes units that are gathered whole, such as experts."""
     classes = {type(module).__name__: type(module) for module in model.modules()}
     for name in names:
         if name not in classes:

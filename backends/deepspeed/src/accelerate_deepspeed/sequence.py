@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from accelerate_core import ParallelismConfig
 from accelerate_core.errors import ConfigurationError
+from accelerate_deepspeed.config import HfDeepSpeedConfig
 from accelerate_deepspeed.settings import DeepSpeedSequenceParallelConfig
 
 
@@ -19,27 +21,35 @@ class TransformersUlysses:
     Ranks of one `sp` group read the same samples; each computes on its part of the tokens.
     """
 
-    def __init__(self, size: int, index: int, handler: DeepSpeedSequenceParallelConfig) -> None:
-        self.size, self.index = size, index
-        self.handler = handler
+    def __init__(self, sizes: ParallelismConfig, rank: int) -> None:
+        self.size, self.index = sizes.size("sp"), sizes.coordinates(rank)["sp"]
+        self.handler: DeepSpeedSequenceParallelConfig = sizes.sp_handler
         #: Transformers' own attention, and the state of DeepSpeed's module, while it is laid around.
         self._before: tuple[Any, dict[str, Any]] | None = None
 
-    def register(self, model: Any, micro_batch: int) -> Any:
+    def register(self, model: Any, config: HfDeepSpeedConfig, micro_batch: int | None) -> Any:
         """Lay Ulysses around the model's attention and return DeepSpeed's groups.
 
-        Raises:
-            ConfigurationError: no Transformers, or the model or its heads do not fit.
+        Args:
+            micro_batch: samples per rank and forward, where the config has none.
         """
+        name = "train_micro_batch_size_per_gpu"
+        there = config.get_value(name)
+        batch = there if isinstance(there, int) else micro_batch
+        if batch is None:
+            raise ConfigurationError(
+                "sp_size with DeepSpeed needs the batch size beforehand: prepare the loader "
+                f"together with the model, or set {name} in the DeepSpeed config."
+            )
         if importlib.util.find_spec("transformers") is None:
             raise ConfigurationError(
                 "sp_size with DeepSpeed is laid around the attention of Transformers, which is not "
                 "installed: pip install transformers, or use the backend fsdp2, which shares the "
                 "sequence of any model."
             )
-        config: Any = getattr(model, "config", None)
-        heads = getattr(config, "num_attention_heads", None)
-        if heads is None or not hasattr(config, "_attn_implementation"):
+        its: Any = getattr(model, "config", None)
+        heads = getattr(its, "num_attention_heads", None)
+        if heads is None or not hasattr(its, "_attn_implementation"):
             raise ConfigurationError(
                 f"sp_size with DeepSpeed is for models of Transformers; {type(model).__name__} has "
                 "no such config. The backend fsdp2 shares the sequence of any model."
@@ -49,10 +59,10 @@ class TransformersUlysses:
                 f"sp_size={self.size} does not divide the model's {heads} attention heads."
             )
         asked = self.handler.sp_attn_implementation
-        if config._attn_implementation != asked:
+        if its._attn_implementation != asked:
             raise ConfigurationError(
                 f"sp_attn_implementation={asked!r}, and the model computes attention with "
-                f"{config._attn_implementation!r}: load it with attn_implementation={asked!r}."
+                f"{its._attn_implementation!r}: load it with attn_implementation={asked!r}."
             )
         import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -69,7 +79,7 @@ class TransformersUlysses:
             model_name_or_path=model,
             core_attn_implementation=asked,
             sequence_parallel_size=self.size,
-            micro_batch_size=micro_batch,
+            micro_batch_size=batch,
             seq_length=self.handler.sp_seq_length,
             seq_length_is_variable=self.handler.sp_seq_length_is_variable,
         )
@@ -93,8 +103,7 @@ class TransformersUlysses:
         tensors with that second size are cut, too. `labels` become `shift_labels`, since the label
         of a part's last token is in the next part.
         """
-        for batch in batches:
-            yield self._part(batch)
+        yield from map(self._part, batches)
 
     def _part(self, batch: Any) -> Any:
         if not isinstance(batch, Mapping) or "input_ids" not in batch:

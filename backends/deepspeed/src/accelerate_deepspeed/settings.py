@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal, get_args
 
-from accelerate_core import BackendSettings, option, settings
-from accelerate_core.errors import ConfigurationError
+from accelerate_core import AcceleratorState, BackendSettings, option, settings
+from accelerate_core.errors import ConfigurationError, RuntimeConflictError
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 
 _Device = Literal["none", "cpu", "nvme"]
@@ -228,26 +227,15 @@ def tell_transformers(plugin: DeepSpeedPlugin | None) -> None:
         theirs.unset_hf_deepspeed_config()
 
 
-#: The backend whose plugin library code asks for, without an Accelerator at hand.
-_active: list[weakref.ref[Any]] = []
-
-
-def set_active(backend: Any) -> None:
-    """Note the backend that `get_active_deepspeed_plugin` answers for."""
-    _active[:] = [weakref.ref(backend)]
-
-
 def get_active_deepspeed_plugin(state: Any = None) -> DeepSpeedPlugin:
     """Return the plugin in use: that of an Accelerator's state, or of the newest Accelerator.
 
     Raises:
-        ValueError: no Accelerator runs with DeepSpeed.
+        ValueError: it does not run with DeepSpeed, or there is none.
     """
-    if state is not None:
-        found: DeepSpeedPlugin | None = getattr(state, "deepspeed_plugin", None)
-    else:
-        backend = _active[0]() if _active else None
-        found = backend.plugin if backend is not None else None
+    found: DeepSpeedPlugin | None = None
+    with suppress(RuntimeConflictError):
+        found = getattr(AcceleratorState() if state is None else state, "deepspeed_plugin", None)
     if found is None:
         raise ValueError("No Accelerator with the backend deepspeed is there.")
     return found
