@@ -142,7 +142,7 @@ class Trainer:
             schedule: makes a scheduler of the optimizer.
         """
         accelerator = accelerator or ctx.accelerator(**arguments)
-        net = net or Net(seed + accelerator.process_index)
+        net = Net(seed + accelerator.process_index) if net is None else net
         made = [net, optimizer(net.parameters())]
         made += [schedule(made[1])] if schedule else []
         return cls(ctx, accelerator, *accelerator.prepare(*made))
