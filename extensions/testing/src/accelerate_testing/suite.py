@@ -127,7 +127,7 @@ class TrackerSuite(_Suite):
 
 
 class LauncherSuite(_Suite):
-    """The suite of a launcher, which starts two processes of this machine."""
+    """The suite of a launcher, which starts two processes of this machine, programs or functions."""
 
     kind = "launcher"
 

@@ -142,7 +142,7 @@ class Trainer:
             schedule: makes a scheduler of the optimizer.
         """
         accelerator = accelerator or ctx.accelerator(**arguments)
-        net = net or Net(seed + accelerator.process_index)
+        net = Net(seed + accelerator.process_index) if net is None else net
         made = [net, optimizer(net.parameters())]
         made += [schedule(made[1])] if schedule else []
         return cls(ctx, accelerator, *accelerator.prepare(*made))
@@ -253,8 +253,9 @@ class ResumableTrainer(Trainer):
         """Train until so many batches of the epoch were seen, in one loop over the loader."""
         self._left = self._left or iter(self.loader)
         while self.done < until:
+            batch = next(self._left)
             with self.accelerator.accumulate(self.model):
-                self.step(loss_of(self.model, next(self._left)))
+                self.step(loss_of(self.model, batch))
             self.done += 1
 
     def load(self, target: str | None = None, **how: Any) -> str:

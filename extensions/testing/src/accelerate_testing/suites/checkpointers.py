@@ -57,10 +57,10 @@ class Training(ResumableTrainer):
         self.count = Count()
         self.accelerator.register_for_checkpointing(self.count)
 
-    def go_on(self, until: int) -> None:
-        """Train on, and count."""
-        self.count.seen += max(until - self.done, 0)
-        super().go_on(until)
+    def step(self, loss: torch.Tensor, *metric: float) -> None:
+        """Step, and count."""
+        super().step(loss, *metric)
+        self.count.seen += 1
 
     def told(self) -> dict[str, Any]:
         """Return a copy of all that has to be as in the run that was not stopped."""
