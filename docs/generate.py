@@ -247,7 +247,7 @@ _RESERVED = ("always", "multi_process")
 def known_packages() -> str:
     """Return, as JSON, what each package of ours brings, read from its metadata and its settings.
 
-    `plugins/catalog.py` says what the tables mean, and adds what nothing declares.
+    `plugins/catalog.py` says what the tables mean, `planned.toml` adds what nothing declares.
     """
     kinds = {group.rpartition(".")[2]: kind for group, kind in discovery.GROUPS.items()}
     names: dict[str, dict[str, str]] = {kind: {} for kind in kinds.values()}
@@ -284,16 +284,26 @@ def known_packages() -> str:
             for table, entry in _options(pkgutil.resolve_name(target), name):
                 found[table][entry] = extra
         extensions = points.get("extensions", {}).values()
+        of_the_core = {variable for setting in CORE_SETTINGS for variable in setting.env}
         for name, target in points.get("triggers", {}).items():
             if name.startswith("ACCELERATE_USE_"):
                 found["VARIABLES"][name] = extra
                 found["SWITCHES"][name.removeprefix("ACCELERATE_").lower()] = extra
-            elif target in extensions and name.isupper():
+            elif target in extensions and name.isupper() and name not in of_the_core:
                 found["VARIABLES"][name] = extra
             elif name.endswith("_config") and name not in _ARGUMENTS:
                 found["SECTIONS"][name] = extra
             elif name.isidentifier() and name.islower() and name not in _RESERVED:
                 found["ARGUMENTS"][name] = extra
+    added = tomllib.loads((ROOT / "docs" / "planned.toml").read_text(encoding="utf-8"))
+    for extra, planned in added.pop("lends").items():
+        found["EXPORTS"] |= dict.fromkeys(planned, extra)
+    libraries = added.pop("probes")["libraries"]
+    found["PROBES"] |= {f"is_{name}_available": name for name in libraries}
+    for kind, others in added.pop("NAMES").items():
+        names[kind] |= others
+    for table, entries in added.items():
+        found[table] |= entries
     made = {"NAMES": names, "SUMMARIES": summaries, **found}
     return json.dumps(made, indent=2, sort_keys=True)
 

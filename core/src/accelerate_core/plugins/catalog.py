@@ -1,8 +1,7 @@
 """Known packages outside the core: the one place that turns a missing plugin into a pip command.
 
-Most tables are generated into `known_packages.json` from what our packages declare (`make docs`).
-Written here is what no package can declare: names of packages that are planned, and words of the
-peer's that mean one of them.
+Most tables are generated into `known_packages.json` (`make docs`) from what our packages declare, and
+from `docs/planned.toml`. Written here are words of the peer's.
 """
 
 from __future__ import annotations
@@ -39,62 +38,11 @@ PROBES: dict[str, str]
 #: Command -> its line in the help.
 SUMMARIES: dict[str, str]
 
-#: The peer's names that a planned package will lend.
-_PLANNED = {
-    "megatron": """
-        MegatronLMPlugin AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep
-        MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronEngine
-        MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper
-        add_model_config_to_megatron_parser avg_losses_across_data_parallel_group
-        gather_across_data_parallel_groups megatron_lm_initialize
-        megatron_lm_prepare_data_loader megatron_lm_prepare_model_optimizer_scheduler
-        megatron_lm_prepare_optimizer megatron_lm_prepare_scheduler
-    """,
-    "xla": """
-        install_xla prepare_tpu
-    """,
-    "fp8": """
-        AORecipeKwargs TERecipeKwargs MSAMPRecipeKwargs FP8RecipeKwargs FP8BackendType
-        convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers
-        torchao_required apply_fp8_autowrap contextual_fp8_autocast convert_model
-        has_transformer_engine_layers
-    """,
-}
-
-#: Libraries that scripts ask for by a probe of that name.
-_PROBED = """amdsmi boto3 datasets deepspeed import_timer matplotlib msamp numpy pandas peft pynvml
-    pytest rich sagemaker schedulefree timm torch_xla torchao torchdata torchvision tqdm
-    transformer_engine transformers triton"""
-
-#: What is added to the generated tables: planned packages, and other names for those there are.
-_ADDED_NAMES = {
-    "backend": {"fsdp": "fsdp2", "megatron": "megatron", "megatron_lm": "megatron", "xla": "xla"},
-    "precision": {"fp8": "fp8"},
-    "command": {"tpu-config": "xla"},
-}
-_ADDED: dict[str, dict[str, str]] = {
-    "ARGUMENTS": {"megatron_lm_plugin": "megatron"},
-    "VARIABLES": {"ACCELERATE_USE_MEGATRON_LM": "megatron"},
-    "SECTIONS": {"megatron_lm_config": "megatron", "fp8_config": "fp8"},
-    "EXPORTS": {name: extra for extra, names in _PLANNED.items() for name in names.split()},
-    "PROBES": {
-        **{f"is_{name}_available": name for name in _PROBED.split()},
-        "is_fp8_available": "accelerate_fp8",
-        "is_lomo_available": "lomo_optim",
-        "is_megatron_lm_available": "megatron.core",
-        "is_transformer_engine_mxfp8_available": "transformer_engine",
-    },
-}
-
 
 @functools.cache
 def _tables() -> dict[str, dict[str, Any]]:
     file = resources.files(__package__).joinpath("known_packages.json")
     made: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    for kind, names in _ADDED_NAMES.items():
-        made["NAMES"][kind] |= names
-    for table, entries in _ADDED.items():
-        made[table] |= entries
     return made
 
 
