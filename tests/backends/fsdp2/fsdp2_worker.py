@@ -63,7 +63,7 @@ def half_precision_is_that_of_ddp() -> None:
 @case
 def bf16_is_reduced_in_fp32() -> None:
     accelerator = fsdp(mixed_precision="bf16")
-    policy = accelerator.fsdp_plugin.precision_policy("bf16")
+    policy = accelerator.fsdp_plugin.precision_policy(torch.bfloat16)
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert accelerator.distributed_type == "FSDP"
     assert accelerator.is_fsdp2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from dummies import distribution, run
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -24,8 +27,8 @@ def test_defaults():
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
     assert plugin.state_dict_type == "SHARDED_STATE_DICT"
-    assert plugin.precision_policy("no") == MixedPrecisionPolicy()
-    half = plugin.precision_policy("fp16")
+    assert plugin.precision_policy(torch.float32) == MixedPrecisionPolicy()
+    half = plugin.precision_policy(torch.float16)
     assert (half.param_dtype, half.reduce_dtype) == (torch.float16, torch.float32)
     assert type(plugin.offload_policy(CPU)) is OffloadPolicy
 
@@ -93,7 +96,7 @@ def test_policies():
         mixed_precision_policy={"param_dtype": "bf16", "reduce_dtype": "torch.bfloat16"},
         cpu_offload=CPUOffloadPolicy(),
     )
-    policy = plugin.precision_policy("no")
+    policy = plugin.precision_policy(torch.float32)
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.bfloat16)
     offload = plugin.offload_policy(CPU)
     assert isinstance(offload, CPUOffloadPolicy)
@@ -153,3 +156,36 @@ def test_one_process_shards_too(tmp_path):
         assert not torch.equal(prepared.weight.full_tensor(), before)
         accelerator.load_state(tmp_path / "state")
         assert torch.equal(prepared.weight.full_tensor(), before)
+
+
+PRECISION = """
+import torch
+from accelerate_core import Precision
+
+class Halved(Precision):
+    name = "halved"
+    api_version = (1, 0)
+    compute_dtype = torch.bfloat16
+"""
+
+
+def test_layers_compute_in_what_a_strangers_precision_says(tmp_path: Path) -> None:
+    distribution(tmp_path, "halved", PRECISION, {"precisions": {"halved": "Halved"}})
+    code = """
+    import torch
+    from accelerate_core import Accelerator
+    class Sees(torch.nn.Linear):
+        def forward(self, x):
+            self.seen = str(self.weight.dtype)
+            return super().forward(x)
+    seen = []
+    for precision in ("no", "halved"):
+        accelerator = Accelerator(cpu=True, backend="fsdp2", mixed_precision=precision)
+        model = accelerator.prepare(Sees(4, 4))
+        model(torch.ones(2, 4))
+        seen.append(accelerator.unwrap_model(model).seen)
+        accelerator.end_training()
+    out(seen)
+    """
+
+    assert run(tmp_path, code) == ["torch.float32", "torch.bfloat16"]

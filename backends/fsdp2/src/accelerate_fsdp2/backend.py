@@ -302,7 +302,7 @@ class FSDP2Backend(Backend):
         units.check_groups(model, groups, set(ignored.values()))
         arguments: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": self.options.precision_policy(accelerator.mixed_precision),
+            "mp_policy": self.options.precision_policy(accelerator.precision.compute_dtype),
             "offload_policy": self.options.offload_policy(accelerator.device),
             "ignored_params": set(ignored.values()),
         }

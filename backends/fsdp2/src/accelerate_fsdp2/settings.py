@@ -219,14 +219,13 @@ class FullyShardedDataParallelPlugin(BackendSettings):
             raise _unknown(f"state_dict_type={value!r} is not offered", text, _STATE)
         return text
 
-    def precision_policy(self, mixed_precision: str) -> MixedPrecisionPolicy:
+    def precision_policy(self, compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
         """Return the dtypes: those given, else parameters in the run's precision, reduced in fp32."""
         if isinstance(self.mixed_precision_policy, MixedPrecisionPolicy):
             return self.mixed_precision_policy
-        dtype = _DTYPES.get(mixed_precision)
-        if dtype is None or dtype is torch.float32:
+        if compute_dtype is torch.float32:
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
 
     def offload_policy(self, device: torch.device) -> OffloadPolicy:
         """Return where shards live; pinned memory needs an accelerator."""
