@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from operator import attrgetter
@@ -42,3 +43,15 @@ def attribute(path: str, doc: str, *, settable: bool = False) -> Any:
         setattr(attrgetter(holder)(self), name, value)
 
     return property(attrgetter(path), write if settable else None, doc=doc)
+
+
+def shared(part: str, declared: Any) -> Any:
+    """Return the property that is one of a part's class, with its docstring."""
+    name = declared.fget.__name__
+    return attribute(f"{part}.{name}", declared.__doc__, settable=declared.fset is not None)
+
+
+def setting(holder: str, cls: Any, name: str, *, settable: bool = False) -> Any:
+    """Return the property that is a field of a settings object, with its help text."""
+    (help_text,) = (f.metadata["description"] for f in dataclasses.fields(cls) if f.name == name)
+    return attribute(f"{holder}.{name}", help_text, settable=settable)

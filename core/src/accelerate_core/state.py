@@ -297,12 +297,8 @@ class AcceleratorState(PartialState):
 
 class _CurrentGradientState(type(_GradientState)):  # type: ignore[misc]
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        user = runtimes.current_user()
-        return (
-            user.gradient_state
-            if user is not None and not args and not kwargs
-            else _GradientState()
-        )
+        user = None if args or kwargs else runtimes.current_user()
+        return _GradientState(*args, **kwargs) if user is None else user.gradient_state
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _GradientState)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,7 @@ from accelerate_core.contract.parts import Checkpointer, RunParts, Tracking
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.data.prepare import skip_first_batches
 from accelerate_core.data.rng import check_rng_types
-from accelerate_core.delegation import attribute, method
+from accelerate_core.delegation import attribute, method, setting, shared
 from accelerate_core.distributed import failures
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
@@ -47,6 +48,8 @@ from accelerate_core.prepare.prepared import Prepared
 from accelerate_core.state import AcceleratorState, ProcessVerbs, absent_attribute
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loop import TrainingLoop
+
+_LOADING = partial(setting, "dataloader_config", DataLoaderConfiguration)
 
 
 class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
@@ -158,6 +161,8 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             self.precision.check(self)
             agree(self._process, built.facts())
             self._make_parts(log_with)
+            if built.unasked:
+                self.note_once(built.unasked)
             self._plugins.call_each("on_start", accelerator=self)
             parts = self._process, self._training, self._prepared, self._saving, self._tracking
             self._saving.attach(RunParts(self, *parts, self.end_training))
@@ -250,29 +255,12 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     optimizers: list[Any] = attribute("_prepared.optimizers", "The prepared optimizers.")
     schedulers: list[Any] = attribute("_prepared.schedulers", "The prepared schedulers.")
     loaders: list[Any] = attribute("_prepared.loaders", "The prepared loaders.")
-    split_batches: bool = attribute(
-        "dataloader_config.split_batches", "Whether a loader's batch size is the global one."
-    )
-    dispatch_batches: bool | None = attribute(
-        "dataloader_config.dispatch_batches",
-        "Whether one rank reads and sends; None: for iterable datasets.",
-    )
-    even_batches: bool = attribute(
-        "dataloader_config.even_batches",
-        "Whether samples are repeated so that every rank has equal batches.",
-        settable=True,
-    )
-    use_seedable_sampler: bool = attribute(
-        "dataloader_config.use_seedable_sampler",
-        "Whether shuffling is a function of seed and epoch alone.",
-    )
-    non_blocking: bool = attribute(
-        "dataloader_config.non_blocking", "Whether batches are copied to the device asynchronously."
-    )
-    use_stateful_dataloader: bool = attribute(
-        "dataloader_config.use_stateful_dataloader",
-        "Whether torchdata's StatefulDataLoader is used.",
-    )
+    split_batches: bool = _LOADING("split_batches")
+    dispatch_batches: bool | None = _LOADING("dispatch_batches")
+    even_batches: bool = _LOADING("even_batches", settable=True)
+    use_seedable_sampler: bool = _LOADING("use_seedable_sampler")
+    non_blocking: bool = _LOADING("non_blocking")
+    use_stateful_dataloader: bool = _LOADING("use_stateful_dataloader")
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders; return them in the same order.
@@ -285,6 +273,11 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             PrepareError: a model would be left that does not train as asked.
         """
         result = run.prepare(self._prepared, args, device_placement)
+        never = self.backend.reduces_gradients == "never" and self.num_processes > 1
+        if self._prepared.optimizers and never:
+            self.note_once(
+                f"Each rank trains a model of its own: {self.backend.name!r} never reduces."
+            )
         if self._prepared.optimizers and self._built.parts["checkpointer"] is None:
             self.note_once(f"This run cannot be saved: {why_without('checkpointer')}")
         return result[0] if len(result) == 1 else tuple(result)
@@ -324,15 +317,9 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         "Whether gradients are synchronised, and optimizers stepped, now.",
         settable=True,
     )
-    gradient_accumulation_steps: int = attribute(
-        "_training.gradient_accumulation_steps", "Micro-batches per optimizer step.", settable=True
-    )
-    optimizer_step_was_skipped: bool = attribute(
-        "_training.optimizer_step_was_skipped", "Whether the last step was left out: an overflow."
-    )
-    has_lomo_optimizer: bool = attribute(
-        "_training.has_lomo_optimizer", "Whether an optimizer steps inside backward."
-    )
+    gradient_accumulation_steps: int = shared("_training", TrainingLoop.gradient_accumulation_steps)
+    optimizer_step_was_skipped: bool = shared("_training", TrainingLoop.optimizer_step_was_skipped)
+    has_lomo_optimizer: bool = shared("_training", TrainingLoop.has_lomo_optimizer)
     accumulate = method("_training", TrainingLoop.accumulate)
     no_sync = method("_training", TrainingLoop.no_sync)
     trigger_sync_in_backward = method("_training", TrainingLoop.trigger_sync_in_backward)
@@ -366,14 +353,12 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
 
     # --- checkpoints --------------------------------------------------------------------------
 
-    checkpointer: Any = attribute("_saving.checkpointer", "The part that saves and loads.")
+    checkpointer: Any = shared("_saving", Saving.checkpointer)
     project_dir: Any = attribute("project_configuration.project_dir", "Root of checkpoints.")
     save_iteration: int = attribute(
         "project_configuration.iteration", "Number of the next automatic checkpoint."
     )
-    preemption_requested: bool = attribute(
-        "_saving.preemption_requested", "Whether a signal has come that ends the run after a step."
-    )
+    preemption_requested: bool = shared("_saving", Saving.preemption_requested)
 
     @property
     def should_save_model(self) -> bool:

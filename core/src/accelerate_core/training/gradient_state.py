@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -22,6 +22,7 @@ class Served:
     whole: int | None = None
 
 
+@dataclass(eq=False, repr=False)
 class GradientState:
     """Gradient accumulation settings, and the open loaders, of one Accelerator.
 
@@ -36,30 +37,26 @@ class GradientState:
     was abandoned. Loaders are held by weak references.
     """
 
-    def __init__(
-        self,
-        num_steps: int | None = 1,
-        adjust_scheduler: bool = True,
-        sync_with_dataloader: bool = True,
-        sync_each_batch: bool = False,
-    ) -> None:
-        self.sync_gradients = True
-        #: How often gradients have been computed.
-        self.backwards = 0
-        #: How often a prepared optimizer was stepped.
-        self.steps = 0
-        #: Called by a loader when the body of its loop has run; None costs nothing.
-        self.loop_body_end: Callable[[], None] | None = None
-        #: Called with a loader and what reading from it raised, where a plugin may have made it.
-        self.read_failed: Callable[[Any, BaseException], None] | None = None
-        #: Called by a loader before it reads a batch, where a cycle may begin with it.
-        self.before_cycle: Callable[[], None] | None = None
-        self.num_steps = num_steps or 1
-        self.adjust_scheduler = adjust_scheduler
-        self.sync_with_dataloader = sync_with_dataloader
-        self.sync_each_batch = sync_each_batch
-        self._open: list[tuple[weakref.ref[Any], Served]] = []
-        self._touched: Served | None = None
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    sync_gradients: bool = field(default=True, init=False)
+    #: How often gradients have been computed.
+    backwards: int = field(default=0, init=False)
+    #: How often a prepared optimizer was stepped.
+    steps: int = field(default=0, init=False)
+    #: Called by a loader when the body of its loop has run; None costs nothing.
+    loop_body_end: Callable[[], None] | None = field(default=None, init=False)
+    #: Called with a loader and what reading from it raised, where a plugin may have made it.
+    read_failed: Callable[[Any, BaseException], None] | None = field(default=None, init=False)
+    #: Called by a loader before it reads a batch, where a cycle may begin with it.
+    before_cycle: Callable[[], None] | None = field(default=None, init=False)
+    _open: list[tuple[weakref.ref[Any], Served]] = field(default_factory=list, init=False)
+    _touched: Served | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_steps = self.num_steps or 1
 
     def __repr__(self) -> str:
         return (
