@@ -18,6 +18,8 @@ class Reticent(Backend):
     """Trains as one process does, and keeps its gradients to itself."""
 
     name = "reticent"
+    api_version = (1, 0)
+    reduces_gradients = "never"
     supports = {"gradients": False}
 
 

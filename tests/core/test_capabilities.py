@@ -14,11 +14,16 @@ from accelerate_core import Backend, Precision
 class Narrow(Backend):
     name = "narrow"
     api_version = (1, 0)
+    reduces_gradients = "never"
     supports = {"accepts": ("autocast",), "precisions": ("own",)}
 
-class Usual(Backend):
-    name = "usual"
+class Mute(Backend):
+    name = "mute"
     api_version = (1, 0)
+
+class Usual(Mute):
+    name = "usual"
+    reduces_gradients = "never"
 
 class Declares(Usual):
     name = "declares"
@@ -71,9 +76,10 @@ else:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("capabilities")
+    backends = ("Narrow", "Mute", "Usual", "Declares", "Misdeclares")
     names = ("Layers", "Own", "Silent", "Misspelt")
     groups = {
-        "backends": {name.lower(): name for name in ("Narrow", "Usual", "Declares", "Misdeclares")},
+        "backends": {name.lower(): name for name in backends},
         "precisions": {name.lower(): name for name in names},
     }
     distribution(root, "capable", CODE, groups)
@@ -126,8 +132,8 @@ else:
         ("ddp", 2, "", ["backward"]),
         ("fsdp2", 2, "", ["backward"]),
         ("deepspeed", 2, "", ["engine"]),
-        ("usual", 2, "PluginError", ["usual", "dummy-capable 1.0", "does not say when gradients"]),
-        ("usual", 3, "PluginError", ["3 process(es)", "'backward', 'step', 'engine', 'never'"]),
+        ("mute", 1, "PluginError", ["mute", "dummy-capable 1.0", "reduces_gradients=None"]),
+        ("mute", 3, "PluginError", ["'backward': when", "'step': when", "'engine': ", "'never': "]),
         ("misdeclares", 1, "PluginError", ["'steps'", "Did you mean 'step'?"]),
     ],
 )
@@ -138,7 +144,3 @@ def test_when_gradients_are_reduced_is_said_or_asked_for(
     found, text = run(root, code)
     assert found == kind, text
     assert [word for word in said if word not in text] == []
-
-
-def test_one_process_runs_a_backend_that_does_not_say(root: Path) -> None:
-    assert run(root, TRY.format(backend="usual", precision="no", dynamo=None)) == ["", ""]

@@ -19,6 +19,7 @@ def not_running(monkeypatch: pytest.MonkeyPatch) -> None:
 class OnDevices(Backend):
     name = "on_devices"
     api_version = (1, 0)
+    reduces_gradients = "never"
     supports = {"devices": ("cuda", "xpu")}
 
     def init_process_group(self, accelerator, start):
@@ -30,6 +31,7 @@ class OnDevices(Backend):
 class OnCpu(Backend):
     name = "on_cpu"
     api_version = (1, 0)
+    reduces_gradients = "never"
     supports = {"devices": ("cpu",)}
 
 

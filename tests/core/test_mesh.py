@@ -11,6 +11,7 @@ from accelerate_core.utils import TorchTensorParallelPlugin
 
 class Meshed(Backend):
     name = "meshed"
+    api_version = (1, 0)
     reduces_gradients = "never"
     supports = {"mesh": ("dp_shard", "tp")}
 

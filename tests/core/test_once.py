@@ -38,6 +38,7 @@ class Halves(Backend):
 
     name = "halves"
     api_version = (1, 0)
+    reduces_gradients = "never"
     needs_group = True
     size = 2
 

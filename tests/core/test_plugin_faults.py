@@ -13,6 +13,7 @@ from accelerate_core import Backend, BackendSettings, Claim, Precision, settings
 class Raises(Backend):
     name = "raises"
     api_version = (1, 0)
+    reduces_gradients = "never"
     @classmethod
     def detect(cls, request):
         raise KeyError("boom")
@@ -44,6 +45,7 @@ class NotANumber(Raises):
 class Faulty(Backend):
     name = "faulty"
     api_version = (1, 0)
+    reduces_gradients = "never"
     at = ""
     @classmethod
     def detect(cls, request):
@@ -75,6 +77,7 @@ class Nearly(Precision):
 class Init(Backend):
     name = "init"
     api_version = (1, 0)
+    reduces_gradients = "never"
     def __init__(self, *arguments):
         raise ValueError("boom")
 
@@ -85,6 +88,7 @@ class Nothing:
 class Mine(Backend):
     name = "mine"
     api_version = (1, 0)
+    reduces_gradients = "never"
     @settings
     class Settings(BackendSettings):
         chunk_mb: int = 25
@@ -95,6 +99,8 @@ class Mine(Backend):
 class Extension:
     name = "extra"
     api_version = (1, 0)
+    def on_end(self, accelerator):
+        pass
 """
 
 TRY = """
@@ -136,8 +142,11 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize(
     "variable", ["TRY_RAISES", "TRY_NOCLAIM", "TRY_EXITS", "TRY_LEAVES", "TRY_HIGH", "TRY_NAN"]
 )
-def test_who_cannot_answer_is_passed_over_and_listed(root, variable):
-    assert run(root, TRY.format(arguments={}), {variable: "1"}) == ["", "single"]
+def test_who_cannot_answer_what_a_variable_asks_is_named_and_listed(root, variable):
+    kind, text = run(root, TRY.format(arguments={}), {variable: "1"})
+    assert kind == "PluginError"
+    assert "(dummy-" in text
+    assert run(root, TRY.format(arguments={"backend": "single"}), {variable: "1"}) == ["", "single"]
     listed = run(
         root,
         """
@@ -156,7 +165,10 @@ def test_who_cannot_answer_is_passed_over_and_listed(root, variable):
 
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
-    [("init", "ValueError", "hook '__init__'"), ("nothing", "PluginError", "no accelerate_core")],
+    [
+        ("init", "ValueError", "hook '__init__'"),
+        ("nothing", "PluginError", "no subclass of"),
+    ],
 )
 def test_who_is_asked_for_by_name_is_named(root, name, kind, words):
     got, text = run(root, TRY.format(arguments={"backend": name}))

@@ -36,6 +36,7 @@ def fifty(tmp_path_factory: pytest.TempPathFactory) -> Path:
             api_version = (1, 0)
             @classmethod
             def detect(cls, request): return Claim(0, "extension{index}")
+            def on_end(self, accelerator): pass
         """
         groups = {"extensions": {f"e{index}": "E"}, "triggers": {f"DUMMY_EXTENSION{index}": "E"}}
         dummies.distribution(root, f"extension{index}", code, groups)
@@ -79,25 +80,27 @@ def test_a_trigger_imports_its_plugin_and_no_other(fifty: Path) -> None:
     assert imported == ["dummy_backend3", "dummy_extension2"]
 
 
-def test_a_broken_plugin_is_listed_and_harms_nobody(fifty: Path) -> None:
+def test_a_broken_plugin_is_listed_and_harms_who_asks_for_it(fifty: Path) -> None:
     code = (
         FAIL
         + f"""
 from accelerate_core import Accelerator
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import rows
-a = Accelerator()
+asked = attempt(Accelerator)
 row = next(r for r in rows(planned_run(os.environ)) if r["name"] == "broken")
 named = attempt(lambda: Accelerator(backend="broken"))
-out([a.backend.name, row["state"], row["because"], named, {IMPORTED}])
+other = Accelerator(backend="single").backend.name
+out([asked, row["state"], row["because"], named, other, {IMPORTED}])
 """
     )
     env = {"ACCELERATE_USE_BROKEN": "1"}
-    name, state, because, named, imported = dummies.run(fifty, code, env)
-    assert (name, state) == ("single", "broken")
+    asked, state, because, named, other, imported = dummies.run(fifty, code, env)
+    assert (state, other) == ("broken", "single")
     assert "no library here" in because
-    assert named[0] == "PluginError"
-    assert "dummy-broken 1.0" in named[1]
+    for said in (asked, named):
+        assert said[0] == "PluginError"
+        assert "dummy-broken 1.0" in said[1]
     assert imported == []
 
 
@@ -130,6 +133,8 @@ def test_every_kind_of_trigger_fires(tmp_path: Path) -> None:
         from accelerate_core import Backend, Claim
         class Plugin(Backend):
             name = "{name}"
+            api_version = (1, 0)
+            reduces_gradients = "never"
             @classmethod
             def detect(cls, request):
                 import sys
@@ -205,7 +210,9 @@ leaf = torch.ones((), requires_grad=True)
 c.backward(leaf * 2)
 result["none"] = [str(leaf.grad)]
 os.environ["NEXT"] = "1"
-result["next triggered"] = [Accelerator().backend.name]
+result["next triggered"] = attempt(Accelerator)
+os.environ["NEXT"] = "no"
+result["next not wanted"] = [Accelerator().backend.name]
 os.environ["LEFT"] = os.environ["RIGHT"] = "1"
 result["tie"] = attempt(Accelerator)
 result["settled"] = make("right")
@@ -222,6 +229,7 @@ out(result)
     [
         ("older", "PluginVersionError", ["older (dummy-older 1.0)", "0.9", "upgrade dummy-older"]),
         ("next", "PluginVersionError", ["next (dummy-next 1.0)", "2.0", "upgrade accelerate-core"]),
+        ("next triggered", "PluginVersionError", ["next (dummy-next 1.0)", "2.0"]),
         ("unsaid", "PluginError", ["states no api_version"]),
         ("misspelt", "PluginError", ["backwards"]),
         ("wrongarg", "PluginError", ["modle"]),
@@ -244,10 +252,10 @@ def test_a_newer_minor_version_works(quarrel: dict[str, list[str]]) -> None:
     assert quarrel["newer"] == ["fine", "newer"]
 
 
-def test_a_version_that_does_not_fit_is_passed_over_where_nobody_named_it(
+def test_a_version_that_does_not_fit_harms_nobody_who_does_not_ask_for_it(
     quarrel: dict[str, list[str]],
 ) -> None:
-    assert quarrel["next triggered"] == ["single"]
+    assert quarrel["next not wanted"] == ["single"]
 
 
 def test_a_tie_is_settled_by_name(quarrel: dict[str, list[str]]) -> None:

@@ -35,6 +35,7 @@ class Plain(Backend):
 
     name = "plain"
     api_version = (1, 0)
+    reduces_gradients = "never"
 
 
 # --- a model of a provider ------------------------------------------------------------------------
@@ -359,6 +360,7 @@ class Recipe(KwargsHandler):
 
 class WithRecipe(Precision):
     name = "with_recipe"
+    api_version = (1, 0)
     handlers = (Recipe,)
 
 
@@ -390,6 +392,7 @@ class Boxed(torch.Tensor):
 
 class Boxing(Precision):
     name = "boxing"
+    api_version = (1, 0)
     needs = frozenset({"subclasses"})
 
     def convert(self, model: nn.Module) -> nn.Module:

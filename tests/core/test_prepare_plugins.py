@@ -17,6 +17,8 @@ class Recorder(Backend):
     """Writes down which stage runs when; replaces all parameters in `convert`."""
 
     name = "recorder"
+    api_version = (1, 0)
+    reduces_gradients = "never"
 
     def __init__(self, settings: Any = None, handlers: Any = ()) -> None:
         super().__init__(settings, handlers)
@@ -151,6 +153,8 @@ class Token:
 
 class Classifies(Backend):
     name = "classifies"
+    api_version = (1, 0)
+    reduces_gradients = "never"
 
     def classify(self, obj: Any) -> str | None:
         return "optimizer" if isinstance(obj, Token) else None
@@ -172,6 +176,8 @@ class VendorKwargs(KwargsHandler):
 
 class Vendor(Backend):
     name = "vendor"
+    api_version = (1, 0)
+    reduces_gradients = "never"
     handlers = (VendorKwargs,)
 
 

@@ -433,6 +433,7 @@ class Replacing(Backend):
 
     name = "replacing"
     api_version = (1, 0)
+    reduces_gradients = "never"
 
     def prepare_model(self, model):
         model.weight = torch.nn.Parameter(model.weight.detach().clone())
@@ -453,6 +454,7 @@ def test_an_optimizer_prepared_before_its_model_is_rebound():
 class Forgetful(Backend):
     name = "forgetful"
     api_version = (1, 0)
+    reduces_gradients = "never"
 
     def prepare_model(self, model):
         pass

@@ -334,7 +334,7 @@ def test_what_is_no_file_of_text(kind: str, tmp_path: Path) -> None:
             pytest.skip("this user may read everything")
     else:
         file.write_bytes("debug: ä".encode("latin-1") if kind == "latin" else bytes(range(256)))
-        said = ("codec can.t decode byte",) if kind == "latin" else ("config file",)
+        said = ("codec can't decode byte",) if kind == "latin" else ("config file",)
     _clear(["launch", "--config_file", str(file), str(tmp_path / "s.py")], said)
 
 
@@ -397,5 +397,5 @@ def _taken_or_refused(text: str) -> None:
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00debug")
-    with pytest.raises(AccelerateError, match="byte 0 is 0xff"):
+    with pytest.raises(AccelerateError, match="codec can't decode byte 0xff"):
         read_config(tmp_path / "c.yaml")

@@ -172,6 +172,8 @@ class Halo(BackendSettings):
 
 class Plugin(Backend):
     name = "halo"
+    api_version = (1, 0)
+    reduces_gradients = "never"
     Settings = Halo
     @classmethod
     def detect(cls, request):

@@ -13,6 +13,7 @@ from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.data.batch import gather_samples
 from accelerate_core.distributed import collectives, tree
 from accelerate_core.distributed.communicator import Communicator
+from accelerate_core.errors import PluginError
 from accelerate_core.training.gradient_state import GradientState
 
 
@@ -30,7 +31,15 @@ class Collectives:
     ) -> None:
         hooks = accelerator.hooks
 
-        def communicator(scope: Scope, shard: tuple[int, int]) -> Communicator:
+        def communicator(scope: Scope, shard: Any) -> Communicator:
+            match shard:
+                case (int(index), int(count)) if 0 <= index < count:
+                    pass
+                case _:
+                    raise PluginError(
+                        f"{scope}_shard of backend {accelerator.backend.name!r} returned {shard!r}; it is "
+                        "(index, count) with 0 <= index < count."
+                    )
             return Communicator(
                 rank=shard[0],
                 size=shard[1],

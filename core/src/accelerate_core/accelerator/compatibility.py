@@ -53,10 +53,8 @@ def _mesh_of(backend: Any, processes: int) -> ParallelismConfig:
 
 def check_needs(precision: Any, record: PluginRecord) -> None:
     """Hold a precision to its declaration: what it does and does not declare goes wrong elsewhere."""
-    label = f"The precision plugin {record.label}"
-    if not isinstance(precision, Precision):
-        raise PluginError(f"{label} is no accelerate_core.Precision.")
-    check_words(precision.needs, label, "needs")
+    label = f"the precision plugin {record.label}"
+    check_words(precision, precision.needs, NEEDS, f"needs of {label}")
     own = type(precision)
     for method, words in (
         ("autocast", ("autocast",)),

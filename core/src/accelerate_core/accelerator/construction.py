@@ -19,6 +19,7 @@ from accelerate_core.accelerator.compatibility import (
     parallelism,
 )
 from accelerate_core.backend import Backend
+from accelerate_core.backend.precision import Precision
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.handlers import (
     DataLoaderConfiguration,
@@ -31,12 +32,12 @@ from accelerate_core.config.lookup import Sources, resolve_core, resolve_setting
 from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.schema import settings_fields
-from accelerate_core.contract.capabilities import check_reduces_gradients
+from accelerate_core.contract.capabilities import check_declarations
 from accelerate_core.contract.topology import Topology
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.distributed import process
 from accelerate_core.distributed.process import Runtime
-from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
     PluginRecord,
@@ -48,7 +49,7 @@ from accelerate_core.plugins.discovery import (
 from accelerate_core.plugins.manager import PARTS, ActivePlugins, Part, blame_methods, blaming
 from accelerate_core.plugins.selection import (
     Request,
-    Selection,
+    Strength,
     check_arguments,
     check_owners,
     select,
@@ -77,6 +78,8 @@ class Construction:
     dynamo: TorchDynamoPlugin
     parallelism: ParallelismConfig | None
     timeout: timedelta | None
+    #: What to tell about a backend that runs without having been asked for.
+    unasked: str = ""
 
     def explain(self) -> str:
         """Tell every value in force and where it came from, one per line."""
@@ -147,13 +150,12 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
         wanted = Because(given["backend"], "constructor argument backend")
     selection = select("backend", request, wanted).settled()
     record = selection.record
-    _check_backend(selection)
-    if selection.plugin.Settings is not None:
-        fields = settings_fields(selection.plugin.Settings, owner=record.name)
+    if (has := getattr(selection.plugin, "Settings", None)) is not None:
+        fields = settings_fields(has, owner=record.name)
         warn_near_misses(environ, [name for field in fields for name in field.env])
     maker = _Maker(given, sources, arguments.sort_handlers(given["kwargs_handlers"]))
     backend = maker.make(record, selection.plugin, selection.because)
-    check_reduces_gradients(backend, record.label, topology.num_processes)
+    check_declarations(backend, f"the backend plugin {record.label}")
     with blaming("core_defaults", record):
         defaults = {**backend.core_defaults(), "parallelism_config": None}
     detected = {name: Because(v, f"backend {record.name}") for name, v in defaults.items()}
@@ -197,6 +199,11 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
         handlers=maker.handlers,
         timeout=arguments.timeout(values["process_group_timeout"].value, group),
     )
+    if selection.active[0].asked is Strength.DETECTED and "always" in record.triggers:
+        made.unasked = (
+            f"The backend {record.label} is active without having been asked for: {selection.because}. "
+            f"ACCELERATE_DISABLED_PLUGINS={record.name} keeps it out."
+        )
     check_supported(backend, record, precision, values, dynamo, made.parallelism)
     return made
 
@@ -211,16 +218,6 @@ def _warn_of_unknown_plugins(environ: Mapping[str, str]) -> None:
         )
 
 
-def _check_backend(selection: Selection) -> None:
-    plugin: Any = selection.plugin
-    cls = plugin if isinstance(plugin, type) else type(plugin)
-    if not issubclass(cls, Backend):
-        raise PluginError(
-            f"The backend plugin {selection.record.label} is no accelerate_core.Backend but "
-            f"{plugin!r}: let the class be a subclass."
-        )
-
-
 @dataclass
 class _Maker:
     """Makes plugins with the settings that constructor, environment and file have for them."""
@@ -228,7 +225,9 @@ class _Maker:
     given: Mapping[str, Any]
     sources: Sources
     handlers: dict[type, Any]
-    plugins: ActivePlugins = field(default_factory=lambda: ActivePlugins(Backend))
+    plugins: ActivePlugins = field(
+        default_factory=lambda: ActivePlugins({"backend": Backend, "precision": Precision})
+    )
     settings: dict[str, dict[str, Because]] = field(default_factory=dict)
 
     def make(self, record: PluginRecord, plugin: Any, because: str) -> Any:

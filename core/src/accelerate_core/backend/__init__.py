@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
-from accelerate_core.backend.precision import mark_hooks
 from accelerate_core.backend.step import StepHooks
 from accelerate_core.config.parallelism import JOINT
 from accelerate_core.contract.capabilities import NEEDS
@@ -64,7 +63,8 @@ class Backend(StepHooks, TorchCollectives):
     """
 
     name: ClassVar[str]
-    api_version: ClassVar[tuple[int, int]] = API_VERSION
+    #: Of the contract it was written for; every plugin says its own.
+    api_version: ClassVar[tuple[int, int]]
     reduces_gradients: ClassVar[Literal["backward", "step", "engine", "never"]]
     supports: ClassVar[Mapping[str, Any]] = {}
     owns: ClassVar[frozenset[str]] = frozenset()
@@ -90,11 +90,6 @@ class Backend(StepHooks, TorchCollectives):
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         self.settings = settings
         self.given_handlers = tuple(handlers)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # An override without the marker would silently not be a hook.
-        mark_hooks(cls)
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
@@ -451,5 +446,6 @@ class SingleProcess(Backend):
     """One process, one device: the defaults as they are."""
 
     name = "single"
+    api_version = API_VERSION
     reduces_gradients = "never"
     supports = {"accepts": tuple(NEEDS)}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from accelerate_core.contract.hooks import API_VERSION, HOOKS, hookimpl
+from accelerate_core.contract.hooks import API_VERSION
 from accelerate_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ class Precision:
     """
 
     name: ClassVar[str]
-    api_version: ClassVar[tuple[int, int]] = API_VERSION
+    #: Of the contract it was written for; every plugin says its own.
+    api_version: ClassVar[tuple[int, int]]
     #: What this precision needs of a backend: words of `contract.capabilities.NEEDS`. An instance
     #: may have its own.
     needs: frozenset[str] = frozenset()
@@ -43,10 +44,6 @@ class Precision:
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         self.settings = settings
         self.given_handlers = tuple(handlers)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        mark_hooks(cls, own=vars(Precision))
 
     @property
     def mixes(self) -> bool:
@@ -103,32 +100,18 @@ class Precision:
         return state
 
 
-def mark_hooks(cls: type, own: Container[str] = ()) -> None:
-    """Mark a class's methods that are named like hooks as implementations of them.
-
-    Args:
-        own: names that mean something else in its base, such as a precision's `autocast`.
-    """
-    for name, value in list(vars(cls).items()):
-        if (
-            name not in own
-            and name in HOOKS
-            and callable(value)
-            and not hasattr(value, "accelerate_core_impl")
-        ):
-            hookimpl(value)
-
-
 class FullPrecision(Precision):
     """Everything as it is."""
 
     name = "no"
+    api_version = API_VERSION
 
 
 class Float16(Precision):
     """fp16 autocast with a `torch.amp.GradScaler`."""
 
     name = "fp16"
+    api_version = API_VERSION
     needs = frozenset({"autocast", "loss_scaling"})
     dtype = torch.float16
 
@@ -141,6 +124,7 @@ class BFloat16(Precision):
     """bf16 autocast."""
 
     name = "bf16"
+    api_version = API_VERSION
     needs = frozenset({"autocast"})
     dtype = torch.bfloat16
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from accelerate_core.contract.hooks import is_newer
 from accelerate_core.errors import PluginError, did_you_mean, listing
 
 #: Word -> what happens to a model or its training under a precision that needs it.
@@ -17,6 +19,13 @@ NEEDS = {
     "optimizer": "the optimizer is replaced",
     "forward_collectives": "ranks communicate in forward",
 }
+
+#: Keys of a backend's `supports`, and words of its `owns`.
+SUPPORTS = (
+    "accepts", "precisions", "mesh", "devices", "no_sync", "join", "compile", "num_items", "gradients",
+    "several_models", "exact",
+)  # fmt: skip
+OWNS = ("precision", "device_placement", "accumulation", "optimizer", "checkpoint")
 
 #: What a backend says by `reduces_gradients` -> when ranks have the gradients of all of them.
 REDUCES_GRADIENTS = {
@@ -44,39 +53,40 @@ def lacking(supports: Mapping[str, Any], precision: str, needs: Collection[str])
     return [word for word in NEEDS if word in needs and word not in accepted]
 
 
-def check_words(words: Collection[str], label: str, where: str) -> None:
-    """Refuse words that nobody knows.
+def check_words(plugin: Any, words: Iterable[str], known: Collection[str], told: str) -> None:
+    """Refuse words of a declaration that nobody knows; those of a newer contract are told.
+
+    Args:
+        told: whose they are and where they stand.
 
     Raises:
         PluginError: with the nearest right one.
     """
     for word in words:
-        if word not in NEEDS:
-            raise PluginError(
-                f"{label} has {word!r} in {where}; there are {listing(NEEDS)}."
-                f"{did_you_mean(word, NEEDS)}"
-            )
+        if word not in known:
+            said = f"{told} has {word!r}; there are {listing(known)}."
+            if not is_newer(plugin):
+                raise PluginError(f"{said}{did_you_mean(word, known)}")
+            warnings.warn(f"{said} It may be of a newer accelerate-core.", stacklevel=6)
 
 
-def check_reduces_gradients(backend: Any, label: str, num_processes: int) -> None:
-    """Refuse a backend that does not say when gradients are reduced, where there are several ranks.
+def check_declarations(backend: Any, label: str) -> None:
+    """Refuse a backend whose declarations nobody could read.
 
-    There is no default: a backend that forgot to reduce them trains every rank on its own, and
-    nothing fails.
+    `reduces_gradients` has no default: a backend that forgot to reduce them trains every rank on
+    its own, and nothing fails.
 
     Raises:
-        PluginError: several processes were started and it says nothing, or it says a word that
-            nobody knows.
+        PluginError: an unknown word, or nothing about when gradients are reduced.
     """
+    accepts = backend.supports.get("accepts", ())
+    check_words(backend, accepts, NEEDS, f"supports['accepts'] of {label}")
+    check_words(backend, backend.supports, SUPPORTS, f"supports of {label}")
+    check_words(backend, backend.owns, OWNS, f"owns of {label}")
     said = getattr(backend, "reduces_gradients", None)
-    if said in REDUCES_GRADIENTS or (said is None and num_processes == 1):
-        return
-    what = "does not say when gradients are reduced"
-    if said is not None:
-        what = f"has reduces_gradients={said!r}"
-    meanings = "; ".join(f"{word!r}: {when}" for word, when in REDUCES_GRADIENTS.items())
-    raise PluginError(
-        f"The backend plugin {label} {what}, and {num_processes} process(es) were started. Let its "
-        f"class have reduces_gradients = one of {listing(REDUCES_GRADIENTS)} ({meanings})."
-        f"{did_you_mean(str(said), REDUCES_GRADIENTS)}"
-    )
+    if said not in REDUCES_GRADIENTS:
+        meanings = "; ".join(f"{word!r}: {when}" for word, when in REDUCES_GRADIENTS.items())
+        raise PluginError(
+            f"{label} has reduces_gradients={said!r}. Let its class say when ranks have the gradients "
+            f"of all of them ({meanings}).{did_you_mean(str(said), REDUCES_GRADIENTS)}"
+        )

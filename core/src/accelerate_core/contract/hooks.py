@@ -11,12 +11,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import pluggy
+
+from accelerate_core.errors import PluginError
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +81,51 @@ _registration = _kind("registration")
 def hooks_of_kind(kind: Kind) -> tuple[str, ...]:
     """Return the names of the hooks of one kind, in the order they are declared."""
     return tuple(name for name, its in HOOKS.items() if its == kind)
+
+
+def is_newer(plugin: Any) -> bool:
+    """Whether a plugin was written for a newer minor version of this contract."""
+    return tuple(getattr(plugin, "api_version", API_VERSION)) > API_VERSION
+
+
+def mark_hooks(plugin: Any, base: type, label: str) -> None:
+    """Take a plugin's public methods that are named like hooks for implementations of them.
+
+    Args:
+        base: the core's class for plugins of its kind; what that has under the name of a hook and is
+            no hook there (a precision's `autocast`) is none here.
+        label: the plugin's name for errors.
+
+    Raises:
+        PluginError: a method is named nearly like a hook, or like a method of `base`, and the class
+            does not list it in `not_hooks`.
+    """
+    known = {*HOOKS, *(name for name in dir(base) if not name.startswith("_"))}
+    meant = {"not_hooks", *getattr(plugin, "not_hooks", ())}
+    for cls in type(plugin).__mro__:
+        for name, value in vars(cls).items() if cls not in base.__mro__ else ():
+            if name.startswith("_") or not callable(value) or name in meant:
+                continue
+            own = getattr(base, name, None)
+            if name in HOOKS and (own is None or hasattr(own, f"{PROJECT}_spec")):
+                if not hasattr(value, f"{PROJECT}_impl"):
+                    hookimpl(value)
+            elif name not in known and not is_newer(plugin):
+                check_near_miss(name, known, label)
+
+
+def check_near_miss(name: str, known: Iterable[str], label: str) -> None:
+    """Refuse a method whose name is nearly one that would be called.
+
+    Raises:
+        PluginError: with that name, and how to say that it is meant.
+    """
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    if near:
+        raise PluginError(
+            f"{label} has a method {name!r}, which nobody calls: is {near[0]!r} meant? If it is the "
+            f"plugin's own, begin its name with _ or let the class say not_hooks = ({name!r},)."
+        )
 
 
 class HookSpecs(Protocol):

@@ -14,6 +14,7 @@ from typing import Any
 from accelerate_core.config.enums import LoggerType, PrecisionType
 from accelerate_core.contract.hooks import API_VERSION
 from accelerate_core.errors import (
+    ConfigurationError,
     MissingPluginError,
     PluginError,
     PluginVersionError,
@@ -138,6 +139,7 @@ def find(
 
     Raises:
         MissingPluginError: it is not installed; the text has the pip command or the nearest name.
+        ConfigurationError: the same of a precision.
         PluginError: it is disabled, or two distributions bring one of that name.
     """
     name = name.strip()
@@ -164,10 +166,10 @@ def find(
     here = [record.name for record in installed().of_kind(kind)]
     options: Iterable[str] = [*here, *catalog.known_names(kind)]
     hint = without_entry_point(name, kind, near=did_you_mean(name, options))
-    raise MissingPluginError(
-        f"No {kind} plugin is named {name!r} (asked for by {because}). Installed: {listing(here)}."
-        f"{hint}",
-        name=name,
+    # A precision is a word among a few, rather than a package.
+    error = ConfigurationError if kind == "precision" else MissingPluginError
+    raise error(
+        f"No {kind} plugin is named {name!r} (asked for by {because}). Installed: {listing(here)}.{hint}"
     )
 
 
@@ -189,20 +191,16 @@ def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:
     """
     wanted = name.lower().replace("_", "-")
     group = next(group for group, its in GROUPS.items() if its == (kind or "backend"))
-    others = [one for one in GROUPS if one != group]
-    more = "" if kind else f" (or, by its kind, in {listing(others)})"
     for dist in importlib.metadata.distributions():
         own = (dist.metadata["Name"] or "").lower().replace("_", "-")
-        if wanted not in own.split("-") and wanted not in (own, own.removeprefix("accelerate-")):
-            continue
-        if any(point.group in (*GROUPS, _EXPORTS) for point in dist.entry_points):
-            continue
         needs = [line.replace("_", "-").lower() for line in dist.requires or ()]
-        if own == f"accelerate-{wanted}" or any(one.startswith(OWN_DISTRIBUTION) for one in needs):
+        ours = any(one.startswith(OWN_DISTRIBUTION) for one in needs)
+        ours = own == f"accelerate-{wanted}" or (ours and wanted in (own, *own.split("-")))
+        if ours and not any(point.group in (*GROUPS, _EXPORTS) for point in dist.entry_points):
             return (
                 f" {dist.metadata['Name']} {dist.version} is installed, but declares no plugin: it needs "
                 f'an entry point [project.entry-points."{group}"] {name} = "package.module:Class" in '
-                f"its pyproject.toml{more}."
+                "its pyproject.toml."
             )
     return near
 
@@ -214,6 +212,11 @@ def check_api_version(record: PluginRecord, plugin: Any) -> None:
         PluginVersionError: with both versions and what to do.
     """
     version = getattr(plugin, "api_version", None)
+    if (said := getattr(plugin, "name", record.name)) != record.name:
+        raise PluginError(
+            f"The {record.kind} plugin {record.label} is called {said!r} by its class and "
+            f"{record.name!r} by its entry point: let both be one name."
+        )
     try:
         major, minor = version  # type: ignore[misc]
     except (TypeError, ValueError):

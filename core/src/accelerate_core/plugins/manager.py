@@ -22,6 +22,8 @@ from accelerate_core.contract.hooks import (
     PROJECT,
     HookSpecs,
     hooks_of_kind,
+    is_newer,
+    mark_hooks,
 )
 from accelerate_core.errors import PluginError, did_you_mean
 from accelerate_core.plugins.discovery import PluginRecord, check_api_version
@@ -56,30 +58,41 @@ class ActivePlugins:
     """The plugin manager of one Accelerator, with its active set only.
 
     Args:
-        owners: the class whose methods are the owner specs: `Backend`.
+        bases: kind of plugin -> the core's class for it. The methods of `Backend` are the owner specs.
     """
 
-    def __init__(self, owners: type) -> None:
+    def __init__(self, bases: Mapping[str, type]) -> None:
+        self._bases = bases
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(HookSpecs)
-        self._manager.add_hookspecs(owners)
+        self._manager.add_hookspecs(bases["backend"])
         self._active: dict[str, tuple[PluginRecord, Any, str]] = {}
 
     def add(self, plugin: Any, record: PluginRecord, because: str) -> None:
         """Register a plugin instance.
 
         Raises:
-            PluginError: it implements a hook the contract does not have, with arguments the
-                hook does not have, as a wrapper, or an owner hook without being the backend.
+            PluginError: it is not of the class for its kind; it implements a hook the contract does
+                not have, with arguments the hook does not have, as a wrapper, or an owner hook
+                without being the backend; or a method of it is nearly a hook, or it is an extension
+                without any.
         """
         key = f"{record.kind}:{record.name}"
+        label = f"The {record.kind} plugin {record.label}"
+        base = self._bases.get(record.kind, object)
+        if not isinstance(plugin, base):
+            raise PluginError(f"{label} is no subclass of accelerate_core.{base.__name__}.")
+        mark_hooks(plugin, base, label)
         try:
             self._manager.register(plugin, name=key)
         except pluggy.PluginValidationError as error:
             raise PluginError(
                 f"{record.label} does not keep the contract: {error}{_written_for(plugin)}"
             ) from None
-        for caller in self._manager.get_hookcallers(plugin) or []:
+        callers = self._manager.get_hookcallers(plugin) or []
+        if record.kind == "extension" and not callers:
+            raise PluginError(f"{label} has no hook: nobody would ever call it.")
+        for caller in callers:
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin:
                     self._check(implementation, caller.name, record)
@@ -88,7 +101,7 @@ class ActivePlugins:
     @staticmethod
     def _check(implementation: Any, hook: str, record: PluginRecord) -> None:
         if hook not in HOOKS:
-            if _is_newer(implementation.plugin) or implementation.optionalhook:
+            if is_newer(implementation.plugin) or implementation.optionalhook:
                 return  # a hook of its own version: what both know is what is used
             raise PluginError(
                 f"{record.label} does not keep the contract: unknown hook {hook!r}."
@@ -155,14 +168,8 @@ class ActivePlugins:
         )
 
 
-def _is_newer(plugin: Any) -> bool:
-    """Whether a plugin was written for a newer minor version of this contract."""
-    version = getattr(plugin, "api_version", API_VERSION)
-    return tuple(version) > API_VERSION
-
-
 def _written_for(plugin: Any) -> str:
-    if not _is_newer(plugin):
+    if not is_newer(plugin):
         return ""
     major, minor = plugin.api_version
     ours = ".".join(map(str, API_VERSION))

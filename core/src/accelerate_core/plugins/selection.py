@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 from accelerate_core.config.files import ConfigFile
-from accelerate_core.config.provenance import Because
+from accelerate_core.config.provenance import Because, variable_origin
 from accelerate_core.config.truth import truth
 from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import (
@@ -63,17 +64,42 @@ class Request:
 NOTHING = Because(None, "default")
 
 
+class Strength(IntEnum):
+    """How strongly a plugin is asked for, by where that stands; a weaker request is overruled."""
+
+    DETECTED, FILE, ENVIRONMENT, OPTION, ARGUMENT = range(5)
+
+    @classmethod
+    def of(cls, origin: str) -> Strength:
+        """Return that of a setting whose value is from `origin`."""
+        first = origin.split(" ")[0]
+        where = {"constructor": cls.ARGUMENT, "command": cls.OPTION, "environment": cls.ENVIRONMENT}
+        return where.get(first, cls.FILE)
+
+
+class Fired(NamedTuple):
+    """A trigger that fired: by what, and how strong that is."""
+
+    because: str
+    strength: Strength = Strength.DETECTED
+
+
 @dataclass
 class Considered:
     """What became of one plugin during selection, and why.
 
-    `state` is active, available, passed over, refused, broken or disabled.
+    `state` is active, available, passed over, refused, broken or disabled. `asked` is the strongest
+    that asked for it, `error` why it cannot answer, and `section` whether its own section of the
+    config file asks.
     """
 
     record: PluginRecord
     state: str
     because: str
     claim: Claim | None = None
+    asked: Strength = Strength.DETECTED
+    error: AccelerateError | None = None
+    section: bool = False
 
 
 @dataclass
@@ -90,7 +116,7 @@ class Selection:
 
     kind: str
     wanted: Because = NOTHING
-    fired: Mapping[str, str] = field(default_factory=dict)
+    fired: Mapping[str, Fired] = field(default_factory=dict)
     considered: list[Considered] = field(default_factory=list)
     error: AccelerateError | None = None
     given: Any = None
@@ -151,8 +177,9 @@ RULES = {
 def select(kind: str, request: Request, wanted: Because = NOTHING) -> Selection:
     """Choose among the plugins of one kind; what goes wrong is told by the answer's `error`.
 
-    A name is stronger than a claim, and a claim than the usual one. Only plugins that may claim are
-    imported; of the others that is left to whoever makes them.
+    The strongest request is met, or is an error. Of equal ones a name is stronger than a claim, and a
+    claim than the usual one. Only plugins that may claim are imported; of the others that is left
+    to whoever makes them.
 
     Args:
         kind: a key of `RULES`.
@@ -171,10 +198,16 @@ def select(kind: str, request: Request, wanted: Because = NOTHING) -> Selection:
 
 
 def _choose(made: Selection, rule: Rule, request: Request) -> None:
+    made.fired = fired_triggers(request) if rule.claims else {}
+    if made.kind == "backend" and made.wanted.value is not None:
+        least = Strength.of(made.wanted.origin)
+        _refuse_missing(request, least + 1)
+        if any(one.strength > least for one in made.fired.values()):
+            made.wanted = NOTHING
     text = made.wanted.value or ""
     names = [one.strip() for one in text.split(",")] if rule.several else [text]
     for name in dict.fromkeys(filter(None, names)):
-        record = _named(made, name, request)
+        record = find(made.kind, name, because=made.wanted.origin, environ=request.environ)
         if rule.claims:
             check_api_version(record, record.load())
         made.considered.append(Considered(record, "active", made.wanted.origin))
@@ -182,17 +215,6 @@ def _choose(made: Selection, rule: Rule, request: Request) -> None:
         _ask_for_claims(made, rule, request)
     if rule.usual and not made.active:
         _take_usual(made, rule.usual, request)
-
-
-def _named(made: Selection, name: str, request: Request) -> PluginRecord:
-    if made.kind == "precision":
-        names = [record.name for record in installed().of_kind("precision")]
-        if name not in names and catalog.extra_for("precision", name) is None:
-            raise ConfigurationError(
-                f"mixed_precision={name!r} (from {made.wanted.origin}) is not one of "
-                f"{listing(names)}.{did_you_mean(name, [*names, *catalog.known_names('precision')])}"
-            )
-    return find(made.kind, name, because=made.wanted.origin, environ=request.environ)
 
 
 def _take_object(made: Selection) -> None:
@@ -228,11 +250,13 @@ def _take_usual(made: Selection, usual: str, request: Request) -> None:
 
 def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
     """Import those that a trigger asks for, and let them claim."""
-    made.fired = fired_triggers(request)
     disabled = disabled_names(request.environ)
     named = [one.record for one in made.considered]
     for record in installed().of_kind(made.kind):
         hits = [made.fired[name] for name in sorted(record.triggers) if name in made.fired]
+        own = _own_section(record, request.config) if made.kind == "backend" else ""
+        if own:
+            hits.append(Fired(own, Strength.FILE))
         if record.name in disabled:
             one = Considered(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
         elif record.name == rule.usual or record in named:
@@ -240,31 +264,47 @@ def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
         elif not hits:
             one = Considered(record, "available", "nothing asks for it")
         else:
-            one = _asked(record, hits, request)
+            one = _asked(record, hits, own, request)
         made.considered.append(one)
-    if made.kind == "backend":
-        _refuse_missing(request)
-    claims = [(one.claim, one) for one in made.considered if one.claim is not None]
+    answers = [one for one in made.considered if one.claim is not None or one.error is not None]
+    if not rule.several:
+        top = max((one.asked for one in answers), default=Strength.DETECTED)
+        _refuse_missing(request, top)
+        answers = [one for one in answers if one.asked == top]
+    for one in answers:
+        if one.error is not None and one.asked > Strength.DETECTED:
+            raise one.error
+    claims = [(one.claim, one) for one in answers if one.claim is not None]
     for claim, one in claims if rule.several else _strongest(claims):
         one.state, one.because = "active", claim.reason
 
 
-def _asked(record: PluginRecord, hits: list[str], request: Request) -> Considered:
-    """Import one triggered plugin and ask for its claim; what it cannot answer is recorded."""
+def _asked(record: PluginRecord, hits: list[Fired], own: str, request: Request) -> Considered:
+    """Import one triggered plugin and ask for its claim; what it cannot answer is recorded.
+
+    Args:
+        own: where the section of its own stands, "" without: that asks for it by name.
+    """
+    asked = max(hit.strength for hit in hits)
     try:
         plugin = record.load()
         check_api_version(record, plugin)
-        claim = _claim(record, plugin, request)
+        claim = _claim(record, plugin, request) or (Claim(0, own) if own else None)
     except AccelerateError as error:
-        if any("constructor argument" in hit for hit in hits):  # it is asked for by name
-            raise
         version = isinstance(error, PluginVersionError)
         state = "broken" if isinstance(error, PluginError) and not version else "refused"
-        return Considered(record, state, str(error))
-    if claim is None:
-        return Considered(record, "passed over", f"asked because of {hits[0]}; made no claim")
-    told = f"{claim.reason}, priority {claim.priority}"
-    return Considered(record, "passed over", told, claim)
+        return Considered(record, state, str(error), asked=asked, error=error)
+    told = f"asked because of {hits[0].because}; made no claim"
+    if claim is not None:
+        told = f"{claim.reason}, priority {claim.priority}"
+    return Considered(record, "passed over", told, claim, asked, section=bool(own))
+
+
+def _own_section(record: PluginRecord, config: ConfigFile | None) -> str:
+    """Return where a section of the config file stands that is this backend's own; "" without."""
+    names = (f"{record.name}_config", *(n for n, o in catalog.SECTIONS.items() if o == record.name))
+    found = [name for name in names if config is not None and _asked_by_file(name, config)]
+    return config.where(found[0]) if config is not None and found else ""
 
 
 def _claim(record: PluginRecord, plugin: Any, request: Request) -> Claim | None:
@@ -283,15 +323,18 @@ def _strongest(claims: list[tuple[Claim, Considered]]) -> list[tuple[Claim, Cons
     """Return the claim of the highest priority, if there is any.
 
     Raises:
-        PluginConflictError: two claim with equal priority.
+        PluginConflictError: two claim with equal priority, or by sections of a file.
     """
     top = max((claim.priority for claim, _ in claims), default=None)
     best = [(claim, one) for claim, one in claims if claim.priority == top]
+    sections = [(claim, one) for claim, one in claims if one.section]
+    best = sections if len(sections) > 1 else best
     if len(best) > 1:
         names = [one.record.name for _, one in best]
         reasons = "; ".join(f"{one.record.label}: {claim.reason}" for claim, one in best)
+        equal = "by sections of their own" if best is sections else f"with equal priority {top}"
         raise PluginConflictError(
-            f"The backends {listing(names)} claim this run with equal priority {top} ({reasons}). "
+            f"The backends {listing(names)} claim this run {equal} ({reasons}). "
             f"Choose one: Accelerator(backend={names[0]!r}), ACCELERATE_BACKEND={names[0]}, "
             f"or keep one out with ACCELERATE_DISABLED_PLUGINS={names[-1]}."
         )
@@ -301,27 +344,28 @@ def _strongest(claims: list[tuple[Claim, Considered]]) -> list[tuple[Claim, Cons
 # --- what asks for a plugin -----------------------------------------------------------------------
 
 
-def fired_triggers(request: Request) -> dict[str, str]:
+def fired_triggers(request: Request) -> dict[str, Fired]:
     """Return the triggers that this request fires, each with what fired it.
 
     A trigger's name is a constructor argument, an environment variable, a key
     of the config file, `multi_process` (more than one process), or `always`.
     """
-    fired: dict[str, str] = {}
+    fired: dict[str, Fired] = {}
     for name in installed().triggers:
+        text = request.environ.get(name, "")
         if name == "always":
-            fired[name] = "it asks to be probed always"
+            fired[name] = Fired("it asks to be probed always")
         elif name == "multi_process":
             if request.topology.num_processes > 1:
-                fired[name] = (
-                    f"{request.topology.num_processes} processes ({request.topology.because})"
-                )
+                because = request.topology.because
+                fired[name] = Fired(f"{request.topology.num_processes} processes ({because})")
         elif request.arguments.get(name) is not None:
-            fired[name] = f"constructor argument {name}"
-        elif request.environ.get(name, "") != "":
-            fired[name] = f"environment variable {name}={request.environ[name]}"
+            fired[name] = Fired(f"constructor argument {name}", Strength.ARGUMENT)
+        elif text != "" and truth(text) is not False:
+            origin = variable_origin(name, request.environ)
+            fired[name] = Fired(f"{origin}={text}", Strength.of(origin))
         elif request.config is not None and _asked_by_file(name, request.config):
-            fired[name] = request.config.where(name)
+            fired[name] = Fired(request.config.where(name), Strength.FILE)
     return fired
 
 
@@ -331,40 +375,41 @@ def _asked_by_file(name: str, config: ConfigFile) -> bool:
     A peer's file says by `distributed_type` which of its sections is meant.
     """
     kind, owner = config.get("distributed_type"), catalog.SECTIONS.get(name)
-    if name not in config or kind is None or owner not in catalog.DISTRIBUTED_TYPES.values():
-        return name in config
+    if not config.get(name) or kind is None or owner not in catalog.DISTRIBUTED_TYPES.values():
+        return bool(config.get(name))
     return catalog.DISTRIBUTED_TYPES.get(str(kind).upper()) == owner
 
 
 def _named_elsewhere(kind: str, request: Request) -> Because:
     """Return the name that stands in no setting, if there is one.
 
-    `ACCELERATE_PLUGINS` names extensions. A file's `distributed_type` names a backend; arguments
-    and variables that ask for one are stronger.
+    `ACCELERATE_PLUGINS` names extensions. A file's `distributed_type` names a backend.
     """
     if kind == "extension":
         text = request.environ.get("ACCELERATE_PLUGINS")
         return Because(text, "environment variable ACCELERATE_PLUGINS") if text else NOTHING
     if kind != "backend" or request.config is None:
         return NOTHING
-    asked = any(request.arguments.get(name) is not None for name in installed().triggers)
-    switches = (name for name in catalog.VARIABLES if name.startswith("ACCELERATE_USE_"))
-    asked = asked or any(request.flag(name) for name in switches)
     said = str(request.config.get("distributed_type", "")).upper()
-    if said not in catalog.DISTRIBUTED_TYPES or asked:
+    if said not in catalog.DISTRIBUTED_TYPES:
         return NOTHING
     return Because(catalog.DISTRIBUTED_TYPES[said], request.config.where("distributed_type"))
 
 
-def _refuse_missing(request: Request) -> None:
-    """Refuse to ignore a known argument or variable whose plugin is not installed."""
-    have = {record.name for record in installed().plugins}
-    triggers = installed().triggers
-    for name, extra in {**catalog.ARGUMENTS, **catalog.VARIABLES}.items():
-        if request.arguments.get(name) is not None and name not in triggers:
+def _refuse_missing(request: Request, least: int) -> None:
+    """Refuse to ignore a known request of at least this strength for want of its plugin."""
+    have, config = {record.name for record in installed().plugins}, request.config
+    sections = {n: o for n, o in catalog.SECTIONS.items() if o in catalog.NAMES["backend"].values()}
+    for name, extra in {**catalog.ARGUMENTS, **catalog.VARIABLES, **sections}.items():
+        origin = variable_origin(name, request.environ)
+        if name in installed().triggers or extra in have:
+            continue
+        if request.arguments.get(name) is not None:
             said = f"The argument {name} of Accelerator belongs to"
-        elif request.flag(name) and extra not in have and name not in triggers:
-            said = f"Environment variable {name} asks for"
+        elif request.flag(name) and Strength.of(origin) >= least:
+            said = f"{origin[0].upper()}{origin[1:]} asks for"
+        elif config is not None and least <= Strength.FILE and _asked_by_file(name, config):
+            said = f"The section {name} ({config.where(name)}) asks for"
         else:
             continue
         raise MissingPluginError(

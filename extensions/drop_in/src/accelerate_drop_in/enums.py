@@ -13,6 +13,7 @@ class ComputeEnvironment(OpenEnum):
     _known: ClassVar[list[str]] = ["LOCAL_MACHINE", "AMAZON_SAGEMAKER"]
     _upper: ClassVar[bool] = True
 
+
 class DynamoBackend(OpenEnum):
     """A compiler of `torch.compile`; any name it knows may be used, `NO` is none."""
 

@@ -25,7 +25,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
-from accelerate_core.plugins.selection import Considered, Selection
+from accelerate_core.plugins.selection import Considered, Fired, Selection
 from accelerate_launch.plan import LaunchPlan
 
 logger = logging.getLogger(__name__)
@@ -120,8 +120,8 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
             for record in records
         ]
         return launcher, made
-    made.fired = {"always": "it asks to be probed always"}
-    made.fired |= {name: one.origin for name, one in plan.contributed.items()}
+    made.fired = {"always": Fired("it asks to be probed always")}
+    made.fired |= {name: Fired(one.origin) for name, one in plan.contributed.items()}
     asked = [_triggered(record, plan) for record in records]
     made.considered = [one for _, one in asked]
     accepting = [(launcher, one) for launcher, one in asked if launcher is not None]

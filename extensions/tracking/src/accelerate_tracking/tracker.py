@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from packaging.requirements import Requirement
 
 from accelerate_core.builtin.no_tracking import Nothing
+from accelerate_core.contract.hooks import check_near_miss
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.distributed.process import running
 from accelerate_core.errors import TrackerError
@@ -132,6 +133,8 @@ class GeneralTracker:
     groups: bool = False
     #: Top-level packages whose objects `log` takes; None: of any but Python, NumPy and torch.
     packages: tuple[str, ...] | None = None
+    #: Methods of the class's own whose names are near to one that is called.
+    not_hooks: tuple[str, ...] = ()
     #: The verbs of `VERBS` for which the class has a method; filled in by itself.
     supports: frozenset[str] = frozenset()
 
@@ -153,6 +156,10 @@ class GeneralTracker:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _check_declared(cls)
+        known = {*dir(GeneralTracker), "tracker", *(f"log_{verb}" for verb in VERBS)}
+        for name in vars(cls).keys() - known - {"name", "not_hooks", *cls.not_hooks}:
+            if not name.startswith("_") and callable(vars(cls)[name]):
+                check_near_miss(name, known, f"The tracker class {cls.__qualname__}")
         cls.supports = frozenset(verb for verb in VERBS if callable(getattr(cls, f"log_{verb}", 0)))
 
     def __init__(self, _blank: bool = False) -> None:

@@ -64,10 +64,10 @@ def state_of(
         state, because = _tracker_state(record, run.environ)
     elif (made := run.selections.get(record.kind)) is not None:
         found = [one for one in made.considered if one.record is record]
-        if made.error is not None:
-            state, because = "undecided", str(made.error)
-        elif found:
+        if found and (made.error is None or found[0].error is not None):
             state, because = found[0].state, found[0].because
+        elif made.error is not None:
+            state, because = "undecided", str(made.error)
     if record.failure is not None:
         return "broken", f"{type(record.failure).__name__}: {record.failure}"
     if state not in ("available", "undecided") and record.loaded is not None:

@@ -120,7 +120,7 @@ def _steps(
         yield "processes", f"{run.topology.num_processes}, {run.topology.because}"
     for name in sorted(record.triggers):
         fired = name in made.fired
-        yield f"trigger {name}", f"fires: {made.fired[name]}" if fired else "does not fire"
+        yield f"trigger {name}", f"fires: {made.fired[name].because}" if fired else "does not fire"
     if not record.triggers and rule.claims:
         yield "triggers", "it has none: it is used only where it is named"
     if made.error is not None:

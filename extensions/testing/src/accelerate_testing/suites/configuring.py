@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from accelerate_core.config.files import read_config
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.schema import SettingField, settings_fields
-from accelerate_core.contract.capabilities import check_reduces_gradients, check_words
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.contract.capabilities import SUPPORTS, check_declarations
+from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.plugins.discovery import installed
 from accelerate_core.utils import ProjectConfiguration
 from accelerate_launch.contributed import contributed_options
@@ -28,32 +28,18 @@ from accelerate_testing.processes import clean_environment
 if TYPE_CHECKING:
     from accelerate_testing.context import CheckContext
 
-#: Keys of `supports` and of `owns` that somebody reads.
-_SUPPORTS = (
-    "accepts", "precisions", "mesh", "devices", "no_sync", "join", "compile", "num_items", "gradients",
-    "several_models", "exact",
-)  # fmt: skip
-_OWNS = ("precision", "device_placement", "accumulation", "optimizer", "checkpoint")
-
 
 @check("backend", alone=True)
 def declarations(ctx: CheckContext) -> str:
     """What it supports and owns is spelt as the core reads it, and when gradients meet is said."""
     backend = ctx.found
-    for attribute, known in (("supports", _SUPPORTS), ("owns", _OWNS)):
-        for key in getattr(backend, attribute):
-            assert key in known, (
-                f"{attribute} has {key!r}, which nobody reads; there are {listing(known)}."
-                f"{did_you_mean(key, known)}"
-            )
     ctx.equal(backend.compile_at in ("before", "after", "own"), True, "compile_at is one of three")
-    check_reduces_gradients(backend, ctx.name, 2)
+    check_declarations(backend, ctx.name)
     names = [*(record.name for record in installed().of_kind("precision")), "fp8"]
     for name in backend.supports.get("precisions") or ():
         there = f"installed are {listing(names)}"
         assert name in names, f"supports the precision {name!r}; {there}"
-    check_words(backend.supports.get("accepts", ()), "the backend", "supports['accepts']")
-    can = [key for key in _SUPPORTS if backend.supports.get(key)]
+    can = [key for key in SUPPORTS if backend.supports.get(key)]
     return ", ".join([f"reduces_gradients={backend.reduces_gradients}", *can])
 
 

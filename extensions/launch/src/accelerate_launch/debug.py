@@ -1,0 +1,71 @@
+"""What debug mode looks at while a model trains: whether the ranks train one model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from accelerate_core import AcceleratorView, Claim, Request
+from accelerate_core.errors import DistributedOperationException
+
+_STEPS = 2
+
+
+class CompareParameters:
+    """Compares what an optimizer trains over the ranks that read different data, once, after two steps.
+
+    A backend that forgets to reduce gradients trains every rank on its own, and nothing fails.
+    Sharded parameters are left out: each rank has another part.
+    """
+
+    name = "debug_parameters"
+    api_version = (1, 0)
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}
+
+    @classmethod
+    def detect(cls, request: Request) -> Claim | None:
+        """Claim runs in debug mode."""
+        return Claim(0, "debug mode is on") if request.flag("ACCELERATE_DEBUG_MODE") else None
+
+    def on_step_end(self, accelerator: AcceleratorView, optimizer: Any) -> None:
+        """Compare after the second step of each optimizer.
+
+        Raises:
+            DistributedOperationException: on every rank, with the first parameter that differs.
+        """
+        steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        backend = accelerator.backend
+        exact = backend.supports.get("exact", True) and backend.reduces_gradients != "never"
+        _, count = accelerator.hooks.data_shard(accelerator)
+        if steps != _STEPS or count == 1 or not exact:
+            return
+        mine = _checksums(accelerator, optimizer)
+        ranks = accelerator.hooks.gather_object(accelerator, mine, "data")
+        for rank, theirs in enumerate(ranks):
+            differing = [name for name in ranks[0] if theirs.get(name) != ranks[0][name]]
+            if differing:
+                raise DistributedOperationException(
+                    f"After {_STEPS} steps {differing[0]!r} and {len(differing) - 1} other parameter(s) "
+                    f"of data rank {rank} are not those of data rank 0: the ranks train different "
+                    f"models. The backend {backend.name!r} says reduces_gradients="
+                    f"{backend.reduces_gradients!r}; parameters that were used on some ranks only, "
+                    "or changed outside of the optimizer, do the same."
+                )
+
+
+def _checksums(accelerator: AcceleratorView, optimizer: Any) -> dict[str, tuple[float, float]]:
+    """Return sum and norm of each whole parameter of an optimizer, by its name."""
+    names = {
+        id(parameter): name
+        for model in accelerator.models
+        for name, parameter in model.named_parameters()
+    }
+    whole = {
+        names.get(id(parameter), f"parameter {number}"): parameter.detach().double()
+        for number, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])
+        if not isinstance(parameter, DTensor)
+    }
+    return {name: (value.sum().item(), value.norm().item()) for name, value in whole.items()}

@@ -1,0 +1,329 @@
+"""The strongest request for a backend is met or is an error; what nobody asked for says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dummies import distribution, run
+
+CODE = """
+from accelerate_core import Backend, BackendSettings, Claim, settings
+
+class Base(Backend):
+    api_version = (1, 0)
+    reduces_gradients = "never"
+
+class Sound(Base):
+    name = "sound"
+    @classmethod
+    def detect(cls, request):
+        asked = request.flag("ACCELERATE_USE_SOUND") or "sound_plugin" in request.arguments
+        in_file = request.config is not None and "sound_config" in request.config
+        return Claim(40, "sound is asked for") if asked or in_file else None
+
+class Other(Base):
+    name = "other"
+    @classmethod
+    def detect(cls, request):
+        return Claim(70, "other is asked for")
+
+@settings
+class Own(BackendSettings):
+    chunk: int = 3
+
+class Sectioned(Base):
+    name = "sectioned"
+    Settings = Own
+
+class Second(Base):
+    name = "second"
+
+class Later(Base):
+    name = "later"
+    api_version = (2, 0)
+"""
+TRY = """
+import warnings
+from accelerate_core import Accelerator
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    try:
+        accelerator = Accelerator(cpu=True, **ARGUMENTS)
+        said = [accelerator.backend.name, accelerator.because["backend"].origin]
+    except Exception as error:
+        said = [type(error).__name__, str(error)]
+out([*said, " ".join(str(one.message) for one in caught)])
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("requests")
+    names = ("Sound", "Other", "Sectioned", "Second", "Later")
+    triggers = {"ACCELERATE_USE_SOUND": "Sound", "sound_plugin": "Sound", "sound_config": "Sound"}
+    triggers |= {"ACCELERATE_USE_OTHER": "Other", "other_plugin": "Other"}
+    triggers |= {"ACCELERATE_USE_LATER": "Later"}
+    backends = {name.lower(): name for name in names}
+    distribution(root, "asked", CODE, {"backends": backends, "triggers": triggers})
+    triggers = dict.fromkeys(("ACCELERATE_USE_CRASHED", "crashed_plugin", "crashed_config"), "X")
+    groups = {"backends": {"crashed": "X"}, "triggers": triggers}
+    distribution(root, "crashed", "raise OSError('no libvendor.so')", groups)
+    return root
+
+
+def made(
+    root: Path, tmp_path: Path, arguments: str = "{}", file: str = "", **environ: str
+) -> list[str]:
+    if file:
+        (tmp_path / "config.yaml").write_text(file)
+        environ["ACCELERATE_CONFIG_FILE"] = str(tmp_path / "config.yaml")
+    said: list[str] = run(root, TRY.replace("ARGUMENTS", arguments), environ)
+    return said
+
+
+VARIABLE = {"ACCELERATE_USE_CRASHED": "true"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file", "environ"),
+    [
+        ("{'crashed_plugin': 1}", "", {}),
+        ("{}", "", VARIABLE),
+        ("{}", "crashed_config:\n  a: 1\n", {}),
+        ("{}", "backend: ddp\n", VARIABLE),
+        ("{}", "sound_config:\n  a: 1\n", VARIABLE),
+        ("{}", "", {**VARIABLE, "ACCELERATE_USE_SOUND": "1"}),
+    ],
+)
+def test_the_strongest_request_is_an_error_where_its_plugin_is_broken(
+    root: Path, tmp_path: Path, arguments: str, file: str, environ: dict[str, str]
+) -> None:
+    kind, text, _ = made(root, tmp_path, arguments, file, **environ)
+    assert kind == "PluginError", text
+    assert "crashed (dummy-crashed 1.0)" in text
+    assert "no libvendor.so" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file", "environ", "wanted"),
+    [
+        ("{'backend': 'ddp'}", "", VARIABLE, "ddp"),
+        ("{'sound_plugin': 1}", "", VARIABLE, "sound"),
+        ("{'sound_plugin': 1}", "", {"ACCELERATE_USE_OTHER": "1"}, "sound"),
+        ("{}", "crashed_config:\n  a: 1\n", {"ACCELERATE_USE_SOUND": "1"}, "sound"),
+        ("{}", "backend: ddp\n", {"ACCELERATE_USE_SOUND": "1"}, "sound"),
+        ("{}", "backend: ddp\nsound_config:\n  a: 1\n", {}, "ddp"),
+        ("{}", "crashed_config: {}\n", {}, "single"),
+        ("{}", "crashed_config: false\n", {}, "single"),
+        ("{}", "", {"ACCELERATE_USE_CRASHED": "no"}, "single"),
+        ("{}", "", {"ACCELERATE_USE_CRASHED": "0"}, "single"),
+        (
+            "{}",
+            "distributed_type: 'NO'\nfsdp_config:\n  fsdp_reshard_after_forward: true\n",
+            {},
+            "single",
+        ),
+    ],
+)
+def test_weaker_requests_empty_sections_and_false_values_are_overruled(
+    root: Path, tmp_path: Path, arguments: str, file: str, environ: dict[str, str], wanted: str
+) -> None:
+    name, text, _ = made(root, tmp_path, arguments, file, **environ)
+    assert name == wanted, text
+
+
+def test_a_version_that_does_not_fit_is_an_error_where_it_is_asked_for(
+    root: Path, tmp_path: Path
+) -> None:
+    kind, text, _ = made(root, tmp_path, ACCELERATE_USE_LATER="1")
+    assert kind == "PluginVersionError"
+    assert "later (dummy-asked 1.0)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file", "environ"),
+    [
+        ("{}", "", {"ACCELERATE_USE_MEGATRON_LM": "true"}),
+        ("{}", "megatron_lm_config:\n  megatron_lm_tp_degree: 2\n", {}),
+        ("{}", "distributed_type: MEGATRON_LM\n", {}),
+        ("{'megatron_lm_plugin': 1}", "", {}),
+        ("{'megatron_lm_plugin': 1, 'backend': 'ddp'}", "", {}),
+        ("{}", "backend: ddp\n", {"ACCELERATE_USE_MEGATRON_LM": "true"}),
+    ],
+)
+def test_the_strongest_request_is_an_error_where_its_plugin_is_missing(
+    root: Path, tmp_path: Path, arguments: str, file: str, environ: dict[str, str]
+) -> None:
+    kind, text, _ = made(root, tmp_path, arguments, file, **environ)
+    assert kind == "MissingPluginError", text
+    assert "accelerate-core[megatron]" in text
+
+
+def test_a_missing_plugin_that_is_overruled_is_no_error(root: Path, tmp_path: Path) -> None:
+    environ = {"ACCELERATE_USE_MEGATRON_LM": "true"}
+    assert made(root, tmp_path, "{'backend': 'ddp'}", **environ)[0] == "ddp"
+    assert made(root, tmp_path, "{'sound_plugin': 1}", **environ)[0] == "sound"
+
+
+def test_a_section_of_its_own_asks_for_a_backend(root: Path, tmp_path: Path) -> None:
+    section = "sectioned_config:\n  chunk: 5\n"
+    name, because, _ = made(root, tmp_path, file=section)
+    assert (name, because) == ("sectioned", f"{tmp_path / 'config.yaml'} line 1")
+    assert made(root, tmp_path, file=section, ACCELERATE_USE_SOUND="1")[0] == "sound"
+    both = f"{section}second_config:\n  a: 1\n"
+    kind, text, _ = made(root, tmp_path, file=both)
+    assert kind == "PluginConflictError"
+    assert "'second', 'sectioned'" in text
+    assert made(root, tmp_path, file=f"{both}backend: second\n")[0] == "second"
+    with_trigger = f"{section}sound_config:\n  a: 1\n"
+    assert made(root, tmp_path, file=with_trigger)[0] == "PluginConflictError"
+
+
+def test_who_was_not_asked_for_outbids_nobody_and_says_so(root: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    code = """
+    from accelerate_core import Backend, Claim
+    class Greedy(Backend):
+        name = "greedy"
+        api_version = (1, 0)
+        reduces_gradients = "never"
+        @classmethod
+        def detect(cls, request):
+            return Claim(100000, "its hardware is there")
+    """
+    groups = {"backends": {"greedy": "Greedy"}, "triggers": {"always.greedy": "Greedy"}}
+    distribution(site, "greedy", code, groups)
+    name, _, warned = made(site, tmp_path)
+    assert name == "greedy"
+    assert "greedy (dummy-greedy 1.0)" in warned
+    assert "its hardware is there" in warned
+    assert "ACCELERATE_DISABLED_PLUGINS=greedy" in warned
+    name, _, warned = made(site, tmp_path, ACCELERATE_USE_FSDP="true")
+    assert (name, "greedy" in warned) == ("fsdp2", False)
+    name, _, warned = made(site, tmp_path, ACCELERATE_DISABLED_PLUGINS="greedy")
+    assert (name, "greedy" in warned) == ("single", False)
+
+
+SLIPS = """
+from accelerate_core import Backend, Claim, Precision
+from accelerate_core.contract.hooks import hookimpl
+
+class Base(Backend):
+    api_version = (1, 0)
+    reduces_gradients = "never"
+
+class Method(Base):
+    name = "method"
+    def prepare_modle(self, accelerator, model): ...
+
+class Meant(Base):
+    name = "meant"
+    not_hooks = ("prepare_modle",)
+    def prepare_modle(self, accelerator, model): ...
+
+class Newer(Base):
+    name = "newer"
+    api_version = (1, 9)
+    supports = {"new_ability": True}
+    def prepare_modle(self, accelerator, model): ...
+
+class Key(Base):
+    name = "key"
+    supports = {"no_synk": True}
+
+class Word(Base):
+    name = "word"
+    owns = frozenset({"acumulation"})
+
+class Accepts(Base):
+    name = "accepts"
+    supports = {"accepts": ("autocasts",)}
+
+class Inherits(Backend):
+    name = "inherits"
+    reduces_gradients = "never"
+
+class AnotherName(Base):
+    name = "another"
+
+class Shard(Base):
+    name = "shard"
+    def data_shard(self, accelerator):
+        return 1
+
+class Outside(Base):
+    name = "outside"
+    def data_shard(self, accelerator):
+        return 2, 2
+
+class Covert(Precision):
+    name = "covert"
+    api_version = (1, 0)
+    def covert(self, model): return model
+
+class Empty:
+    name = "empty"
+    api_version = (1, 0)
+
+class Slips:
+    name = "slips"
+    api_version = (1, 0)
+    def on_strat(self, accelerator): ...
+
+class Unmarked:
+    name = "unmarked"
+    api_version = (1, 0)
+    def on_start(self, accelerator):
+        accelerator.backend.started = True
+"""
+
+
+@pytest.fixture(scope="module")
+def slips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("slips")
+    names = ["Method", "Meant", "Newer", "Key", "Word", "Accepts", "Inherits", "Shard", "Outside"]
+    backends = {**{name.lower(): name for name in names}, "renamed": "AnotherName"}
+    extensions = {name.lower(): name for name in ("Empty", "Slips", "Unmarked")}
+    groups = {"backends": backends, "precisions": {"covert": "Covert"}, "extensions": extensions}
+    distribution(root, "slips", SLIPS, groups)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "said"),
+    [
+        ("{'backend': 'method'}", {}, ["'prepare_modle'", "'prepare_model'", "not_hooks"]),
+        ("{'backend': 'key'}", {}, ["supports", "'no_synk'", "Did you mean 'no_sync'?"]),
+        ("{'backend': 'word'}", {}, ["owns", "'acumulation'", "Did you mean 'accumulation'?"]),
+        ("{'backend': 'accepts'}", {}, ["accepts", "'autocasts'", "Did you mean 'autocast'?"]),
+        ("{'backend': 'inherits'}", {}, ["states no api_version"]),
+        ("{'backend': 'renamed'}", {}, ["'renamed'", "'another'"]),
+        ("{'backend': 'shard'}", {}, ["data_shard", "'shard'", "returned 1", "(index, count)"]),
+        ("{'backend': 'outside'}", {}, ["data_shard", "(2, 2)"]),
+        ("{'mixed_precision': 'covert'}", {}, ["'covert'", "'convert'"]),
+        ("{}", {"ACCELERATE_PLUGINS": "empty"}, ["empty (dummy-slips 1.0)", "no hook"]),
+        ("{}", {"ACCELERATE_PLUGINS": "slips"}, ["'on_strat'", "'on_start'"]),
+    ],
+)
+def test_slips_of_a_plugin_are_refused_by_name(
+    slips: Path, tmp_path: Path, arguments: str, environ: dict[str, str], said: list[str]
+) -> None:
+    kind, text, _ = made(slips, tmp_path, arguments, **environ)
+    assert kind == "PluginError", text
+    assert [word for word in said if word not in text] == []
+
+
+def test_what_is_meant_or_newer_runs(slips: Path, tmp_path: Path) -> None:
+    assert made(slips, tmp_path, "{'backend': 'meant'}")[0] == "meant"
+    name, _, warned = made(slips, tmp_path, "{'backend': 'newer'}")
+    assert name == "newer"
+    assert "'new_ability'" in warned
+
+
+def test_a_method_named_like_a_hook_is_one_in_an_extension_too(slips: Path) -> None:
+    code = """
+    from accelerate_core import Accelerator
+    out(getattr(Accelerator(cpu=True).backend, "started", False))
+    """
+    assert run(slips, code, {"ACCELERATE_PLUGINS": "unmarked"}) is True
