@@ -1,6 +1,7 @@
 """What `from accelerate_core import Accelerator` costs beside `import torch`, and the peers.
 
-Each import is timed in a process of its own, in turn; medians of 9.
+Each import is timed in a process of its own, in turn; medians of 9. What torch's import leaves to the
+garbage collector is collected during the next one, whatever that is: the second number is without it.
 """
 
 from __future__ import annotations
@@ -11,36 +12,46 @@ import sys
 
 ROUNDS = 9
 CODES = {
-    "torch": "import torch",
     "accelerate-core": "from accelerate_core import Accelerator",
     "accelerate-core, made": "from accelerate_core import Accelerator; Accelerator(cpu=True)",
     "accelerate": "from accelerate import Accelerator",
     "fabric": "from lightning_fabric import Fabric",
 }
-TIMED = "import time; began = time.perf_counter()\n{code}\nprint(time.perf_counter() - began)"
+TIMED = """
+import gc, time
+spent, began = 0.0, 0.0
+def collected(phase, info):
+    global spent, began
+    now = time.perf_counter()
+    spent, began = (spent, now) if phase == "start" else (spent + now - began, now)
+start = time.perf_counter()
+import torch
+torch_done = time.perf_counter()
+gc.callbacks.append(collected)
+{code}
+whole = time.perf_counter() - torch_done
+print(torch_done - start, whole, whole - spent)
+"""
 
 
-def seconds(code: str) -> float | None:
-    done = subprocess.run(
-        [sys.executable, "-c", TIMED.format(code=code)], capture_output=True, text=True, timeout=300
-    )
-    return float(done.stdout.split()[-1]) if done.returncode == 0 else None
+def seconds(code: str) -> list[float]:
+    """Return torch's time, what the code adds, and what of that is no garbage collection."""
+    command = [sys.executable, "-c", TIMED.format(code=code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return [float(one) for one in done.stdout.split()] if done.returncode == 0 else []
 
 
 def main() -> None:
-    times: dict[str, list[float]] = {name: [] for name in CODES}
+    times: dict[str, list[list[float]]] = {name: [] for name in CODES}
     for _ in range(ROUNDS):
         for name, code in CODES.items():
-            one = seconds(code)
-            if one is not None:
-                times[name].append(one)
-    torch = statistics.median(times["torch"])
+            times[name].append(seconds(code))
     for name, found in times.items():
-        if found:
-            middle = statistics.median(found)
-            print(f"{name:22} {middle:6.2f} s, {middle - torch:+.2f} s beside torch")
-        else:
+        if not found[0]:
             print(f"{name:22} not installed")
+            continue
+        torch, added, own = (statistics.median(column) for column in zip(*found))
+        print(f"{name:22} {added:+.2f} s beside torch ({torch:.2f} s), {own:+.2f} s uncollected")
 
 
 if __name__ == "__main__":

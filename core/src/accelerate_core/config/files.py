@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from accelerate_core.errors import ConfigurationError
 
 #: Names the config file for a script that is not started by the launcher.
@@ -63,6 +61,8 @@ def read_config(path: str | Path) -> ConfigFile:
 
 def parse_config(text: str, path: Path) -> ConfigFile:
     """Read the text of a config file; `path` is where it stands, or will."""
+    import yaml  # most runs have no config file
+
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         lines: dict[str, int] = {}
@@ -89,7 +89,7 @@ def parse_config(text: str, path: Path) -> ConfigFile:
     return ConfigFile(path, *_modern(values, lines))
 
 
-def _said(error: yaml.YAMLError) -> str:
+def _said(error: Any) -> str:
     """Return what is wrong and in which line, without the parser's own context."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -116,12 +116,12 @@ def _modern(values: dict[Any, Any], lines: dict[str, int]) -> tuple[dict[str, An
     return made, lines
 
 
-def _collect(node: yaml.Node | None, prefix: str, lines: dict[str, int], path: Path) -> None:
-    if not isinstance(node, yaml.MappingNode):
+def _collect(node: Any, prefix: str, lines: dict[str, int], path: Path) -> None:
+    if getattr(node, "id", None) != "mapping":
         return
     for key, value in node.value:
         line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
+        if key.id != "scalar":
             raise ConfigurationError(f"A key in {path} line {line} is not a plain name.")
         name = f"{prefix}{key.value}"
         if name in lines:
