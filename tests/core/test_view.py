@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from accelerate_core import Accelerator
+from accelerate_core import Accelerator, Backend
 from accelerate_core.contract.view import AcceleratorView
 
 ROOT = Path(__file__).parents[2]
@@ -55,3 +56,20 @@ def test_plugins_read_nothing_else(path: Path) -> None:
     for word in ("@package@", "@name@", "@class@", "@settings@", "@api@", "@env@"):
         source = source.replace(word, "word")
     assert read_of_accelerators(ast.parse(source)) - NAMES == set()
+
+
+class LooksTooEarly(Backend):
+    name = "looks"
+    api_version = (1, 0)
+    reduces_gradients = "never"
+    wanted = ""
+
+    def check(self, accelerator: Any) -> None:
+        getattr(accelerator, self.wanted)
+
+
+@pytest.mark.parametrize("name", ["device", "process_index", "models", "gradient_state"])
+def test_what_is_not_there_yet_says_when_it_will_be(name: str) -> None:
+    backend = type("Looks", (LooksTooEarly,), {"wanted": name})
+    with pytest.raises(AttributeError, match="from on_start on"):
+        Accelerator(cpu=True, backend=backend)

@@ -62,7 +62,7 @@ class AcceleratorView(Protocol):
         """Return when every rank has called it."""
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine each tensor of a structure over the ranks: `sum`, `mean` or `none`."""
+        """Combine each tensor of a structure over the ranks: `sum`, `mean`, `max`, `min`, `none`."""
 
     # --- what was chosen ----------------------------------------------------------------------
 
