@@ -457,9 +457,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "_plugins" not in self.__dict__:
-            raise AttributeError(
-                f"no {name!r} yet: ranks, device and parts are there from on_start on"
-            )
+            raise AttributeError(f"no {name!r} yet: ranks and parts are there from on_start on")
         if hasattr(type(self), name):
             # A property of ours failed inside with an AttributeError: let that one be seen.
             return object.__getattribute__(self, name)
