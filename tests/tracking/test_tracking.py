@@ -462,6 +462,29 @@ def test_a_tracker_that_raises_is_named_once_and_the_others_go_on(stage: str) ->
     assert bad.events.count("finish") == (0 if stage == "start" else 1)
 
 
+@pytest.mark.parametrize("stage", ["start", "store_init_configuration", "log", "flush", "finish"])
+def test_a_tracker_that_leaves_the_process_is_named_and_the_others_go_on(stage: str) -> None:
+    def leave(*_: Any, **__: Any) -> None:
+        raise SystemExit("no licence")
+
+    class Leaves(Memory):
+        name = "leaves"
+
+    setattr(Leaves, stage, leave)
+    mine = Memory()
+    hub = make_hub([Leaves(), mine])
+    with said() as texts:
+        hub.init_trackers("p", {"a": 1})
+        hub.log({"x": 1}, step=0)
+        hub.log({"x": 2}, step=1)
+        assert hub.flush_trackers(20.0) == []
+        hub.finish()
+    assert len(texts) == 1
+    assert f"RuntimeWarning: The tracker 'leaves' raised in {stage}" in texts[0]
+    assert "SystemExit: no licence" in texts[0]
+    assert [row[1]["x"] for row in mine.rows] == [1, 2]
+
+
 def test_a_failing_constructor_does_not_end_the_run_and_names_the_distribution() -> None:
     class NoAccount(Memory):
         name = "no_account"

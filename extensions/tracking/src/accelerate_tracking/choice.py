@@ -18,6 +18,7 @@ from accelerate_core.errors import (
     did_you_mean,
 )
 from accelerate_core.plugins.discovery import check_api_version, find, installed
+from accelerate_tracking.normalise import RAISED
 from accelerate_tracking.tracker import GeneralTracker, RunGroup
 
 ALL = "all"
@@ -186,7 +187,7 @@ def _add_all(
                 why: str | None = "it writes into a directory and no logging_dir is given"
             else:
                 why = tracker.unusable(os.environ)
-        except Exception as error:
+        except RAISED as error:
             why = f"{type(error).__name__}: {error}"
         if why is None:
             if tracker not in chosen:

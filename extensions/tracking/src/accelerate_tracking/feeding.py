@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accelerate_tracking.normalise import NotTaken, is_ill
+from accelerate_tracking.normalise import RAISED, NotTaken, is_ill
 from accelerate_tracking.tracker import GeneralTracker
 
 if TYPE_CHECKING:
@@ -155,8 +155,8 @@ class TrackerWriter:
         self,
         tracker: GeneralTracker,
         resolve: Callable[[LogEntry], None],
-        failed: Callable[[GeneralTracker, str, Exception], None],
-        refused: Callable[[GeneralTracker, LogEntry, Exception], None],
+        failed: Callable[[GeneralTracker, str, BaseException], None],
+        refused: Callable[[GeneralTracker, LogEntry, BaseException], None],
     ) -> None:
         self.tracker = tracker
         self.accepted = 0
@@ -252,7 +252,7 @@ class TrackerWriter:
             return
         try:
             self._hand_over(group)
-        except Exception as error:
+        except RAISED as error:
             if len(group) > 1:
                 for entry in group:
                     if not self.broken:
@@ -307,10 +307,10 @@ class TrackerWriter:
         self._unflushed = False
         try:
             self.durable = self.tracker.flush() is not False
-        except Exception as error:
+        except RAISED as error:
             self._give_up("flush", error)
 
-    def _give_up(self, stage: str, error: Exception) -> None:
+    def _give_up(self, stage: str, error: BaseException) -> None:
         self.broken = True
         self._failed(self.tracker, stage, error)
 

@@ -30,6 +30,7 @@ from accelerate_tracking.feeding import DeviceRead, InlineWriter, LogEntry, Trac
 from accelerate_tracking.media import ArtifactCopies, MediaVerbs, Payload
 from accelerate_tracking.messages import report_failure, why_not
 from accelerate_tracking.normalise import (
+    RAISED,
     NotTaken,
     Reporter,
     is_ill,
@@ -175,13 +176,13 @@ class TrackerHub(MediaVerbs):
                 tracker.validate()
             stage = "start"
             tracker.start()
-        except Exception as error:  # one that never started has nothing to close
+        except RAISED as error:  # one that never started has nothing to close
             report_failure(item, stage, error)
             return BlankTracker(name_of(item))
         if config is not None:
             try:
                 tracker.store_init_configuration(dict(config))
-            except Exception as error:
+            except RAISED as error:
                 ill = is_ill(error)
                 report_failure(item, "store_init_configuration", error, off=ill)
                 if ill:
@@ -234,7 +235,7 @@ class TrackerHub(MediaVerbs):
             if tracker.resumes and tracker.name in runs:
                 try:
                     tracker.discard()
-                except Exception as error:
+                except RAISED as error:
                     report_failure(tracker, "discard", error)
                 self.trackers[index] = self._openers[index]()
         self._feed()
@@ -306,7 +307,7 @@ class TrackerHub(MediaVerbs):
             # What was logged is at fault, which could not be seen while it was on the device.
             self._reporter.report(entry.method, f"of {entry.keys}: {error}")
 
-    def _refused(self, tracker: GeneralTracker, entry: LogEntry, error: Exception) -> None:
+    def _refused(self, tracker: GeneralTracker, entry: LogEntry, error: BaseException) -> None:
         """Say once per method and names what a tracker did not take; it goes on without it."""
         what = f"{entry.method} of {entry.keys}"
         if isinstance(error, NotTaken):
@@ -399,7 +400,7 @@ class TrackerHub(MediaVerbs):
                     close()
                 else:
                     limited(close, feeding.PATIENCE, f"finish-{tracker.name}")
-            except Exception as error:
+            except RAISED as error:
                 hangs = hangs or isinstance(error, TooLongError)
                 if tracker in self._retired:
                     _logger.debug("closing the tracker %r", tracker.name, exc_info=True)
@@ -428,7 +429,7 @@ class TrackerHub(MediaVerbs):
         self._writers = []
         return [writer.tracker for writer in stuck]
 
-    def _switch_off(self, tracker: GeneralTracker, stage: str, error: Exception) -> None:
+    def _switch_off(self, tracker: GeneralTracker, stage: str, error: BaseException) -> None:
         """Put a blank tracker in the place of one that raised, and close that at the end."""
         self._retired.append(tracker)
         if tracker in self.trackers:

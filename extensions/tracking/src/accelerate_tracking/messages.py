@@ -23,7 +23,7 @@ def why_not(value: object) -> str:
     return f"is a {kind}, which no tracker takes; log takes numbers, strings and dicts of them"
 
 
-def report_failure(tracker: Asked, stage: str, error: Exception, off: bool = True) -> None:
+def report_failure(tracker: Asked, stage: str, error: BaseException, off: bool = True) -> None:
     """Warn that a tracker raised; with `off` it is not asked again."""
     name = name_of(tracker)
     _logger.debug("tracker %r raised in %s", name, stage, exc_info=error)

@@ -127,8 +127,14 @@ def each(values: Mapping[str, Any], write: Callable[[str, Any], object]) -> None
 _OF_ONE_ENTRY = {errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR, errno.ENOTDIR}
 
 
-def is_ill(error: Exception) -> bool:
+#: What a tracker may raise: some libraries leave the process where something is wrong.
+RAISED = (Exception, SystemExit)
+
+
+def is_ill(error: BaseException) -> bool:
     """Tell whether what a tracker raised says that nothing further will work either."""
+    if isinstance(error, SystemExit):
+        return True
     return isinstance(error, OSError) and error.errno not in _OF_ONE_ENTRY
 
 
