@@ -179,7 +179,7 @@ def test_the_self_check_passes_on_two_processes() -> None:
         "saving",
     ):
         assert check in done.stdout
-    assert "2 process(es) on cpu" in done.stdout
+    assert "2 processes on cpu" in done.stdout
     assert "failed" not in done.stdout
 
 

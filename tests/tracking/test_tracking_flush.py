@@ -206,3 +206,25 @@ def test_exits_are_watched_only_while_a_run_is_open() -> None:
     assert sys.exit is not before[1]
     hub.finish()
     assert (sys.excepthook, sys.exit) == before
+
+
+def test_off_a_terminal_what_is_left_is_told_now_and_then(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Buffered):
+        name = "slow"
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            time.sleep(0.4)
+
+    monkeypatch.setattr(feeding, "SAY_EVERY", 1.0)
+    monkeypatch.setattr(feeding, "REST", 0.0)
+    hub = TrackerHub(Slow())
+    hub.init_trackers("p")
+    for step in range(9):
+        hub.log({"x": step}, step=step)
+    hub.finish()
+    said = capfd.readouterr().err
+    lines = [line for line in said.splitlines() if "Trackers write what is left: slow" in line]
+    assert 1 <= len(lines) <= 4
+    assert "\r" not in said

@@ -289,7 +289,8 @@ def _asked(record: PluginRecord, hits: list[Fired], own: str, request: Request) 
     try:
         plugin = record.load()
         check_api_version(record, plugin)
-        claim = _claim(record, plugin, request) or (Claim(0, own) if own else None)
+        claim = _claim(record, plugin, request)
+        claim = Claim(claim.priority if claim else 0, own) if own else claim
     except AccelerateError as error:
         version = isinstance(error, PluginVersionError)
         state = "broken" if isinstance(error, PluginError) and not version else "refused"

@@ -74,3 +74,9 @@ class LaunchPlan:
     def processes_per_machine(self) -> int:
         """Processes started on this machine."""
         return self.num_processes // self.num_machines
+
+
+def counted(number: int, word: str) -> str:
+    """Return a number of things in words: "1 process", "2 processes"."""
+    plural = word + ("es" if word.endswith("s") else "s")
+    return f"{number} {word if number == 1 else plural}"

@@ -171,6 +171,8 @@ def _ask(records: Sequence[PluginRecord], environ: Mapping[str, str]) -> dict[st
         code = f"import sys; from {__name__} import main; main(sys.argv[1:])"
         command = [sys.executable, "-c", code, str(file)]
         command += [f"{record.name}={record.target}" for record in records]
+        if sys.stderr.isatty():  # it may take seconds: plugins import their libraries
+            sys.stderr.write("Reading the options of newly installed plugins, once ...\n")
         try:
             subprocess.run(
                 command, env=dict(environ), capture_output=True, timeout=120, check=False

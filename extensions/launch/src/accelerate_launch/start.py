@@ -26,7 +26,7 @@ from accelerate_core.plugins.discovery import (
     installed,
 )
 from accelerate_core.plugins.selection import Considered, Fired, Selection
-from accelerate_launch.plan import LaunchPlan
+from accelerate_launch.plan import LaunchPlan, counted
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
     launcher, chosen = max(accepting, key=lambda pair: getattr(pair[0], "priority", _PRIORITY))
     for _, one in accepting:
         one.because = f"{chosen.record.name!r} accepts the plan and goes before it"
-    what = f"{plan.num_processes} process(es) on {plan.num_machines} machine(s)"
+    what = f"{counted(plan.num_processes, 'process')} on {counted(plan.num_machines, 'machine')}"
     chosen.state = "active"
     chosen.because = _why_asked(chosen.record, plan) or f"the first that accepts {what}"
     return launcher, made
@@ -154,7 +154,7 @@ def _named(name: str, origin: str, plan: LaunchPlan) -> Launcher:
         )
     raise ConfigurationError(
         f"The launcher {record.label} (asked for by {origin}) does not take this launch: "
-        f"{plan.num_processes} processes on {plan.num_machines} machine(s)."
+        f"{counted(plan.num_processes, 'process')} on {counted(plan.num_machines, 'machine')}."
     )
 
 

@@ -29,6 +29,8 @@ LONGEST_REST = 0.25
 BACKLOG = 5000
 #: Seconds the last flush may go without any progress before a tracker is given up.
 PATIENCE = 60.0
+#: Seconds between two lines about what is left, where they do not overwrite each other.
+SAY_EVERY = 10.0
 #: Entries in a row that a library may refuse before it is taken to be broken.
 REFUSALS = 5
 
@@ -353,7 +355,8 @@ def drain(
 ) -> list[TrackerWriter]:
     """Wait until all is delivered and flushed; return those that are not done.
 
-    While it takes more than a second, a line on stderr says how far it is.
+    While it takes more than a second, a line on stderr says how far it is; off a terminal every
+    ten seconds.
 
     Args:
         timeout: seconds; None waits as long as any of them moves, and `PATIENCE` seconds more.
@@ -363,7 +366,8 @@ def drain(
     patience = PATIENCE if timeout is None else timeout
     #: When the time began to run out: with a timeout at once, else when one of them last moved.
     begun = since = time.monotonic()
-    seen, shown = -1, False
+    seen, say_at = -1, begun + 1.0
+    terminal = _is_terminal()
     while waiting := [(writer, done) for writer, done in waiting if not done.is_set()]:
         waiting[0][1].wait(max(0.0, min(0.1, since + patience - time.monotonic())))
         now, delivered = time.monotonic(), sum(writer.delivered for writer, _ in waiting)
@@ -372,13 +376,20 @@ def drain(
         if now - since > patience:
             break
         left = [writer for writer, done in waiting if not done.is_set()]
-        if now - begun > 1.0 and left:
-            shown = True
+        if now > say_at and left:
+            say_at = now if terminal else now + SAY_EVERY
             parts = [f"{one.tracker.name} {one.delivered}/{one.accepted}" for one in left]
-            _say(f"\rTrackers write what is left: {', '.join(parts)}   ")
-    if shown:
+            text = f"Trackers write what is left: {', '.join(parts)}"
+            _say(f"\r{text}   " if terminal else f"{text}\n")
+    if terminal and say_at != begun + 1.0:
         _say("\n")
     return [writer for writer, done in waiting if not done.is_set()]
+
+
+def _is_terminal() -> bool:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # none, or closed
+        return sys.stderr.isatty()
+    return False
 
 
 def _say(text: str) -> None:

@@ -44,7 +44,10 @@ def command(ctx: click.Context, as_json: bool, kind: str | None, config_file: st
     if as_json:
         click.echo(json.dumps(shown, indent=2))
     else:
-        print_rows(shown)
+        print_rows(
+            {**row, "because": "see the error below"} if row["state"] == "undecided" else row
+            for row in shown
+        )
     for problem in problems(run):
         click.echo(f"Error: {problem}", err=True)
     if problems(run):

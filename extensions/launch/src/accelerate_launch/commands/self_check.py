@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate_core.accelerator import Accelerator
 from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.distributed.collectives import broadcast
+from accelerate_launch.plan import counted
 
 SAMPLES = 37  # no multiple of a batch, so that the last one is short on some rank
 STEPS = 4
@@ -31,7 +32,7 @@ def check_ranks(accelerator: Accelerator) -> str:
     _equal(ranks, list(range(accelerator.num_processes)), "ranks")
     mains = accelerator.communicator.gather_object(accelerator.is_main_process)
     _equal(sum(mains), 1, "number of main processes")
-    return f"{accelerator.num_processes} process(es) on {accelerator.device.type}"
+    return f"{counted(accelerator.num_processes, 'process')} on {accelerator.device.type}"
 
 
 def check_collectives(accelerator: Accelerator) -> str:

@@ -19,6 +19,7 @@ from accelerate_launch.commands.launch import print_reasons
 from accelerate_launch.commands.options import CONTEXT, GroupedCommand, launch_options
 from accelerate_launch.commands.tables import print_table
 from accelerate_launch.devices import count_accelerators
+from accelerate_launch.plan import counted
 from accelerate_launch.planning import find_config, make_plan
 from accelerate_launch.start import child_environment, command_of
 
@@ -94,6 +95,8 @@ def _check(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
         plan = make_plan(_SELF_CHECK, [str(file)], given, environ, config)
+        started = counted(plan.num_processes, "process")
+        click.echo(f"Running the self-check on {started}, some 15 seconds ...", err=True)
         if given["explain"]:
             print_reasons(plan, environ)
         child = subprocess.Popen(

@@ -122,7 +122,10 @@ def _steps(
         fired = name in made.fired
         yield f"trigger {name}", f"fires: {made.fired[name].because}" if fired else "does not fire"
     if not record.triggers and rule.claims:
-        yield "triggers", "it has none: it is used only where it is named"
+        yield (
+            "triggers",
+            f"it has none: it is used where it is named, or has a section {record.name}_config",
+        )
     if made.error is not None:
         yield "selection", f"it fails: {made.error}"
         return
