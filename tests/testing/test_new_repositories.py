@@ -117,6 +117,7 @@ def test_what_is_written_is_complete_and_tidy(tmp_path: Path, kind: str) -> None
         "pyproject.toml",
         "README.md",
         ".gitignore",
+        "LICENSE",
         ".github/workflows/test.yml",
         "src/accelerate_fresh/py.typed",
         "tests/test_conformance.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -78,6 +79,8 @@ def command(
     MODEL is a checkpoint (safetensors, or torch's), a folder with one or with a config.json, or a
     name on the Hugging Face hub. Activations come on top: they depend on the batch.
     """
+    if png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--png needs matplotlib: pip install matplotlib")
     sizes = shapes_of(model, trust_remote_code=trust_remote_code)
     if not world_sizes or not all(word.isdigit() and int(word) for word in world_sizes):
         raise ConfigurationError(f"world_sizes={' '.join(world_sizes)!r} must be positive numbers.")
@@ -130,10 +133,8 @@ def _size(count: float | None) -> str:
 
 
 def _draw(png: Path, model: str, ranks: list[dict[str, Any]]) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise click.UsageError("--png needs matplotlib: pip install matplotlib") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 0.6 + 0.35 * sum(len(row["bytes"]) for row in ranks)))
     axes = figure.subplots()
     labels = [f"{r['dtype']}, {r['backend']}, on {n}" for r in ranks for n in r["bytes"]]
