@@ -130,6 +130,8 @@ def ask_everything(environ: Mapping[str, str], *, ask: bool) -> dict[str, Any]:
     _mpi(asker, made)
     if ask:
         _of_plugins(asker, made, backend, environ)
+    if not count:  # nobody said so: on a machine that has accelerators the file is to use them
+        del made["use_cpu"]
     return made
 
 
