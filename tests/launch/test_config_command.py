@@ -87,7 +87,7 @@ def test_answers_come_from_the_input_where_there_is_no_terminal(
     assert section["fsdp_min_num_params"] == 5000
     assert "Classes whose modules" not in output  # asked of the other policy only
     done = run_cli("config", "show", "--json", env=env)
-    assert json.loads(done.stdout)["backend"]["from"].endswith("config.yaml line 5")
+    assert json.loads(done.stdout)["backend"]["from"].endswith("config.yaml line 4")
 
 
 def test_a_plain_backend_is_asked_nothing_more(env: dict[str, str], tmp_path: Path) -> None:
