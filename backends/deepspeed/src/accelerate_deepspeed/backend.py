@@ -278,7 +278,7 @@ class DeepSpeedBackend(Backend):
         sizes = self._sizes(accelerator, plan)
         for job in jobs:
             if not self._needs_engine(accelerator, job):
-                if job.model.place:
+                if job.model.on_device:
                     job.model.value = job.model.value.to(accelerator.device)
                 if "precision" in self.owns and accelerator.mixes_precision:
                     settings = accelerator.autocast_handler

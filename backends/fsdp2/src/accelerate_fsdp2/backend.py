@@ -338,15 +338,15 @@ class FSDP2Backend(Backend):
     def _materialise(self, accelerator: AcceleratorView, model: nn.Module) -> None:
         source = self._sources.pop(model)
         offload = self.options.offload_policy(accelerator.device)
-        place = torch.device("cpu") if hasattr(offload, "pin_memory") else accelerator.device
+        device = torch.device("cpu") if hasattr(offload, "pin_memory") else accelerator.device
         if source is None:
-            weights.fill_with_nan(model, place)
+            weights.fill_with_nan(model, device)
             accelerator.note_once(
                 f"{type(model).__name__} was on the meta device on every rank, so it has no "
                 "weights yet: its shards are filled with NaN until load_state reads them."
             )
             return
-        model.to_empty(device=place)
+        model.to_empty(device=device)
         held = source if isinstance(source, dict) else None
         weights.fill_from_rank_0(model, held, accelerator.parallelism_config, accelerator.device)
 

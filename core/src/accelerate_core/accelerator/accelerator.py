@@ -193,8 +193,8 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         DistributedType.register(str(self.distributed_type))
         part = built.parts["tracking"] if asks(log_with) else None
         make: Callable[..., Tracking] = NoTracking if part is None else part.make
-        place = self.process_index, self.num_processes, self.is_main_process
-        self._tracking = make(log_with, self.logging_dir, *place)
+        rank = self.process_index, self.num_processes, self.is_main_process
+        self._tracking = make(log_with, self.logging_dir, *rank)
 
     # --- the setup ----------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ class Entry:
     kind: Kind
     original: Any
     value: Any
-    place: bool = True
+    on_device: bool = True
     evaluation_mode: bool = False
     done: bool = False
     #: Names of the trainable parameters before any stage (models only).

@@ -91,16 +91,16 @@ class Prepared:
         """
         if self.is_prepared(data_loader):
             return data_loader
-        place = self.device_placement if device_placement is None else device_placement
+        on_device = self.device_placement if device_placement is None else device_placement
         prepared = None
         if self._loader_maker is not None and slice_fn_for_dispatch is None:
             prepared = self._loader_maker.make_loader(self.accelerator, data_loader)
         if prepared is None:
-            prepared = self._core_loader(data_loader, place, slice_fn_for_dispatch)
+            prepared = self._core_loader(data_loader, on_device, slice_fn_for_dispatch)
         else:
             record = cast(Part, self._loader_part).record
             prepared = MadeLoader(prepared, record, self.accelerator.gradient_state)
-            prepared.put_on_device = place
+            prepared.put_on_device = on_device
             prepared.even_batches = self.dataloader_config.even_batches
         self.loaders.append(prepared)
         return prepared
@@ -110,7 +110,7 @@ class Prepared:
         return None if self._loader_part is None else cast(LoaderMaker, self._loader_part.make())
 
     def _core_loader(
-        self, data_loader: Any, place: bool, slice_fn: Callable[..., Any] | None
+        self, data_loader: Any, on_device: bool, slice_fn: Callable[..., Any] | None
     ) -> PreparedLoader:
         accelerator = self.accelerator
         index, count = self._hooks.data_shard(accelerator)
@@ -119,13 +119,13 @@ class Prepared:
             num_processes=count,
             process_index=index,
             device=accelerator.device,
-            put_on_device=place,
+            put_on_device=on_device,
             rng_types=self._rng_types,
             slice_fn_for_dispatch=slice_fn,
             comm=self._data_comm,
             order_comm=accelerator.communicator,
             gradient_state=accelerator.gradient_state,
-            feed=self._feed if place else None,
+            feed=self._feed if on_device else None,
             # The default only moves batches; another one may do more, also where they are in place.
             feed_always=type(accelerator.backend).feed_device is not Backend.feed_device,
             fixed_batch=self._hooks.fixed_batch(accelerator),

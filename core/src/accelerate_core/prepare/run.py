@@ -46,10 +46,8 @@ def prepare(
     if accelerator.backend.compile_at == "after":
         plan.each("model", lambda model, _: run_stage("compile", accelerator, model))
     _wrap_steps(prepared, plan)
-    plan.each(
-        "loader",
-        lambda loader, entry: prepared.prepare_data_loader(loader, device_placement=entry.place),
-    )
+    prepare_loader = prepared.prepare_data_loader
+    plan.each("loader", lambda loader, entry: prepare_loader(loader, entry.on_device))
     for entry in plan.entries:
         if not entry.done and entry.kind != "other":
             prepared.remember(entry.kind, entry.value, evaluation=entry.evaluation_mode)
@@ -69,10 +67,10 @@ def _classify(
         )
     default = prepared.device_placement
     entries = []
-    for obj, place in zip(objects, placements, strict=True):
+    for obj, moved in zip(objects, placements, strict=True):
         kind = classify(obj, prepared.ask_classification)
         done = prepared.is_prepared(obj)
-        entry = Entry(kind, obj, obj, default if place is None else place, evaluation_mode, done)
+        entry = Entry(kind, obj, obj, default if moved is None else moved, evaluation_mode, done)
         entries.append(entry)
     return PreparePlan(entries, prepared.inner_model, prepared.replaced_parameters)
 
@@ -82,7 +80,7 @@ def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
     accelerator = prepared.accelerator
     prepared.verify_placeable(entry.value)
     model = uncompiled(entry.value)
-    if entry.place and "device_placement" not in accelerator.backend.owns:
+    if entry.on_device and "device_placement" not in accelerator.backend.owns:
         model = model.to(accelerator.device)
     run_stage = prepared.plugins.run_stage
     for stage in ("convert", "tensor_parallel", "activation_checkpointing"):
