@@ -22,7 +22,7 @@ EVERY = list(range(SAMPLES))
 Ids = list[list[int]]
 
 
-class Reading:
+class LoaderCase:
     """One Accelerator and one prepared loader of `SAMPLES` numbers."""
 
     def __init__(
@@ -72,7 +72,7 @@ def _flat(batches: Ids) -> list[int]:
 @check("loaders", alone=True)
 def every_sample(ctx: CheckContext) -> None:
     """One process reads every sample once, in order, and knows where the data ends."""
-    reading = Reading(ctx)
+    reading = LoaderCase(ctx)
     for _ in range(2):
         ends, got = [], []
         for batch in reading.loader:
@@ -83,7 +83,7 @@ def every_sample(ctx: CheckContext) -> None:
         ctx.equal(len(reading.loader), len(got), "len of the loader")
     ctx.equal(reading.loader.iteration, 2, "iteration after two epochs")
     ctx.end()
-    dropping = Reading(ctx, drop_last=True)
+    dropping = LoaderCase(ctx, drop_last=True)
     ctx.equal(_flat(dropping.epoch()), EVERY[:24], "samples with drop_last=True")
 
 
@@ -91,7 +91,7 @@ def every_sample(ctx: CheckContext) -> None:
 def every_sample_on_ranks(ctx: CheckContext) -> None:
     """The ranks read every sample, none twice but to fill the end up, and equally many batches."""
     for shuffle in (False, True):
-        reading = Reading(ctx, shuffle=shuffle)
+        reading = LoaderCase(ctx, shuffle=shuffle)
         ranks = reading.epoch_of_ranks()
         ctx.equal(len({len(batches) for batches in ranks}), 1, "numbers of batches on the ranks")
         ctx.equal(len(reading.loader), len(ranks[ctx.rank]), "len of the loader")
@@ -107,12 +107,12 @@ def every_sample_on_ranks(ctx: CheckContext) -> None:
 @check("loaders")
 def uneven(ctx: CheckContext) -> None:
     """With even_batches=False nothing is filled up, and with drop_last=True the end is left out."""
-    reading = Reading(ctx)
+    reading = LoaderCase(ctx)
     reading.loader.even_batches = False
     together = [number for batches in reading.epoch_of_ranks() for number in _flat(batches)]
     ctx.equal(sorted(together), EVERY, "samples without filling up")
     ctx.end()
-    reading = Reading(ctx, drop_last=True)
+    reading = LoaderCase(ctx, drop_last=True)
     together = [number for batches in reading.epoch_of_ranks() for number in _flat(batches)]
     wanted = SAMPLES // (BATCH * ctx.size) * BATCH * ctx.size
     ctx.equal(len(together), wanted, "samples with drop_last=True")
@@ -126,7 +126,7 @@ def uneven(ctx: CheckContext) -> None:
 def metrics(ctx: CheckContext) -> None:
     """`gather_for_metrics` gives every sample once."""
     for shuffle in (False, True):
-        reading = Reading(ctx, shuffle=shuffle)
+        reading = LoaderCase(ctx, shuffle=shuffle)
         gather = reading.accelerator.gather_for_metrics
         for _ in range(2):
             seen = _flat([gather(batch["id"]).flatten().tolist() for batch in reading.loader])
@@ -137,7 +137,7 @@ def metrics(ctx: CheckContext) -> None:
 @check("loaders", alone=True)
 def order(ctx: CheckContext) -> None:
     """A shuffled order changes with the epoch; `set_epoch` brings one back, also in another run."""
-    reading = Reading(ctx, shuffle=True)
+    reading = LoaderCase(ctx, shuffle=True)
     epochs = []
     for epoch in range(3):
         reading.loader.set_epoch(epoch)
@@ -150,7 +150,7 @@ def order(ctx: CheckContext) -> None:
     torch.rand(7)
     ctx.equal(_flat(reading.epoch()), epochs[1], "epoch 1, read again")
     ctx.end()
-    other = Reading(ctx, shuffle=True)
+    other = LoaderCase(ctx, shuffle=True)
     again = [_flat(other.epoch()) for _ in range(3)]
     ctx.equal(again, epochs, "the first epochs of another loader")
 
@@ -158,7 +158,7 @@ def order(ctx: CheckContext) -> None:
 @check("loaders", alone=True)
 def abandoned(ctx: CheckContext) -> None:
     """A loop that is left has ended; the next one begins the epoch anew."""
-    reading = Reading(ctx, shuffle=True)
+    reading = LoaderCase(ctx, shuffle=True)
     first = [ids_of(batch) for batch in islice(reading.loader, 3)]
     for batch in reading.loader:
         ctx.equal(ids_of(batch), first[0], "the first batch after a loop that was left")
@@ -173,7 +173,7 @@ def abandoned(ctx: CheckContext) -> None:
 @check("loaders", alone=True)
 def skipping(ctx: CheckContext) -> None:
     """`skip_first_batches` leaves out the first batches of the epoch, and nothing else."""
-    reading = Reading(ctx)
+    reading = LoaderCase(ctx)
     whole = reading.epoch()
     part = reading.accelerator.skip_first_batches(reading.loader, 2)
     ctx.equal([ids_of(batch) for batch in part], whole[2:], "batches after the first two")
@@ -191,7 +191,7 @@ def _rest(loader: Any, state: Any) -> Ids:
 )
 def resume(ctx: CheckContext) -> str:
     """A position of any moment goes on with the very batches of the uninterrupted run."""
-    reading = Reading(ctx, shuffle=True)
+    reading = LoaderCase(ctx, shuffle=True)
     reading.epoch()
     saved, batches = [_saved(reading.loader)], []
     for batch in reading.loader:
@@ -200,13 +200,13 @@ def resume(ctx: CheckContext) -> str:
     between, following = _saved(reading.loader), reading.epoch()
     ctx.end()
     for number, state in enumerate(saved):
-        again = Reading(ctx, shuffle=True)
+        again = LoaderCase(ctx, shuffle=True)
         torch.rand(3 + ctx.rank)
         where = f"after batch {number} of {len(batches)}"
         ctx.equal(_rest(again.loader, state), batches[number:], f"the rest, resumed {where}")
         ctx.equal(again.epoch(), following, f"the epoch after one that was resumed {where}")
         ctx.end()
-    again = Reading(ctx, shuffle=True)
+    again = LoaderCase(ctx, shuffle=True)
     again.epoch()
     ctx.equal(_rest(again.loader, between), following, "the epoch, resumed before it began")
     return f"{len(saved)} moments"
@@ -215,13 +215,13 @@ def resume(ctx: CheckContext) -> str:
 @check("loaders", alone=True)
 def resume_twice(ctx: CheckContext) -> None:
     """A run that was resumed, and is left again, is resumed where it was left."""
-    reading = Reading(ctx, shuffle=True)
+    reading = LoaderCase(ctx, shuffle=True)
     whole = reading.epoch()
     ctx.end()
     seen: Ids = []
     state = None
     for count in (2, 3, len(whole)):
-        again = Reading(ctx, shuffle=True)
+        again = LoaderCase(ctx, shuffle=True)
         if state is not None:
             again.loader.load_state_dict(state)
         for batch in islice(again.loader, count):
@@ -234,7 +234,7 @@ def resume_twice(ctx: CheckContext) -> None:
 @check("loaders", alone=True)
 def accumulation(ctx: CheckContext) -> None:
     """The last batch of the data ends an accumulation cycle."""
-    reading = Reading(ctx, gradient_accumulation_steps=3)
+    reading = LoaderCase(ctx, gradient_accumulation_steps=3)
     model, accelerator, steps = torch.nn.Linear(2, 1), reading.accelerator, []
     model = accelerator.prepare(model)
     for _ in reading.loader:
@@ -248,7 +248,7 @@ def accumulation(ctx: CheckContext) -> None:
 @check("loaders", alone=True)
 def slots(ctx: CheckContext) -> None:
     """Whoever watches the loop is called before each batch is read, and after each body."""
-    reading, told = Reading(ctx), list[str]()
+    reading, told = LoaderCase(ctx), list[str]()
     state = reading.accelerator.gradient_state
     state.before_cycle = lambda: told.append("before")
     state.loop_body_end = lambda: told.append("end")
@@ -270,7 +270,7 @@ def _watched(
 def placing(ctx: CheckContext) -> None:
     """Batches come through the backend's `feed_device`, unless they are to stay where they are."""
     for place in (True, False):
-        reading = Reading(ctx, device_placement=place)
+        reading = LoaderCase(ctx, device_placement=place)
         accelerator, fed = reading.accelerator, list[int]()
         feed = accelerator.hooks.feed_device
 
