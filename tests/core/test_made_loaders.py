@@ -21,7 +21,15 @@ class Made:
     def __iter__(self):
         if os.environ["FAULT"] == "opening":
             raise ArithmeticError("boom")
+        if os.environ["FAULT"].startswith("around"):
+            return self.around()
         return self.state.serve(self, self.start, 2)
+    def around(self):
+        if os.environ["FAULT"] == "around before":
+            raise ArithmeticError("boom")
+        for batch in self.state.serve(self, self.start, 2):
+            yield batch
+            raise ArithmeticError("boom")
     def start(self, served):
         for number, batch in enumerate(self.loader):
             if number == 1 and os.environ["FAULT"] == "reading":
@@ -39,6 +47,12 @@ class Made:
             raise ArithmeticError("boom")
         return self
 
+class Plain(Made):
+    def __reduce__(self):
+        return Plain, (None, [])
+    def __init__(self, accelerator, loader):
+        self.loader = loader
+
 class Alone(Made):
     def __iter__(self):
         return iter(self.loader)
@@ -47,11 +61,11 @@ class Maker:
     name = "made"
     api_version = (1, 0)
     def make_loader(self, accelerator, loader):
-        kinds = {"returned": lambda *_: [1, 2], "alone": Alone}
+        kinds = {"returned": lambda *_: [1, 2], "alone": Alone, "plain": Plain}
         return kinds.get(os.environ["FAULT"], Made)(accelerator, loader)
 """
 SCRIPT = """
-import traceback
+import copy, pickle, traceback
 import torch
 from torch.utils.data import DataLoader
 from accelerate_core import Accelerator, skip_first_batches
@@ -81,6 +95,8 @@ def test_a_made_loader_is_seen_as_its_own(tmp_path) -> None:
     [
         ("opening", EPOCH, "__iter__"),
         ("reading", EPOCH, "__iter__"),
+        ("around before", EPOCH, "__iter__"),
+        ("around", EPOCH, "__iter__"),
         ("", "loader.set_epoch(1)", "set_epoch"),
         ("", "loader.state_dict()", "state_dict"),
         ("", "loader.load_state_dict({})", "load_state_dict"),
@@ -118,3 +134,11 @@ def test_a_loader_that_tells_nobody_of_its_batches_is_refused(tmp_path) -> None:
     said = told(tmp_path, "alone")
     assert "The loader of made (dummy-made 1.0) hands out batches of its own" in said
     assert "gradient_state.serve(self, start, whole)" in said
+
+
+def test_a_copy_and_a_pickle_are_of_the_plugins_own_loader(tmp_path) -> None:
+    use = (
+        "[type(copy.copy(loader)).__name__, type(pickle.loads(pickle.dumps([loader]))[0]).__name__]"
+    )
+    said = told(tmp_path, "plain", use)
+    assert said.endswith("['Plain', 'Plain']"), said

@@ -41,6 +41,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dummies.distribution(root, "verb", "x = 1", {"commands": {"verb": "x"}})
     dummies.distribution(root, "plus", "x = 1", {"extensions": {"plus": "x"}})
     dummies.distribution(root, "chest", CHECKPOINTERS, {"checkpointers": CHESTS})
+    crash = {"checkpointers": {"crash": "C"}}
+    dummies.distribution(root, "crash", "raise OSError('no such disk')", crash)
     dummies.distribution(root, "diary", TRACKER, {"trackers": {"diary": "T"}})
     for number in (1, 2):
         dummies.distribution(
@@ -261,8 +263,9 @@ def test_why_says_what_the_table_says(
 @pytest.mark.parametrize(
     ("name", "state", "said"),
     [
-        ("absent", "broken", "'dummy_chest' has no 'Absent'"),
-        ("late", "refused", "written for version 2.0 of the contract"),
+        ("absent", "broken", "module 'dummy_chest' has no attribute 'Absent'"),
+        ("late", "refused", "was written for a newer contract, version 2.0"),
+        ("crash", "broken", "OSError: no such disk"),
         ("sound", "active", "environment variable ACCELERATE_CHECKPOINTER"),
     ],
 )
@@ -278,7 +281,7 @@ def test_what_cannot_be_made_is_no_choice(root: Path, name: str, state: str, sai
     assert bool(decision(root, "directory", **environ)["problem"]) == broken
     done = plugins(root, "--json", **environ)
     assert done.returncode == broken
-    assert (f"The checkpointer plugin {name} (dummy-chest 1.0)" in done.stderr) == broken
+    assert (f"The checkpointer plugin {name} (dummy-" in done.stderr) == broken
     people = plugins(root, "why", name, **environ)
     assert people.returncode == broken
     assert f"checkpointer {name}: {state}, " in people.stdout
@@ -287,7 +290,7 @@ def test_what_cannot_be_made_is_no_choice(root: Path, name: str, state: str, sai
         env = clean_environment(**environ)
         env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
         error = pool.run(["-c", code], env, 60).stderr.strip().splitlines()[-1]
-        assert f"plugin {name} (dummy-chest 1.0)" in error
+        assert f"plugin {name} (dummy-" in error
 
 
 def test_what_is_switched_off_is_not_called_missing(root: Path) -> None:

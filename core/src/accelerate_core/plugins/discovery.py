@@ -285,7 +285,7 @@ def _probe(name: str, library: str) -> Callable[..., bool]:
                 return spec is not None
             # A folder of that name on the path, or a namespace that a distribution has brought.
             return library in importlib.metadata.packages_distributions()
-        except (ImportError, ValueError):
+        except Exception:  # it imports the packages above
             return False
 
     probe.__name__ = name

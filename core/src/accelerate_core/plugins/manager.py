@@ -298,6 +298,8 @@ class Blamed:
         self.__dict__.update(_part=part, _record=record)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_record":  # not set yet: unpickling, copying
+            raise AttributeError(name)
         record = self._record
         with blaming(name, record):
             value = getattr(self._part, name)

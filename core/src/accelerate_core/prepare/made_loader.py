@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate_core.contract.parts import PreparedLoader
+from accelerate_core.delegation import itself
 from accelerate_core.errors import PluginError, listing
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins.manager import Blamed, blame, blaming
@@ -41,23 +42,23 @@ class MadeLoader(Blamed):
         return type(self._part)
 
     def __len__(self) -> int:
-        with blaming("__len__", self._record):
-            return len(self._part)
+        return len(self._part)
 
     def __iter__(self) -> Iterator[Any]:
         state: GradientState = self._state
-        state.read_failed = self._blame_reading
-        with blaming("__iter__", self._record):
-            batches = iter(self._part)
-        for batch in batches:
-            if not any(one is self._part for one in state.dataloader_references):
-                raise PluginError(
-                    f"The loader of {self._record.label} hands out batches of its own: accumulation "
-                    "and metrics would not know its end. Its __iter__ has to return "
-                    "accelerator.gradient_state.serve(self, start, whole)."
-                )
-            yield batch
-            yield from batches
+        try:
+            for batch in (batches := iter(self._part)):
+                if not any(one is self._part for one in state.dataloader_references):
+                    raise PluginError(
+                        f"The loader of {self._record.label} hands out batches of its own: its __iter__ "
+                        "has to return accelerator.gradient_state.serve(self, start, whole)."
+                    )
+                yield batch
+                yield from batches
+        except Exception as error:
+            if not state.in_listener:
+                blame(error, "__iter__", self._record)
+            raise
 
     def skipping(self, num_batches: int) -> MadeLoader:
         """Return this loader without its first batches."""
@@ -65,6 +66,5 @@ class MadeLoader(Blamed):
             rest = self._part.skipping(num_batches)
         return MadeLoader(rest, self._record, self._state)
 
-    def _blame_reading(self, loader: Any, error: BaseException) -> None:
-        if isinstance(loader, type(self._part)):
-            blame(error, "__iter__", self._record)
+    def __reduce__(self) -> Any:
+        return itself, (self._part,)  # as for optimizers: what belongs to this run stays here

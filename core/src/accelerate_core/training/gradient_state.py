@@ -48,8 +48,8 @@ class GradientState:
     steps: int = field(default=0, init=False)
     #: Called by a loader when the body of its loop has run; None costs nothing.
     loop_body_end: Callable[[], None] | None = field(default=None, init=False)
-    #: Called with a loader and what reading from it raised, where a plugin may have made it.
-    read_failed: Callable[[Any, BaseException], None] | None = field(default=None, init=False)
+    #: Whether one of the two is running, or has raised: what it raises is not the loader's.
+    in_listener: bool = field(default=False, init=False)
     #: Called by a loader before it reads a batch, where a cycle may begin with it.
     before_cycle: Callable[[], None] | None = field(default=None, init=False)
     _open: list[tuple[weakref.ref[Any], Served]] = field(default_factory=list, init=False)
@@ -76,28 +76,27 @@ class GradientState:
                 in which `last` and `real` have to be set when a batch comes out.
             whole: samples of a full global batch, None if that is not known.
         """
+        self.in_listener = True
         if self.before_cycle is not None:
             self.before_cycle()
+        self.in_listener = False
         served = Served(whole=whole)
         return self._serve(loader, start(served), served)
 
     def _serve(self, loader: Any, batches: Iterator[Any], served: Served) -> Iterator[Any]:
-        reading, exhausted = True, False
+        exhausted = False
         self._open.append((weakref.ref(loader), served))
         try:
             for batch in batches:
-                self._touched, reading = served, False
+                self._touched = served
                 yield batch
+                self.in_listener = True
                 if self.loop_body_end is not None:
                     self.loop_body_end()
                 if self.before_cycle is not None:
                     self.before_cycle()
-                reading = True
+                self.in_listener = False
             exhausted = True
-        except BaseException as error:
-            if reading and self.read_failed is not None:
-                self.read_failed(loader, error)
-            raise
         finally:
             self._open = [one for one in self._open if one[1] is not served]
             # What is computed from the last batch of an abandoned iteration (`next(iter(loader))`,

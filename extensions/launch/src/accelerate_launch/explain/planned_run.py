@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.lookup import Sources, resolve_core
 from accelerate_core.contract.topology import Topology, read_topology
-from accelerate_core.errors import AccelerateError
+from accelerate_core.errors import AccelerateError, PluginVersionError
+from accelerate_core.plugins.discovery import OWN_DISTRIBUTION, check_api_version
 from accelerate_core.plugins.selection import NOTHING, RULES, Request, Selection, select
 from accelerate_launch.planning import draft_plan
 from accelerate_launch.start import child_environment, consider_launchers
@@ -69,4 +70,18 @@ def planned_run(
     request = Request({}, environ, topology, config, bool(values["cpu"].value))
     for kind in RULES:
         made[kind] = select(kind, request, values.get(_SETTINGS.get(kind, kind), NOTHING))
+        if made[kind].wanted.value is not None:
+            _import_named(made[kind])
     return PlannedRun(environ, topology, made)
+
+
+def _import_named(made: Selection) -> None:
+    """Import what is named, as making it would; it is not imported to be chosen."""
+    for one in made.active:
+        if one.record.distribution == OWN_DISTRIBUTION:
+            continue
+        try:
+            check_api_version(one.record, one.record.load())
+        except AccelerateError as error:
+            one.state = "refused" if isinstance(error, PluginVersionError) else "broken"
+            one.because, one.error = str(error), error

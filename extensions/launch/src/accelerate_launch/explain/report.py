@@ -40,6 +40,10 @@ def problem_of(kind: str, run: PlannedRun) -> str:
         return ""
     if selection.error is not None:
         return str(selection.error)
+    if selection.wanted.value is not None:
+        for one in selection.considered:
+            if one.error is not None:
+                return str(one.error)
     for one in selection.active:
         state, because = state_of(one.record, run)
         if state in ("broken", "refused"):  # it is imported when it is made, and not to choose it
