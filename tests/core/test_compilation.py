@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate_core import TorchDynamoPlugin
+from accelerate_core import Accelerator, TorchDynamoPlugin
 from accelerate_core.builtin.compile import (
     canonical_key,
     compile_model,
@@ -322,3 +322,9 @@ def test_asking_does_not_import_the_compiler() -> None:
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_compiler_that_is_named_and_asked_for_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_PLUGINS", "torch_compile")
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    assert is_compiled_module(accelerator.prepare(nn.Linear(1, 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from accelerate_core import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.utils import TorchTensorParallelConfig
 from accelerate_fsdp2 import FSDP2Backend
@@ -189,3 +191,14 @@ def test_layers_compute_in_what_a_strangers_precision_says(tmp_path: Path) -> No
     """
 
     assert run(tmp_path, code) == ["torch.float32", "torch.bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"), [("1", True), ("yes", True), ("no", False), ("0", False)]
+)
+def test_a_variable_takes_every_word_for_yes_and_no(
+    monkeypatch: pytest.MonkeyPatch, word: str, wanted: bool
+) -> None:
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", word)
+    made, _ = resolve_settings(FullyShardedDataParallelPlugin, None, Sources.of(os.environ))
+    assert made.cpu_offload is wanted

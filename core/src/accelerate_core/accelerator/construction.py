@@ -172,7 +172,7 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     for one in select("extension", request).settled().active:
         maker.make(one.record, one.record.load(), one.because)
     dynamo = arguments.dynamo(given, sources)
-    if dynamo.enabled:
+    if dynamo.enabled and "torch_compile" not in maker.settings:
         compiler = find("extension", "torch_compile", because="a TorchDynamoPlugin")
         maker.make(compiler, compiler.load(), f"the compiler {dynamo.backend!r} is asked for")
     check_owners({k: v for k, v in lent.items() if k not in core}, selection, set(maker.settings))
