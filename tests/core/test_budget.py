@@ -16,14 +16,14 @@ CORE = ROOT / "core" / "src" / "accelerate_core"
 #: are under, and all together stay under `TOTAL`.
 LIMITS = {
     "accelerator": (1500, 1320),
-    "prepare": (280, 566),
+    "prepare": (280, 560),
     "data": (2200, 1960),
     "training": (350, 635),
     "builtin": (350, 450),
     "distributed": (1150, 1080),
     "plugins": (1250, 860),
     "config": (850, 820),
-    "contract": (570, 860),
+    "contract": (570, 862),
 }
 TOTAL = 8500
 #: Where the modules of today belong.

@@ -126,8 +126,8 @@ def test_a_listener_of_the_loop_is_not_its_fault(tmp_path) -> None:
 
 def test_what_is_no_prepared_loader_is_refused(tmp_path) -> None:
     said = told(tmp_path, "returned")
-    assert "PluginError: make_loader of made (dummy-made 1.0) returned a list" in said
-    assert "which has no 'iteration', 'remainder', 'set_epoch'" in said
+    assert "PluginError: A list, which make_loader of made (dummy-made 1.0) returned," in said
+    assert "has no 'iteration', 'remainder', 'set_epoch'" in said
 
 
 def test_a_loader_that_tells_nobody_of_its_batches_is_refused(tmp_path) -> None:
@@ -142,3 +142,33 @@ def test_a_copy_and_a_pickle_are_of_the_plugins_own_loader(tmp_path) -> None:
     )
     said = told(tmp_path, "plain", use)
     assert said.endswith("['Plain', 'Plain']"), said
+
+
+HALF = """
+class Half:
+    name = "half"
+    api_version = (1, 0)
+    def __init__(self, *arguments): ...
+    def attach(self, run): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacks"), [("checkpointer", "'save_state'"), ("loaders", "'make_loader'")]
+)
+def test_a_part_that_lacks_a_method_is_refused_when_it_is_made(
+    tmp_path: Path, kind: str, lacks: str
+) -> None:
+    group = "checkpointers" if kind == "checkpointer" else kind
+    distribution(tmp_path, "half", HALF, {group: {"half": "Half"}})
+    code = f"""
+    from accelerate_core import Accelerator
+    try:
+        Accelerator(cpu=True, {kind}="half")
+    except Exception as error:
+        out([type(error).__name__, str(error)])
+    """
+    found, text = run(tmp_path, code)
+    assert found == "PluginError"
+    assert f"The {kind} plugin half (dummy-half 1.0) has no" in text
+    assert lacks in text

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from accelerate_core.contract.topology import Process
 from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.errors import PluginError, listing
 
 if TYPE_CHECKING:
     import torch
@@ -221,8 +222,7 @@ class LoaderMaker(Protocol):
 
     The class states `name`, as its entry point has it, and `api_version`. With a `Settings`, made
     by `accelerate_core.settings`, it is made with one of these as its only argument: from
-    `kwargs_handlers`, the environment and the config file. It is made when the first loader is
-    prepared, once per Accelerator.
+    `kwargs_handlers`, the environment and the config file. It is made with the Accelerator.
     """
 
     def make_loader(self, accelerator: AcceleratorView, loader: Any) -> PreparedLoader | None:
@@ -367,3 +367,18 @@ class Tracking(Protocol):
 
     def finish(self, failed: bool) -> None:
         """Deliver what is left and close the runs; a second call does nothing."""
+
+
+def check_members(thing: Any, protocol: type, told: str) -> None:
+    """Refuse what has not all that a part's Protocol declares.
+
+    Args:
+        told: what it is, for the error.
+
+    Raises:
+        PluginError: with what it lacks.
+    """
+    declared = [n for n in vars(protocol) if n == "__iter__" or not n.startswith("_")]
+    if lacks := [name for name in declared if not hasattr(thing, name)]:
+        where = f"{protocol.__name__} in accelerate_core.contract.parts"
+        raise PluginError(f"{told} has no {listing(lacks)}: see {where}.")

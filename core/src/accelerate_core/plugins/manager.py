@@ -25,6 +25,7 @@ from accelerate_core.contract.hooks import (
     is_newer,
     mark_hooks,
 )
+from accelerate_core.contract.parts import Checkpointer, LoaderMaker, Tracking, check_members
 from accelerate_core.errors import PluginError, did_you_mean
 from accelerate_core.plugins.discovery import PluginRecord, check_api_version
 from accelerate_core.plugins.selection import Selection
@@ -238,8 +239,8 @@ def _blamed(method: Callable[..., Any], name: str, record: PluginRecord) -> Call
 
 # --- the replaceable parts beside the backend: one plugin of each kind, by name ---------------
 
-#: The kinds of parts, each a setting of the core by that name.
-PARTS = ("checkpointer", "tracking", "loaders")
+#: The kinds of parts, each a setting of the core by that name, and what one has to have.
+PARTS = {"checkpointer": Checkpointer, "tracking": Tracking, "loaders": LoaderMaker}
 
 
 @dataclass
@@ -279,8 +280,8 @@ class Part:
         """
         plugin = self.record.load()
         check_api_version(self.record, plugin)
-        if not callable(plugin):
-            raise PluginError(f"The {self.record.kind} plugin {self.record.label} is no class.")
+        label = f"The {self.record.kind} plugin {self.record.label}"
+        check_members(plugin, PARTS[self.record.kind], label)
         own = getattr(plugin, "Settings", None)
         if own is not None:
             settings, self.settings = resolve_settings(

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate_core.contract.parts import PreparedLoader
+from accelerate_core.contract.parts import PreparedLoader, check_members
 from accelerate_core.delegation import itself
-from accelerate_core.errors import PluginError, listing
+from accelerate_core.errors import PluginError
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.plugins.manager import Blamed, blame, blaming
 from accelerate_core.training.gradient_state import GradientState
-
-_NEEDED = [n for n in vars(PreparedLoader) if n == "__iter__" or not n.startswith("_")]
 
 
 class MadeLoader(Blamed):
@@ -28,12 +26,8 @@ class MadeLoader(Blamed):
     """
 
     def __init__(self, loader: Any, record: PluginRecord, state: GradientState) -> None:
-        lacks = [name for name in _NEEDED if not hasattr(loader, name)]
-        if lacks:
-            raise PluginError(
-                f"make_loader of {record.label} returned a {type(loader).__name__}, which has no "
-                f"{listing(lacks)}: see PreparedLoader in accelerate_core.contract.parts."
-            )
+        what = f"A {type(loader).__name__}, which make_loader of {record.label} returned,"
+        check_members(loader, PreparedLoader, what)
         super().__init__(loader, record)
         self.__dict__["_state"] = state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -57,6 +57,7 @@ class Prepared:
         self._rng_types = rng_types
         self._data_comm = data_comm
         self._loader_part = loader_part
+        self._loader_maker: LoaderMaker | None = loader_part.make() if loader_part else None
         self._step_listeners = plugins.implementations("on_step_end")
         self.plugins = plugins
         self.dataloader_config = config
@@ -104,10 +105,6 @@ class Prepared:
             prepared.even_batches = self.dataloader_config.even_batches
         self.loaders.append(prepared)
         return prepared
-
-    @cached_property
-    def _loader_maker(self) -> LoaderMaker | None:
-        return None if self._loader_part is None else cast(LoaderMaker, self._loader_part.make())
 
     def _core_loader(
         self, data_loader: Any, on_device: bool, slice_fn: Callable[..., Any] | None
