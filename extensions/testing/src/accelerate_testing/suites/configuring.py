@@ -156,6 +156,8 @@ def _another(cls: type[Any], field: SettingField) -> Any:
     for value in candidates:
         if value == default or (isinstance(value, float) and not math.isfinite(value)):
             continue
+        if field.optional and value == "none":  # as a text that is None
+            continue
         try:
             cls(**{field.name: value})
         except ConfigurationError:

@@ -55,10 +55,15 @@ _FUNCTIONS = """
 import json, os, sys
 from pathlib import Path
 from accelerate_core.config.provenance import Because
-from accelerate_launch.notebook import start_function
+from accelerate_launch.notebook import PrepareForLaunch
 from accelerate_launch.plan import LaunchPlan, Target
+from accelerate_launch.start import choose_launcher
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
+
+def start(function, args, plan):
+    prepared = PrepareForLaunch(function, environment=plan.environment)
+    choose_launcher(plan).launch_function(prepared, args, plan)
 
 def work(folder, failing):
     said = {name: os.environ.get(name) for name in NAMES}
@@ -76,12 +81,12 @@ if __name__ == "__main__":
         because={"launcher": Because(launcher, "plugins check")},
     )
     before = dict(os.environ)
-    start_function(work, (str(folder), ""), plan)
+    start(work, (str(folder), ""), plan)
     texts = [path.read_text() for path in sorted(folder.glob("*.function"))]
     told = {"calls": [json.loads(line) for text in texts for line in text.splitlines()]}
     told["changed"] = [n for n in {*before, *os.environ} if before.get(n) != os.environ.get(n)]
     try:
-        start_function(work, (str(folder), str(int(count) - 1)), plan)
+        start(work, (str(folder), str(int(count) - 1)), plan)
     except Exception as error:
         told["raised"] = f"{type(error).__name__}: {error}"
     (folder / "told").write_text(json.dumps(told))
