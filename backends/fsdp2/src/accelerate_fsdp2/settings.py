@@ -74,6 +74,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         help="keep shards in host memory",
         env="FSDP_OFFLOAD_PARAMS",
         yaml=("fsdp_offload_params", "offload_params"),
+        choices=("true", "false"),
         ask="Keep shards in host memory, for less memory on the device?",
     )
     ignored_modules: Any = option(default=None, help="modules, or a pattern of their names")

@@ -124,7 +124,7 @@ def converted(field: SettingField, value: Any, shown: str, *, variable: str = ""
     text = str(value).strip().lower()
     if field.optional and text in ("none", "null"):
         return None
-    if field.kind == "bool":
+    if field.kind == "bool" or field.choices == ("true", "false"):
         return switch(value, shown)
     if field.kind in ("int", "float"):
         return _number(field, value, shown)
