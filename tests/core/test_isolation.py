@@ -252,8 +252,10 @@ class Unclosable:
     def __init__(self, project: Any, signals: str | None) -> None:
         pass
 
-    def attach(self, run: Any) -> None:
+    def attach(self, *arguments: Any) -> None:
         pass
+
+    save_state = load_state = save = save_model = wait = release = attach
 
     def close(self, failed: bool) -> None:
         raise CheckpointError("the disk is full")

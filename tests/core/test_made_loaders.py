@@ -172,3 +172,23 @@ def test_a_part_that_lacks_a_method_is_refused_when_it_is_made(
     assert found == "PluginError"
     assert f"The {kind} plugin half (dummy-half 1.0) has no" in text
     assert lacks in text
+
+
+SETS_IN_INIT = """
+class Late:
+    name = "late"
+    api_version = (1, 0)
+    def __init__(self, *arguments):
+        self.preemption_requested = False
+    def nothing(self, *arguments, **named): ...
+    attach = save_state = load_state = save = save_model = wait = release = close = nothing
+"""
+
+
+def test_a_part_may_have_its_attributes_from_its_constructor(tmp_path: Path) -> None:
+    distribution(tmp_path, "late", SETS_IN_INIT, {"checkpointers": {"late": "Late"}})
+    code = """
+    from accelerate_core import Accelerator
+    out(Accelerator(cpu=True, checkpointer="late").preemption_requested)
+    """
+    assert run(tmp_path, code) is False

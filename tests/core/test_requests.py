@@ -217,6 +217,11 @@ class Method(Base):
     name = "method"
     def prepare_modle(self, accelerator, model): ...
 
+class Detects(Base):
+    name = "detects"
+    @classmethod
+    def detcet(cls, request): ...
+
 class Meant(Base):
     name = "meant"
     not_hooks = ("prepare_modle",)
@@ -282,7 +287,18 @@ class Unmarked:
 @pytest.fixture(scope="module")
 def slips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("slips")
-    names = ["Method", "Meant", "Newer", "Key", "Word", "Accepts", "Inherits", "Shard", "Outside"]
+    names = [
+        "Method",
+        "Detects",
+        "Meant",
+        "Newer",
+        "Key",
+        "Word",
+        "Accepts",
+        "Inherits",
+        "Shard",
+        "Outside",
+    ]
     backends = {**{name.lower(): name for name in names}, "renamed": "AnotherName"}
     extensions = {name.lower(): name for name in ("Empty", "Slips", "Unmarked")}
     groups = {"backends": backends, "precisions": {"covert": "Covert"}, "extensions": extensions}
@@ -294,6 +310,7 @@ def slips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("arguments", "environ", "said"),
     [
         ("{'backend': 'method'}", {}, ["'prepare_modle'", "'prepare_model'", "not_hooks"]),
+        ("{'backend': 'detects'}", {}, ["'detcet'", "'detect'"]),
         ("{'backend': 'key'}", {}, ["supports", "'no_synk'", "Did you mean 'no_sync'?"]),
         ("{'backend': 'word'}", {}, ["owns", "'acumulation'", "Did you mean 'accumulation'?"]),
         ("{'backend': 'accepts'}", {}, ["accepts", "'autocasts'", "Did you mean 'autocast'?"]),

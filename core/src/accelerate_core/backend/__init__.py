@@ -57,7 +57,7 @@ class Backend(StepHooks, TorchCollectives):
       the hook `save_state`).
     * `reduces_gradients`: when ranks have the gradients of all of them, a word of
       `contract.capabilities.REDUCES_GRADIENTS`: `backward`, `step`, `engine` or `never`. Without
-      a default: among several processes a backend that does not say is refused by name.
+      a default: a backend that does not say is refused by name.
     * `compile_at`: whether the compile stage runs `before` or `after` `prepare_model`,
       or is the backend's `own`.
     """

@@ -103,13 +103,14 @@ def mark_hooks(plugin: Any, base: type, label: str) -> None:
     known = {*HOOKS, *(name for name in dir(base) if not name.startswith("_"))}
     meant = {"not_hooks", *getattr(plugin, "not_hooks", ())}
     for cls in type(plugin).__mro__:
-        for name, value in vars(cls).items() if cls not in base.__mro__ else ():
+        for name in vars(cls) if cls not in base.__mro__ else ():
+            value = getattr(cls, name)  # class methods are callable in this form alone
             if name.startswith("_") or not callable(value) or name in meant:
                 continue
             own = getattr(base, name, None)
             if name in HOOKS and (own is None or hasattr(own, f"{PROJECT}_spec")):
                 if not hasattr(value, f"{PROJECT}_impl"):
-                    hookimpl(value)
+                    hookimpl(getattr(value, "__func__", value))
             elif name not in known and not is_newer(plugin):
                 check_near_miss(name, known, label)
 
@@ -120,8 +121,7 @@ def check_near_miss(name: str, known: Iterable[str], label: str) -> None:
     Raises:
         PluginError: with that name, and how to say that it is meant.
     """
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-    if near:
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.83):
         raise PluginError(
             f"{label} has a method {name!r}, which nobody calls: is {near[0]!r} meant? If it is the "
             f"plugin's own, begin its name with _ or let the class say not_hooks = ({name!r},)."

@@ -379,6 +379,6 @@ def check_members(thing: Any, protocol: type, told: str) -> None:
         PluginError: with what it lacks.
     """
     declared = [n for n in vars(protocol) if n == "__iter__" or not n.startswith("_")]
-    if lacks := [name for name in declared if not hasattr(thing, name)]:
+    if lacks := [n for n in declared if not (hasattr(type(thing), n) or hasattr(thing, n))]:
         where = f"{protocol.__name__} in accelerate_core.contract.parts"
         raise PluginError(f"{told} has no {listing(lacks)}: see {where}.")

@@ -209,6 +209,7 @@ def check_api_version(record: PluginRecord, plugin: Any) -> None:
     """Refuse a plugin of another major version of the contract.
 
     Raises:
+        PluginError: it states none, or another name than its entry point.
         PluginVersionError: with both versions and what to do.
     """
     version = getattr(plugin, "api_version", None)

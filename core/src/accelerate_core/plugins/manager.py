@@ -44,15 +44,13 @@ class Hooks(SimpleNamespace):
 class Implementation:
     """What one plugin does at a hook: called with the hook's arguments by name."""
 
-    hook: str
     key: str
     record: PluginRecord
     function: Callable[..., Any]
     names: Iterable[str]
 
     def __call__(self, **arguments: Any) -> Any:
-        with blaming(self.hook, self.record):
-            return self.function(*[arguments[name] for name in self.names])
+        return self.function(*[arguments[name] for name in self.names])
 
 
 class ActivePlugins:
@@ -135,12 +133,12 @@ class ActivePlugins:
     def implementations(self, hook: str) -> list[Implementation]:
         """Return who implements a hook, ordered by plugin name."""
         found = {i.plugin_name: i for i in getattr(self._manager.hook, hook).get_hookimpls()}
-        return [
-            Implementation(
-                hook, key, self._active[key][0], found[key].function, found[key].argnames
-            )
-            for key in sorted(found)
-        ]
+        made = []
+        for key in sorted(found):
+            record, function = self._active[key][0], found[key].function
+            blamed = _blamed(function, hook, record)
+            made.append(Implementation(key, record, blamed, found[key].argnames))
+        return made
 
     def call_each(self, hook: str, **arguments: Any) -> list[Any]:
         """Call a broadcast or registration hook on everyone; return the answers that are not None."""
@@ -281,7 +279,6 @@ class Part:
         plugin = self.record.load()
         check_api_version(self.record, plugin)
         label = f"The {self.record.kind} plugin {self.record.label}"
-        check_members(plugin, PARTS[self.record.kind], label)
         own = getattr(plugin, "Settings", None)
         if own is not None:
             settings, self.settings = resolve_settings(
@@ -289,7 +286,9 @@ class Part:
             )
             arguments += (settings,)
         with blaming("__init__", self.record):
-            return Blamed(plugin(*arguments), self.record)
+            made = plugin(*arguments)
+        check_members(made, PARTS[self.record.kind], label)
+        return Blamed(made, self.record)
 
 
 class Blamed:
