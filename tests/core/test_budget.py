@@ -15,13 +15,13 @@ CORE = ROOT / "core" / "src" / "accelerate_core"
 #: preparing stands in `training` and `prepare` now, and the contract has grown: they are over, others
 #: are under, and all together stay under `TOTAL`.
 LIMITS = {
-    "accelerator": (1500, 1320),
+    "accelerator": (1500, 1340),
     "prepare": (280, 560),
     "data": (2200, 1960),
     "training": (350, 635),
-    "builtin": (350, 450),
+    "builtin": (350, 370),
     "distributed": (1150, 1080),
-    "plugins": (1250, 860),
+    "plugins": (1250, 880),
     "config": (850, 820),
     "contract": (570, 862),
 }
@@ -32,7 +32,7 @@ PARTS = {
     "prepare": r"prepare",
     "data": r"data",
     "training": r"training",
-    "builtin": r"builtin|profiler|logging",
+    "builtin": r"builtin|logging",
     "distributed": r"distributed",
     "plugins": r"plugins|cli",
     "config": r"config",

@@ -328,3 +328,11 @@ def test_a_compiler_that_is_named_and_asked_for_is_one(monkeypatch: pytest.Monke
     monkeypatch.setenv("ACCELERATE_PLUGINS", "torch_compile")
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     assert is_compiled_module(accelerator.prepare(nn.Linear(1, 1)))
+
+
+def test_settings_that_ask_for_nothing_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(mode="default")) as accelerator:
+        assert not is_compiled_module(accelerator.prepare(Net()))
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
+    with pytest.raises(ConfigurationError, match="ACCELERATE_DYNAMO_USE_FULLGRAPH sets fullgraph"):
+        Accelerator(cpu=True)

@@ -100,6 +100,18 @@ def test_training_is_bitwise_that_of_plain_torch(precision, accumulation):
     assert torch.equal(flat(model), weights)
 
 
+def test_what_is_gathered_from_a_short_last_batch_is_cut_to_its_samples():
+    with Accelerator(**CPU) as accelerator:
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(10.0), batch_size=4))
+        sizes = [
+            # As transformers' Trainer does: a batch's mean, once per sample of a full batch.
+            (len(accelerator.gather_for_metrics(batch.mean().repeat(4))),
+             len(accelerator.gather_for_metrics(batch)))
+            for batch in loader
+        ]  # fmt: skip
+        assert sizes == [(4, 4), (4, 4), (2, 2)]
+
+
 def test_what_has_no_effect_on_one_process_has_none():
     with Accelerator(**CPU) as accelerator:
         model = accelerator.prepare(Net())
@@ -345,6 +357,11 @@ def test_lomo_runs_its_own_backward():
             {"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin(backend="eager")},
             ConfigurationError,
             "not both",
+        ),
+        (
+            {"dynamo_plugin": TorchDynamoPlugin(mode="max-autotune")},
+            ConfigurationError,
+            "dynamo_plugin sets mode='max-autotune', but no backend",
         ),
         (
             {"dataloader_config": {"split_batches": True}},

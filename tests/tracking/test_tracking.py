@@ -525,6 +525,16 @@ def test_the_wrong_order_is_a_clear_error() -> None:
     hub.log({"a": 1})
 
 
+def test_trackers_may_be_started_on_the_main_rank_alone() -> None:
+    other = make_hub("memory", main=False)
+    other.log({"a": 1})
+    other.log_text("a", "b")
+    assert isinstance(other.get_tracker("memory"), BlankTracker)
+    other.finish()
+    with pytest.raises(TrackerError, match="Call init_trackers"):  # it would run there
+        make_hub("every_rank", main=False).log({"a": 1})
+
+
 def test_without_a_tracker_everything_is_a_no_op() -> None:
     hub = make_hub(None)
     hub.log({"a": 1})

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 
-from accelerate_core import profiler
 from accelerate_core.accelerator.collectives import Collectives
 from accelerate_core.accelerator.construction import construct, start_process
 from accelerate_core.accelerator.saving import Saving
@@ -41,7 +40,7 @@ from accelerate_core.distributed import failures
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import agree
-from accelerate_core.plugins.discovery import why_without
+from accelerate_core.plugins.discovery import lent, why_without
 from accelerate_core.plugins.manager import blaming
 from accelerate_core.prepare import run
 from accelerate_core.prepare.prepared import Prepared
@@ -335,9 +334,14 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     eval_step = method("_training", TrainingLoop.eval_step)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context that profiles with `torch.profiler` and yields its profiler."""
+        """Return a context that profiles with `torch.profiler` and yields its profiler.
+
+        Raises:
+            MissingPluginError: accelerate-tracking, which writes the traces, is not installed.
+        """
         settings = profile_handler or self.profile_handler or ProfileKwargs()
-        return profiler.profile(settings, self.process_index)
+        made: AbstractContextManager[Any] = lent("profile")(settings, self.process_index)
+        return made
 
     # --- collectives --------------------------------------------------------------------------
 

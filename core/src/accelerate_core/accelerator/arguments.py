@@ -171,15 +171,25 @@ def project(given: Mapping[str, Any]) -> ProjectConfiguration:
 
 
 def dynamo(given: Mapping[str, Any], sources: Sources) -> TorchDynamoPlugin:
-    """Return how models are compiled."""
+    """Return how models are compiled.
+
+    Raises:
+        ConfigurationError: backend and plugin are given, or how to compile and not with what.
+    """
     plugin, backend = given["dynamo_plugin"], given["dynamo_backend"]
     if plugin is not None and backend is not None:
         raise ConfigurationError("Pass dynamo_backend or dynamo_plugin, not both.")
     if backend is not None:
         plugin = TorchDynamoPlugin(backend=str(getattr(backend, "value", backend)))
-    made: TorchDynamoPlugin = resolve_settings(TorchDynamoPlugin, plugin, sources)[0]
-    if made.backend is None and plugin is not None:
-        made.backend = "inductor"  # a plugin without a backend asks for torch's own choice
+    made: TorchDynamoPlugin
+    made, because = resolve_settings(TorchDynamoPlugin, plugin, sources)
+    for name in ("mode", "fullgraph", "dynamic", "options", "use_regional_compilation"):
+        asked = getattr(made, name) not in (None, False, "default")
+        if asked and made.backend is None and not made.disable:
+            raise ConfigurationError(
+                f"{because[name].origin} sets {name}={getattr(made, name)!r}, but no backend to "
+                f"compile with: set it too, to 'inductor' for torch's own; 'no' compiles nothing."
+            )
     return made
 
 

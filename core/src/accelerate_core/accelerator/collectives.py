@@ -86,6 +86,8 @@ class Collectives:
         leaves = tree.flatten(input_data)
         as_objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves)
         real, whole = self._state.metrics_cut()
+        if not real and comm.size == 1 and self._state.end_of_dataloader:
+            real = max(self._state.remainder, 0)  # a short last batch, should it be repeated
         if as_objects:
             return gather_samples(input_data, real, whole, comm)
         if comm.size > 1 and not self._loaders.even_batches:

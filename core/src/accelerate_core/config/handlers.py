@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -77,10 +78,8 @@ class ProfileKwargs(KwargsHandler):
     )
 
     def build(self) -> Any:
-        """Build the torch profiler these settings describe."""
-        from accelerate_core.profiler import build_profiler
-
-        return build_profiler(self)
+        """Build the torch profiler these settings describe, with accelerate-tracking."""
+        return importlib.import_module("accelerate_core").build_profiler(self)
 
 
 @settings

@@ -319,10 +319,16 @@ class TrackerHub(MediaVerbs):
             report_failure(tracker, what, error, off=False)
 
     def _is_open(self, what: str) -> bool:
-        """Tell whether a run is open; raise if there should be one."""
-        if self._asked and self._state != "open":
-            raise TrackerError(f"{what}: {_CLOSED[self._state].format(names=listing(self.names))}")
-        return bool(self._asked)
+        """Tell whether a run is open; raise if there should be one.
+
+        Scripts that call `init_trackers` on the main rank alone, where all trackers run, are right.
+        """
+        if self._state == "open" or not self._asked:
+            return bool(self._asked)
+        everywhere = any(is_for_every_rank(one, {}) for one in self._asked)
+        if self._state == "new" and not self._is_main and not everywhere:
+            return False
+        raise TrackerError(f"{what}: {_CLOSED[self._state].format(names=listing(self.names))}")
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker of that name, or with `unwrap` its library's run object.
@@ -343,8 +349,8 @@ class TrackerHub(MediaVerbs):
                 f"There is no tracker {name!r}; there is {listing(self.names)}."
                 f"{did_you_mean(name, self.names)}"
             )
-        if self._state == "new":
-            self._is_open("get_tracker")
+        if self._state == "new" and not self._is_open("get_tracker"):
+            return BlankTracker(name)
         tracker = next(tracker for tracker in self.trackers if tracker.name == name)
         if isinstance(tracker, BlankTracker):
             return tracker

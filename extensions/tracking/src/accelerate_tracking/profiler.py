@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
 
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-
-if TYPE_CHECKING:
-    import torch
-
 
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
 
@@ -31,8 +30,6 @@ def build_profiler(
         ConfigurationError: an activity or a key of `schedule_option` is unknown,
             or `active` is missing.
     """
-    import torch
-
     return torch.profiler.profile(
         activities=_activities(settings.activities),
         schedule=_schedule(settings.schedule_option),
@@ -105,8 +102,6 @@ def _write(profiler: torch.profiler.profile, path: Path) -> None:
 
 
 def _activities(names: Iterable[Any] | None) -> list[Any] | None:
-    from torch.profiler import ProfilerActivity
-
     if names is None:
         return None
     known = {name.lower(): member for name, member in ProfilerActivity.__members__.items()}
@@ -123,8 +118,6 @@ def _activities(names: Iterable[Any] | None) -> list[Any] | None:
 
 
 def _schedule(options: Mapping[str, int] | None) -> Callable[[int], Any] | None:
-    import torch
-
     if not options:
         return None
     try:

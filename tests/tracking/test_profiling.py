@@ -11,7 +11,7 @@ import torch
 
 from accelerate_core import ProfileKwargs
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.profiler import build_profiler, profile
+from accelerate_tracking.profiler import build_profiler, profile
 
 
 def work() -> None:
