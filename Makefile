@@ -8,7 +8,8 @@ EXTENSIONS := $(patsubst %/pyproject.toml,%,$(wildcard extensions/*/pyproject.to
 LIGHT := backends/ddp backends/fsdp2 $(EXTENSIONS)
 TRACKERS := $(patsubst %/pyproject.toml,%,$(wildcard trackers/*/pyproject.toml))
 MEMBERS := core $(EXTENSIONS) $(BACKENDS) $(TRACKERS)
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+# Python compiles what it imports; pip would compile all that is installed.
+PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS ?=
 # Test files that run at the same time, each in a process of pytest: what waits is overlapped.
 JOBS ?= 2
@@ -62,7 +63,7 @@ test: $(VENV)/dev.stamp
 	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS)) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
-	$(PYTEST) -m "not soak" $(CONFORMANCE) $(ARGS)
+	$(PYTEST) --dist loadscope -m "not soak" $(CONFORMANCE) $(ARGS)
 
 # One at a time: they hold a clock to how soon ranks end.
 faults: $(VENV)/dev.stamp

@@ -15,6 +15,8 @@ from accelerate_testing import (
     TrackerSuite,
 )
 
+# Where a suite has `short`, the checks that may come out otherwise than in the suite above it; the
+# others are run by `make soak`.
 HERE = Path(__file__).parent
 READERS = {"PYTHONPATH": str(HERE)}
 
@@ -28,6 +30,10 @@ class TestDDP(BackendSuite):
 class TestDDPOnThree(BackendSuite):
     plugin = "ddp"
     num_processes = 3
+    short = (
+        *("ranks", "collectives", "objects", "pieces", "loader", "gradients_meet", "accumulation"),
+        *("counted_items", "join", "overflow", "groups", "save_and_load"),
+    )
 
 
 @pytest.mark.dist
@@ -38,6 +44,15 @@ class TestFSDP2(BackendSuite):
 @pytest.mark.dist
 class TestFSDP2Sharded(BackendSuite):
     plugin = "fsdp2"
+    short = (
+        "save_and_load",
+        "save_later",
+        "resume",
+        "save_fails",
+        "kill",
+        "once_more",
+        "two_at_once",
+    )
     environ = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
 

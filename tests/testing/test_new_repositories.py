@@ -92,7 +92,9 @@ def test_a_new_repository_passes_its_own_tests(tmp_path: Path, kind: str) -> Non
     python = empty_environment(tmp_path / "venv")
     write_repository("fresh", kind, tmp_path / "fresh")
     install(python, tmp_path / "fresh")
-    out = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path / "fresh")
+    # All of a backend's suite is run above, by the command.
+    some = ["-k", "declarations or gradients_meet or resume"] if kind == "backend" else []
+    out = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *some, cwd=tmp_path / "fresh")
     assert " passed" in out
     assert "failed" not in out
 
