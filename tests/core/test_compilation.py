@@ -22,7 +22,7 @@ from accelerate_core.builtin.compile import (
     strip_compiled,
     uncompiled,
 )
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, PluginError
 from accelerate_drop_in.models import has_compiled_regions
 
 
@@ -328,3 +328,17 @@ def test_a_compiler_that_is_named_and_asked_for_is_one(monkeypatch: pytest.Monke
     monkeypatch.setenv("ACCELERATE_PLUGINS", "torch_compile")
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     assert is_compiled_module(accelerator.prepare(nn.Linear(1, 1)))
+
+
+def test_a_compiler_that_is_asked_for_is_chosen_like_any_plugin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    because = "torch_compile (accelerate-core 0.1.0): the compiler 'eager' is asked for"
+    for arguments in ({"dynamo_backend": "eager"}, {"dynamo_plugin": dynamo()}):
+        assert because in Accelerator(cpu=True, **arguments).explain()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    assert because in Accelerator(cpu=True).explain()
+    assert "torch_compile" not in Accelerator(cpu=True, dynamo_backend="no").explain()
+    monkeypatch.setenv("ACCELERATE_DISABLED_PLUGINS", "torch_compile")
+    with pytest.raises(PluginError, match="keeps out the extension plugin 'torch_compile'"):
+        Accelerator(cpu=True)

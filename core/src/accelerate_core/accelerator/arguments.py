@@ -19,7 +19,6 @@ from accelerate_core.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.schema import KwargsHandler
@@ -168,19 +167,6 @@ def project(given: Mapping[str, Any]) -> ProjectConfiguration:
     if given["project_dir"] is not None and config.project_dir is None:
         config.set_directories(given["project_dir"])
     return config
-
-
-def dynamo(given: Mapping[str, Any], sources: Sources) -> TorchDynamoPlugin:
-    """Return how models are compiled."""
-    plugin, backend = given["dynamo_plugin"], given["dynamo_backend"]
-    if plugin is not None and backend is not None:
-        raise ConfigurationError("Pass dynamo_backend or dynamo_plugin, not both.")
-    if backend is not None:
-        plugin = TorchDynamoPlugin(backend=str(getattr(backend, "value", backend)))
-    made: TorchDynamoPlugin = resolve_settings(TorchDynamoPlugin, plugin, sources)[0]
-    if made.backend is None and plugin is not None:
-        made.backend = "inductor"  # a plugin without a backend asks for torch's own choice
-    return made
 
 
 def timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> timedelta | None:
