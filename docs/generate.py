@@ -227,8 +227,9 @@ def launching() -> str:
     for section, extra in catalog.SECTIONS.items():
         rows.append([f"`{section}`", "", f"settings of the plugin `{extra}`"])
     rows.append(["`BACKEND_config`", "`--BACKEND_*`", "settings of any other backend"])
-    for names, why in ((peer.KEYS, "read by the plugin `xla` alone"),):
-        rows.append([", ".join(f"`{key}`" for key in names), "", why])
+    for extra in sorted({*catalog.KEYS.values()}):
+        keys = [f"`{key}`" for key, its in catalog.KEYS.items() if its == extra]
+        rows.append([", ".join(keys), "", f"read by the plugin `{extra}` alone"])
     for table_of, word in ((peer.IGNORED_KEYS, "ignored"), (peer.OBSOLETE_KEYS, "obsolete")):
         rows += [[f"`{key}`", "", f"{word}: {why}"] for key, why in table_of.items()]
     text = (HERE / "launching.md").read_text(encoding="utf-8")
@@ -252,7 +253,7 @@ def known_packages() -> str:
     kinds = {group.rpartition(".")[2]: kind for group, kind in discovery.GROUPS.items()}
     names: dict[str, dict[str, str]] = {kind: {} for kind in kinds.values()}
     summaries: dict[str, str] = {}
-    tables = ("ARGUMENTS", "VARIABLES", "SECTIONS", "SWITCHES", "OPTIONS", "PREFIXES")
+    tables = ("ARGUMENTS", "VARIABLES", "SECTIONS", "KEYS", "SWITCHES", "OPTIONS", "PREFIXES")
     found: dict[str, dict[str, str]] = {name: {} for name in (*tables, "EXPORTS", "PROBES")}
     extras = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text())["project"]
     extra_of = {

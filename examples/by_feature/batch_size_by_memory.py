@@ -14,7 +14,7 @@ from accelerate_core import Accelerator
 from accelerate_core.utils import find_executable_batch_size
 
 
-def main(start: int = 512, room: int = 200) -> dict[str, object]:
+def main(start: int = 512, largest: int = 200) -> dict[str, object]:
     accelerator = Accelerator()
     tried: list[int] = []
 
@@ -22,7 +22,7 @@ def main(start: int = 512, room: int = 200) -> dict[str, object]:
     def train(batch_size: int) -> float:
         accelerator.free_memory()  # what the failed attempt prepared
         tried.append(batch_size)
-        if batch_size > room:  # a machine with less memory than this one, to show what happens
+        if batch_size > largest:  # a machine with less memory than this one, to show what happens
             raise torch.OutOfMemoryError(f"CUDA out of memory at {batch_size} samples")
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

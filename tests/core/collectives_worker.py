@@ -175,8 +175,8 @@ def a_scope_has_its_own_group(comm: Communicator) -> None:
         def scope_group(self, scope: Any) -> Any:
             return pair if scope == "data" else None
 
-    talk = Scoped()
-    inner = Communicator(rank=comm.rank, size=2, device=comm.device, hooks=talk, scope="data")
+    scoped = Scoped()
+    inner = Communicator(rank=comm.rank, size=2, device=comm.device, hooks=scoped, scope="data")
     same(gather(torch.tensor([comm.rank]), inner), torch.tensor([0, 1]))
     assert inner.gather_object(comm.rank) == [0, 1]
 

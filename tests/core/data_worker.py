@@ -86,7 +86,7 @@ def tolist(batch):
 
 def gathered(loader, field=None):
     """The samples of all ranks, step by step, with what was added dropped."""
-    state, out = GradientState(), []
+    state, out = GradientState(num_steps=1), []
     object.__setattr__(loader, "gradient_state", state)
     for batch in loader:
         part = tolist(batch if field is None else batch[field])
@@ -97,7 +97,7 @@ def gathered(loader, field=None):
 
 def epoch(loader):
     """As `gathered`, for ranks that may have different numbers of batches."""
-    state = GradientState()
+    state = GradientState(num_steps=1)
     object.__setattr__(loader, "gradient_state", state)
     own = [(batch.tolist(), state.metrics_cut()[0]) for batch in loader]
     ranks = everyone(own)
@@ -196,7 +196,7 @@ def case_worker_seeds_differ():
 
 
 def case_dispatch_is_the_default_for_streams():
-    state = GradientState()
+    state = GradientState(num_steps=1)
     data = Numbers(11) if RANK == 0 else Numbers(11, fail_at=0)
     loader = prepare(DataLoader(data, 2), gradient_state=state)
     assert isinstance(loader, DataLoaderDispatcher)

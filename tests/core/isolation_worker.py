@@ -24,7 +24,7 @@ def accelerate(**arguments: Any) -> Accelerator:
 
 
 def work(accelerator: Accelerator) -> None:
-    """Talk and train."""
+    """Communicate and train."""
     assert accelerator.gather(torch.tensor([RANK])).tolist() == list(range(SIZE))
     torch.manual_seed(RANK)
     net = nn.Linear(4, 2)

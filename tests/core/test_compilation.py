@@ -22,7 +22,7 @@ from accelerate_core.builtin.compile import (
     strip_compiled,
     uncompiled,
 )
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, PluginError
 from accelerate_drop_in.models import has_compiled_regions
 
 
@@ -335,4 +335,18 @@ def test_settings_that_ask_for_nothing_compile_nothing(monkeypatch: pytest.Monke
         assert not is_compiled_module(accelerator.prepare(Net()))
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
     with pytest.raises(ConfigurationError, match="ACCELERATE_DYNAMO_USE_FULLGRAPH sets fullgraph"):
+        Accelerator(cpu=True)
+
+
+def test_a_compiler_that_is_asked_for_is_chosen_like_any_plugin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    because = "torch_compile (accelerate-core 0.1.0): the compiler 'eager' is asked for"
+    for arguments in ({"dynamo_backend": "eager"}, {"dynamo_plugin": dynamo()}):
+        assert because in Accelerator(cpu=True, **arguments).explain()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    assert because in Accelerator(cpu=True).explain()
+    assert "torch_compile" not in Accelerator(cpu=True, dynamo_backend="no").explain()
+    monkeypatch.setenv("ACCELERATE_DISABLED_PLUGINS", "torch_compile")
+    with pytest.raises(PluginError, match="keeps out the extension plugin 'torch_compile'"):
         Accelerator(cpu=True)

@@ -103,7 +103,7 @@ def prepared(setup, world=None, state=None):
             rank,
             split_batches=setup["split_batches"],
             even_batches=setup["even_batches"],
-            gradient_state=GradientState(),
+            gradient_state=GradientState(num_steps=1),
         )
         for rank in range(world)
     ]

@@ -268,7 +268,7 @@ def test_other_mistakes_are_named():
 
 def test_skipping_indices_keeps_what_fills_the_end():
     stream = IndexStream([[0], [1], [2], [3], [4]])
-    stream.start, stream.keep = 3, 2
+    stream.start, stream.head = 3, 2
     assert list(stream) == [[0], [1], [3], [4]]
     stream.start = 1
     assert list(stream) == [[0], [1], [1], [2], [3], [4]]

@@ -15,7 +15,7 @@ from accelerate_drop_in.data_loader import prepare_data_loader
 
 @pytest.fixture
 def state():
-    return GradientState()
+    return GradientState(num_steps=1)  # without arguments it is that of a living Accelerator
 
 
 def loader_of(state, size, batch_size=2, world=2, rank=0, **options):

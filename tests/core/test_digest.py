@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from dummies import distribution, run
 from support import run_workers
 
 from accelerate_core.distributed.process import _differences
@@ -25,16 +27,86 @@ WORKER = Path(__file__).with_name("digest_worker.py")
         (
             "ACCELERATE_DDP_BUCKET_CAP_MB=3",
             "",
-            "ddp.bucket_cap_mb is 3 on rank 0, 25 on rank 1",
+            "backend ddp.bucket_cap_mb is 3 on rank 0, 25 on rank 1",
         ),
     ],
 )
 def test_ranks_compare_what_they_run(first: str, second: str, said: str) -> None:
-    run = run_workers(WORKER, 2, timeout=90, env={"ONLY_0": first, "ONLY_1": second}).checked()
-    for kind, text, seconds in run.results:
+    done = run_workers(WORKER, 2, timeout=90, env={"ONLY_0": first, "ONLY_1": second}).checked()
+    for kind, text, seconds in done.results:
         assert kind == ("ConfigurationError" if said else "fine")
         assert said in text
         assert seconds < 20
+
+
+SIZED = """
+from accelerate_core import KwargsHandler, settings
+
+@settings
+class Own(KwargsHandler):
+    size: int = 1
+
+class Sized:
+    name = "sized"
+    api_version = (1, 0)
+    Settings = Own
+    def __init__(self, settings): ...
+    def make_loader(self, accelerator, loader): ...
+"""
+
+
+@pytest.mark.dist
+def test_settings_of_who_makes_loaders_are_compared(tmp_path: Path) -> None:
+    distribution(tmp_path, "sized", SIZED, {"loaders": {"sized": "Sized"}})
+    path = os.pathsep.join([str(tmp_path), str(WORKER.parents[1])])
+    env = {"PYTHONPATH": path, "ACCELERATE_LOADERS": "sized", "ONLY_1": ""}
+    env["ONLY_0"] = "ACCELERATE_SIZED_SIZE=3"
+    for kind, text, _ in run_workers(WORKER, 2, timeout=90, env=env).checked().results:
+        assert kind == "ConfigurationError", text
+        assert "loaders sized.size is 3 on rank 0, 1 on rank 1" in text
+
+
+TWINS = """
+from accelerate_core import Backend, KwargsHandler, settings
+
+@settings
+class OfBackend(KwargsHandler):
+    depth: int = 1
+
+@settings
+class OfExtension(KwargsHandler):
+    depth: int = 2
+
+class Twin(Backend):
+    name = "twin"
+    api_version = (1, 0)
+    reduces_gradients = "never"
+    Settings = OfBackend
+
+class Other:
+    name = "twin"
+    api_version = (1, 0)
+    Settings = OfExtension
+    def __init__(self, settings): ...
+    def on_start(self): ...
+"""
+
+
+def test_settings_of_two_plugins_of_one_name_stay_apart(tmp_path: Path) -> None:
+    groups = {"backends": {"twin": "Twin"}, "extensions": {"twin": "Other"}}
+    distribution(tmp_path, "twin", TWINS, groups)
+    code = """
+    from accelerate_core import Accelerator
+    made = Accelerator(cpu=True, backend="twin")
+    facts = {key: value for key, value in made._built.facts().items() if "twin." in key}
+    out([facts, [line for line in made.explain().splitlines() if "twin." in line]])
+    """
+    facts, lines = run(tmp_path, code, {"ACCELERATE_PLUGINS": "twin"})
+    assert facts == {"backend twin.depth": 1, "extension twin.depth": 2}
+    assert sorted(lines) == [
+        "backend twin.depth = 1  (default)",
+        "extension twin.depth = 2  (default)",
+    ]
 
 
 def test_many_differences_are_counted_not_listed() -> None:

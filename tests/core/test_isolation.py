@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_core import Accelerator
+from accelerate_core import Accelerator, AcceleratorState, GradientState
 from accelerate_core.distributed.process import running
 from accelerate_core.errors import CheckpointError
 from accelerate_core.plugins import selection
@@ -106,12 +106,12 @@ def test_a_model_may_be_prepared_by_two():
 
 
 def test_free_functions_follow_the_latest_that_lives():
-    from accelerate_core.state import AcceleratorState, GradientState
-
     with Accelerator(cpu=True, gradient_accumulation_steps=2) as one:
         with Accelerator(cpu=True, mixed_precision="bf16") as other:
             assert AcceleratorState().mixed_precision == "bf16"
             assert GradientState() is other.gradient_state
+            assert type(other.gradient_state) is GradientState
+            assert GradientState(num_steps=3) is not other.gradient_state
         assert AcceleratorState().mixed_precision == "no"
         assert GradientState() is one.gradient_state
 

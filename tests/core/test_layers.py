@@ -1,4 +1,4 @@
-"""The house: which words, imports and sizes are allowed where."""
+"""Which words, imports and sizes are allowed where."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_accelerator_of_one_process_imports_no_plugin() -> None:
     assert "accelerate_ddp" not in modules_after(code)
 
 
-#: The modules that docs/contract.md lets a plugin import from.
+#: The modules of whose names docs/contract.md lets an author import all that are public.
 PUBLIC = (
     "accelerate_core",
     "accelerate_core.errors",
@@ -90,19 +90,26 @@ PUBLIC = (
     "accelerate_launch",
     "accelerate_testing",
 )
+_PACKAGES = "accelerate_(?:core|launch|testing|checkpoint|tracking)"
 IMPORT = re.compile(
-    r"^\s*from (accelerate_(?:core|launch|testing|checkpoint)[\w.]*) import (\([^)]*\)|.+)$"
-    r"|^\s*import (accelerate_(?:core|launch|testing|checkpoint)\S*)",
-    re.M,
+    rf"^\s*from ({_PACKAGES}[\w.]*) import (\([^)]*\)|.+)$|^\s*import ({_PACKAGES}\S*)", re.M
 )
+#: Our distributions that are plugins as a stranger's are.
+PLUGINS = ("backends/*", "trackers/*", "extensions/checkpoint", "extensions/tracking")
 
 
-def test_what_authors_are_shown_imports_public_names_only() -> None:
+def test_authors_and_our_own_plugins_import_public_names_only() -> None:
     policy = (ROOT / "docs" / "contract.md").read_text()
     assert all(f"`{module}`" in policy for module in PUBLIC)
-    names = {module: import_module(module).__all__ for module in PUBLIC}
+    names = {module: set(import_module(module).__all__) for module in PUBLIC}
+    listed = re.findall(r"^\| `(accelerate_\w+\.[\w.]+)` \| (`.+?`) \|", policy, re.M)
+    for module, text in listed:
+        names[module] = set(re.findall(r"`(\w+)`", text))
+        assert [name for name in names[module] if not hasattr(import_module(module), name)] == []
+    assert len(listed) > 10
     templates = Path(accelerate_testing.__file__).parent.glob("scaffold/templates/**/*.py.in")
     examples = (ROOT / "examples").glob("*/**/src/**/*.py")
+    ours = [path for folder in PLUGINS for path in ROOT.glob(f"{folder}/src/**/*.py")]
     pages = (
         ROOT / "docs" / f"{name}.md"
         for name in (
@@ -115,10 +122,13 @@ def test_what_authors_are_shown_imports_public_names_only() -> None:
     )
     lent = set(installed().exports)  # public names of the plugins themselves
     found = set()
-    for path in (*templates, *examples, *pages):
+    for path in (*templates, *examples, *pages, *ours):
         for module, imported, whole in IMPORT.findall(path.read_text()):
+            if module.partition(".")[0] in path.parts:
+                continue  # of its own package
             assert not whole or whole == "accelerate_core", f"{path}: import {whole}"
-            for name in filter(None, map(str.strip, imported.strip("()").split(","))):
+            imported = re.sub(r"#.*", "", imported)
+            for name in filter(None, map(str.strip, imported.strip("() ").split(","))):
                 name = name.split(" as ")[0]
                 found.add((module, name))
                 known = "@" in name or (
@@ -129,7 +139,10 @@ def test_what_authors_are_shown_imports_public_names_only() -> None:
         ("accelerate_launch", "LaunchPlan"),
         ("accelerate_launch", "target_command"),
         ("accelerate_core", "Backend"),
+        ("accelerate_tracking", "GeneralTracker"),
     } <= found
+    used = {name for name in found if name[0] in dict(listed)}
+    assert used == {(module, name) for module, _ in listed for name in names[module]}
 
 
 def test_layers_hold() -> None:

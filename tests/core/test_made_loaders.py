@@ -39,6 +39,8 @@ class Made:
     def set_epoch(self, epoch):
         raise ArithmeticError("boom")
     def state_dict(self):
+        if os.environ["FAULT"] == "unsavable":
+            return {"open": (number for number in ())}
         raise ArithmeticError("boom")
     def load_state_dict(self, state_dict):
         raise ArithmeticError("boom")
@@ -122,6 +124,22 @@ def test_a_listener_of_the_loop_is_not_its_fault(tmp_path) -> None:
     said = told(tmp_path, "", use)
     assert "ZeroDivisionError" in said
     assert "of plugin made" not in said
+
+
+HELD = "[accelerator.gradient_state.active_dataloader is held for held in [{}] for _ in held]"
+
+
+@pytest.mark.parametrize("held", ["loader", "skip_first_batches(loader, 1)"])
+def test_the_loader_that_is_open_is_the_one_the_script_holds(tmp_path, held: str) -> None:
+    assert told(tmp_path, "", HELD.format(held)).endswith("[True, True, True, True]")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_state_that_cannot_be_saved_names_its_loader(tmp_path, blocking: bool) -> None:
+    save = f"accelerator.save_state({str(tmp_path / 'saved')!r}, blocking={blocking})"
+    said = told(tmp_path, "unsavable", f"({save}, accelerator.wait_for_checkpoint())")
+    assert "CheckpointError" in said
+    assert "state_dict of loader 0 (dummy_made.Made): TypeError: cannot pickle" in said
 
 
 def test_what_is_no_prepared_loader_is_refused(tmp_path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerate_core import LoggerType
 from accelerate_core.builtin.no_tracking import NoTracking
 from accelerate_core.errors import MissingPluginError
 
@@ -52,7 +53,18 @@ def test_runs_of_a_checkpoint_are_known_without_their_trackers() -> None:
     assert tracking.resumed_runs == {"jsonl": "a"}
 
 
-@pytest.mark.parametrize("asked", ["all", ["jsonl"], object()])
-def test_what_is_asked_for_and_cannot_be_had_is_an_error_with_the_command(asked: object) -> None:
-    with pytest.raises(MissingPluginError, match=r'pip install "accelerate-core\[standard\]"'):
+@pytest.mark.parametrize(
+    ("asked", "extra"),
+    [
+        ("all", "standard"),
+        (object(), "standard"),
+        (["jsonl"], "tracking"),
+        ("wandb", "wandb"),
+        ([LoggerType.WANDB, "mine", "mlflow"], "mlflow,wandb"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be_had_is_an_error_with_the_command(
+    asked: object, extra: str
+) -> None:
+    with pytest.raises(MissingPluginError, match=rf'pip install "accelerate-core\[{extra}\]"'):
         NoTracking(asked)

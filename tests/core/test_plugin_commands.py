@@ -114,6 +114,12 @@ def decision(root: Path, name: str, *more: str, **environ: str) -> dict[str, Any
     return made
 
 
+def test_why_tells_that_the_compiler_is_active(root: Path) -> None:
+    made = decision(root, "torch_compile", ACCELERATE_DYNAMO_BACKEND="eager")
+    assert (made["state"], made["because"]) == ("active", "the compiler 'eager' is asked for")
+    assert decision(root, "torch_compile", ACCELERATE_DYNAMO_BACKEND="no")["state"] == "available"
+
+
 def test_why_tells_triggers_claims_and_rivals(root: Path) -> None:
     right = decision(root, "right", USE_LEFT="1", USE_RIGHT="1")
     assert right["state"] == "passed over"

@@ -18,11 +18,12 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from accelerate_core import Accelerator, Backend, KwargsHandler, Precision, set_seed
 from accelerate_core.accelerator import construction
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
-from accelerate_core.errors import PrepareError
+from accelerate_core.errors import PluginError, PrepareError
 from accelerate_core.plugins import discovery, selection
 from accelerate_core.plugins.discovery import PluginRecord
 from accelerate_core.training.scheduler import AcceleratedScheduler
@@ -322,6 +323,25 @@ def test_a_world_has_a_device_per_process_unless_its_backend_says_more() -> None
 
     assert Accelerator(cpu=True, backend=Plain).device_count == 1
     assert Accelerator(cpu=True, backend=Wide).device_count == 4
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "ask"),
+    [
+        ("device_count", "2", lambda accelerator: accelerator.device_count),
+        ("device_count", 0, lambda accelerator: accelerator.device_count),
+        ("fixed_batch", "8", lambda accelerator: accelerator.prepare(DataLoader(X, 4))),
+        ("fixed_batch", 0, lambda accelerator: accelerator.prepare(DataLoader(X, 4))),
+        ("run_schedule", torch.tensor(1.0), lambda accelerator: accelerator.train_step(X, None)),
+        ("run_schedule", ScheduleResult(torch.ones(2)), lambda one: one.eval_step(X, None)),
+    ],
+)
+def test_a_wrong_answer_names_the_backend(hook: str, answer: Any, ask: Any) -> None:
+    wrong = {"name": "wrong", hook: lambda self, accelerator: answer}
+    with Accelerator(cpu=True, backend=type("Wrong", (Plain,), wrong)) as accelerator:
+        accelerator.prepare(nn.Linear(4, 2))
+        with pytest.raises(PluginError, match=f"{hook} of backend 'wrong' returned .*; it returns"):
+            ask(accelerator)
 
 
 # --- a precision that replaces the optimizer -----------------------------------------------------

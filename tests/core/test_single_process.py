@@ -481,7 +481,7 @@ def test_a_hook_that_forgets_to_return_is_named():
     with (
         Accelerator(cpu=True, backend=Forgetful) as accelerator,
         pytest.raises(
-            PluginError, match=r"'prepare_model' of the backend 'forgetful' returned None"
+            PluginError, match=r"prepare_model of backend 'forgetful' returned None; it returns"
         ),
     ):
         accelerator.prepare(torch.nn.Linear(1, 1))

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from launched import clean_environment, run_cli
 
 from accelerate_core.cli import cli
+from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 from accelerate_launch import peer
 from accelerate_launch.paths import cache_directory
@@ -75,6 +76,14 @@ PEER: dict[str, str | None] = {
 APART = {"multi_gpu", "module", "no_python", "mpirun_hostfile"}
 
 
+def test_whose_an_option_is_stands_in_the_catalogue_alone() -> None:
+    owners = {
+        name: peer.owner_of_option(name) for name in ("tpu", "vm", "fp8_format", "num_machines")
+    }
+    assert owners == {"tpu": "xla", "vm": "xla", "fp8_format": "fp8", "num_machines": None}
+    assert not re.search("megatron|xla|fp8", Path(peer.__file__).read_text())
+
+
 @pytest.mark.parametrize("name", sorted(PEER.keys() - APART))
 def test_every_option_of_the_peer_is_taken_or_refused_with_the_reason(
     name: str, tmp_path: Path
@@ -82,7 +91,7 @@ def test_every_option_of_the_peer_is_taken_or_refused_with_the_reason(
     (tmp_path / "s.py").write_text("")
     value = [PEER[name]] if PEER[name] is not None else []
     owner = peer.owner_of_option(name)
-    asked = name in peer.SWITCHES or owner not in {one.name for one in installed().plugins}
+    asked = name in catalog.SWITCHES or owner not in {one.name for one in installed().plugins}
     more = [] if owner is None or asked else ["--backend", owner]
     arguments = ["launch", *more, f"--{name}", *value, "--dry_run", str(tmp_path / "s.py")]
     result = CliRunner().invoke(cli, [text for text in arguments if text is not None])

@@ -36,8 +36,8 @@ from accelerate_core.logging import get_logger as get_logger
 from accelerate_core.plugins.selection import Claim as Claim
 from accelerate_core.plugins.selection import Request as Request
 from accelerate_core.state import AcceleratorState as AcceleratorState
-from accelerate_core.state import GradientState as GradientState
 from accelerate_core.state import PartialState as PartialState
+from accelerate_core.training.gradient_state import GradientState as GradientState
 
 __version__: str
 

@@ -18,7 +18,6 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives
 from accelerate_core.errors import RuntimeConflictError, did_you_mean
 from accelerate_core.plugins import catalog
-from accelerate_core.training.gradient_state import GradientState as _GradientState
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,12 +54,8 @@ def split_between(inputs: Any, index: int, count: int, apply_padding: bool = Fal
             raise ValueError(
                 f"All values of a dict must have the same length to be split, not {lengths}."
             )
-        return type(inputs)(
-            {
-                key: split_between(value, index, count, apply_padding)
-                for key, value in inputs.items()
-            }
-        )
+        parts = {k: split_between(v, index, count, apply_padding) for k, v in inputs.items()}
+        return type(inputs)(parts)
     total = len(inputs)
     size, extra = divmod(total, count)
     start = index * size + min(index, extra)
@@ -293,19 +288,6 @@ class AcceleratorState(PartialState):
         "_accelerator.torch_device_mesh", "The device mesh, None where there is none."
     )
     communicator: Communicator = attribute("_accelerator.communicator", "The world.")
-
-
-class _CurrentGradientState(type(_GradientState)):  # type: ignore[misc]
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        user = None if args or kwargs else runtimes.current_user()
-        return _GradientState(*args, **kwargs) if user is None else user.gradient_state
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _GradientState)
-
-
-class GradientState(_GradientState, metaclass=_CurrentGradientState):
-    """`GradientState()` is that of the latest Accelerator, else one of its own."""
 
 
 def absent_attribute(name: str, owner: str, known: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Damage to ranks and to how they talk."""
+"""Damage to ranks and to how they communicate."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def rank_environment(accelerator: Any) -> AbstractContextManager[None]:
 
 
 def connect(accelerator: Any) -> Any:
-    """Import deepspeed and let it talk over the process group that runs; return it."""
+    """Import deepspeed and let it communicate over the process group that runs; return it."""
     deepspeed = load(accelerator.device)
     # Names DeepSpeed calls at each step, and nobody here can change.
     old = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_checkpoint import rng_state
+from accelerate_checkpoint.rng_state import capture, restore
 from accelerate_core import AcceleratorView, Backend, Claim, Request
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.contract.capabilities import NEEDS
@@ -232,11 +232,11 @@ class FSDP2Backend(Backend):
             return
         self._aligned = True
         for name in config.non_dp_dim_names:
-            own = rng_state.capture([accelerator.device])
+            own = capture([accelerator.device])
             sent: list[Any] = [own]
             dist.broadcast_object_list(sent, group_src=0, group=mesh[name].get_group())
             if not _alike(own, sent[0]):
-                rng_state.restore(sent[0])
+                restore(sent[0])
                 accelerator.note_once(
                     f"Ranks of one {name} group had different random states; they have those of its "
                     "first rank now. Seed them alike: set_seed(seed) without device_specific.",

@@ -78,17 +78,17 @@ class Sharded:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
         states = _optimizer_states(models, optimizers)
-        rooms = []
+        buffers = []
         for state in states:
-            rooms.append(state.room(stored, directory))
+            buffers.append(state.allocate(stored, directory))
             state.compare(plain[state.number], directory)
-            tensors |= rooms[-1]
+            tensors |= buffers[-1]
         try:
             dcp.load(tensors, storage_reader=SafeReader(directory, metadata))
         except Exception as error:
             raise CheckpointError(f"{directory} cannot be read: {error}") from error
-        for state, room in zip(states, rooms, strict=True):
-            state.put(room, plain[state.number])
+        for state, read in zip(states, buffers, strict=True):
+            state.put(read, plain[state.number])
 
 
 def _writer(directory: Path) -> dcp.FileSystemWriter:
@@ -183,7 +183,7 @@ class _OptimizerState:
                 f"and is a {self._kind}."
             )
 
-    def room(self, stored: Mapping[str, Any], directory: Path) -> dict[str, torch.Tensor]:
+    def allocate(self, stored: Mapping[str, Any], directory: Path) -> dict[str, torch.Tensor]:
         """Return tensors to read the state into."""
         made: dict[str, torch.Tensor] = {}
         by_name = {self._prefix + name: parameter for parameter, name in self._names.items()}
@@ -200,10 +200,10 @@ class _OptimizerState:
                 made[name] = torch.zeros(entry.size, dtype=dtype)
         return made
 
-    def put(self, room: dict[str, torch.Tensor], plain: Any) -> None:
+    def put(self, tensors: dict[str, torch.Tensor], plain: Any) -> None:
         """Give the optimizer what was read."""
         read: dict[str, dict[str, Any]] = {}
-        for full, value in room.items():
+        for full, value in tensors.items():
             name, _, key = full.removeprefix(self._prefix).rpartition(".")
             read.setdefault(name, {})[key] = value
         self.optimizer.state.clear()

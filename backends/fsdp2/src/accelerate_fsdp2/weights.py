@@ -215,16 +215,16 @@ def _scatter(
     ranks = range(dist.get_world_size())
     # Every rank knows every part's size: the parts of a meta tensor cost nothing.
     shadow = torch.empty(parameter.shape, device="meta")
-    room = max(local_part(shadow, parameter, config, rank).numel() for rank in ranks)
+    longest = max(local_part(shadow, parameter, config, rank).numel() for rank in ranks)
     pieces: list[torch.Tensor] | None = None
     if whole is not None:
         pieces = []
         for rank in ranks:
             part = local_part(whole.to(parameter.dtype), parameter, config, rank)
-            padded = torch.zeros(room, dtype=parameter.dtype, device=device)
+            padded = torch.zeros(longest, dtype=parameter.dtype, device=device)
             padded[: part.numel()] = part.reshape(-1)
             pieces.append(padded)
-    got = torch.empty(room, dtype=parameter.dtype, device=device)
+    got = torch.empty(longest, dtype=parameter.dtype, device=device)
     dist.scatter(got, pieces, src=0)
     own.copy_(got[: own.numel()].view(own.shape))
 

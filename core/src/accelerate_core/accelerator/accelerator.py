@@ -31,6 +31,7 @@ from accelerate_core.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate_core.config.parallelism import ParallelismConfig
+from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.parts import Checkpointer, RunParts, Tracking
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.data.prepare import skip_first_batches
@@ -155,6 +156,8 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         needed = needed or not self.backend.supports.get("gradients", True)
         signals = self.because["preemption_signals"]
         self._saving = Saving(built.parts["checkpointer"], built.project, signals, needed)
+        # Made before the ranks compare: its settings have to be alike.
+        self._loader_maker = (part := built.parts["loaders"]) and part.make()
         self._process = start_process(self, built)
         try:
             self.precision.check(self)
@@ -181,7 +184,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             rng_types=self.rng_types,
             device_placement=self.device_placement,
             data_comm=self._collectives.data_comm,
-            loader_part=built.parts["loaders"],
+            loader_maker=self._loader_maker,
         )
         self.scaler: Any | None = None
         if "precision" not in self.backend.owns:
@@ -213,7 +216,9 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     @property
     def device_count(self) -> int:
         """How many devices this world computes on; one per process, unless the backend has more."""
-        return int(self.hooks.device_count(self))
+        if not isinstance(count := self.hooks.device_count(self), int) or count < 1:
+            raise wrong_answer("device_count", self, count, "a whole number above 0")
+        return count
 
     @property
     def torch_device_mesh(self) -> Any:

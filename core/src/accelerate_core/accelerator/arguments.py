@@ -19,7 +19,6 @@ from accelerate_core.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.schema import KwargsHandler
@@ -168,29 +167,6 @@ def project(given: Mapping[str, Any]) -> ProjectConfiguration:
     if given["project_dir"] is not None and config.project_dir is None:
         config.set_directories(given["project_dir"])
     return config
-
-
-def dynamo(given: Mapping[str, Any], sources: Sources) -> TorchDynamoPlugin:
-    """Return how models are compiled.
-
-    Raises:
-        ConfigurationError: backend and plugin are given, or how to compile and not with what.
-    """
-    plugin, backend = given["dynamo_plugin"], given["dynamo_backend"]
-    if plugin is not None and backend is not None:
-        raise ConfigurationError("Pass dynamo_backend or dynamo_plugin, not both.")
-    if backend is not None:
-        plugin = TorchDynamoPlugin(backend=str(getattr(backend, "value", backend)))
-    made: TorchDynamoPlugin
-    made, because = resolve_settings(TorchDynamoPlugin, plugin, sources)
-    for name in ("mode", "fullgraph", "dynamic", "options", "use_regional_compilation"):
-        asked = getattr(made, name) not in (None, False, "default")
-        if asked and made.backend is None and not made.disable:
-            raise ConfigurationError(
-                f"{because[name].origin} sets {name}={getattr(made, name)!r}, but no backend to "
-                f"compile with: set it too, to 'inductor' for torch's own; 'no' compiles nothing."
-            )
-    return made
 
 
 def timeout(seconds: float | None, handler: InitProcessGroupKwargs | None) -> timedelta | None:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from accelerate_core.config.handlers import DataLoaderConfiguration
-from accelerate_core.contract.hooks import Scope
+from accelerate_core.contract.hooks import Scope, wrong_answer
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.data.batch import gather_samples
 from accelerate_core.distributed import collectives, tree
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.errors import PluginError
 from accelerate_core.training.gradient_state import GradientState
 
 
@@ -36,10 +35,8 @@ class Collectives:
                 case (int(index), int(count)) if 0 <= index < count:
                     pass
                 case _:
-                    raise PluginError(
-                        f"{scope}_shard of backend {accelerator.backend.name!r} returned {shard!r}; it is "
-                        "(index, count) with 0 <= index < count."
-                    )
+                    wanted = "(index, count) with 0 <= index < count"
+                    raise wrong_answer(f"{scope}_shard", accelerator, shard, wanted)
             return Communicator(
                 rank=shard[0],
                 size=shard[1],

@@ -20,6 +20,7 @@ from accelerate_core.accelerator.compatibility import (
 )
 from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
+from accelerate_core.config import lookup
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.handlers import (
     DataLoaderConfiguration,
@@ -28,7 +29,6 @@ from accelerate_core.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accelerate_core.config.lookup import Sources, resolve_core, resolve_settings, warn_near_misses
 from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.schema import settings_fields
@@ -67,8 +67,8 @@ class Construction:
     precision_name: str
     #: Backend, precision and extensions.
     plugins: ActivePlugins
-    #: The plugins' settings: plugin name -> field -> value and where it came from.
-    settings: dict[str, dict[str, Because]]
+    #: The plugins' settings: plugin -> field -> value and where it came from.
+    settings: dict[PluginRecord, dict[str, Because]]
     #: Kind of part -> the plugin that is to make it; None where there is none.
     parts: dict[str, Part | None]
     handlers: dict[type, Any]
@@ -91,11 +91,11 @@ class Construction:
         return "\n".join(lines)
 
     def plugin_settings(self) -> dict[str, Because]:
-        """Return the settings of all active plugins as `plugin.field`, with their origins."""
-        parts = {part.record.name: part.settings for part in self.parts.values() if part}
+        """Return the settings of all active plugins as `kind plugin.field`, with their origins."""
+        parts = {part.record: part.settings for part in self.parts.values() if part}
         return {
-            f"{plugin}.{name}": value
-            for plugin, settings in {**parts, **self.settings}.items()
+            f"{record.kind} {record.name}.{name}": value
+            for record, settings in {**parts, **self.settings}.items()
             for name, value in settings.items()
         }
 
@@ -137,13 +137,13 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     given = {**core, **lent}
     arguments.prepare_arguments(given)
     environ = dict(os.environ)
-    sources = Sources.of(environ)
+    sources = lookup.Sources.of(environ)
     known = [name for setting in CORE_SETTINGS for name in setting.env]
-    warn_near_misses(environ, [*known, *installed().triggers, *catalog.VARIABLES])
+    lookup.warn_near_misses(environ, [*known, *installed().triggers, *catalog.VARIABLES])
     _warn_of_unknown_plugins(environ)
     # The default of the signature for `cpu` is no wish; a backend may be a class.
     passed = {**given, "cpu": given["cpu"] or None, "backend": None}
-    values = resolve_core(passed, sources, {})
+    values = lookup.resolve_core(passed, sources, {})
     request = Request(given, environ, topology, sources.config, bool(values["cpu"].value))
     wanted = values["backend"]
     if given["backend"] is not None:
@@ -152,14 +152,14 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     record = selection.record
     if (has := getattr(selection.plugin, "Settings", None)) is not None:
         fields = settings_fields(has, owner=record.name)
-        warn_near_misses(environ, [name for field in fields for name in field.env])
+        lookup.warn_near_misses(environ, [name for field in fields for name in field.env])
     maker = _Maker(given, sources, arguments.sort_handlers(given["kwargs_handlers"]))
     backend = maker.make(record, selection.plugin, selection.because)
     check_declarations(backend, f"the backend plugin {record.label}")
     with blaming("core_defaults", record):
         defaults = {**backend.core_defaults(), "parallelism_config": None}
     detected = {name: Because(v, f"backend {record.name}") for name, v in defaults.items()}
-    values = resolve_core(passed, sources, detected)
+    values = lookup.resolve_core(passed, sources, detected)
     values["backend"] = Because(record.name, selection.because)
     wanted = values["mixed_precision"]
     chosen = select("precision", request, wanted).settled().record
@@ -171,10 +171,9 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     blame_methods(precision, chosen, methods)
     for one in select("extension", request).settled().active:
         maker.make(one.record, one.record.load(), one.because)
-    dynamo = arguments.dynamo(given, sources)
-    if dynamo.enabled and "torch_compile" not in maker.settings:
-        compiler = find("extension", "torch_compile", because="a TorchDynamoPlugin")
-        maker.make(compiler, compiler.load(), f"the compiler {dynamo.backend!r} is asked for")
+    dynamo = lookup.resolve_compiler(given, sources)
+    if dynamo.enabled:  # one that is kept out is an error
+        find("extension", "torch_compile", because=f"the compiler {dynamo.backend!r}")
     check_owners({k: v for k, v in lent.items() if k not in core}, selection, set(maker.settings))
     active = [plugin for _, plugin, _ in maker.plugins.plugins]
     arguments.refuse_unclaimed(maker.handlers, active)
@@ -223,19 +222,19 @@ class _Maker:
     """Makes plugins with the settings that constructor, environment and file have for them."""
 
     given: Mapping[str, Any]
-    sources: Sources
+    sources: lookup.Sources
     handlers: dict[type, Any]
     plugins: ActivePlugins = field(
         default_factory=lambda: ActivePlugins({"backend": Backend, "precision": Precision})
     )
-    settings: dict[str, dict[str, Because]] = field(default_factory=dict)
+    settings: dict[PluginRecord, dict[str, Because]] = field(default_factory=dict)
 
     def make(self, record: PluginRecord, plugin: Any, because: str) -> Any:
         """Return the plugin, made unless it is already, and register it as active."""
-        settings, self.settings[record.name] = None, {}
+        settings, self.settings[record] = None, {}
         if isinstance(plugin, type):
             if getattr(plugin, "Settings", None) is not None:
-                settings, self.settings[record.name] = self._settings(plugin, record.name)
+                settings, self.settings[record] = self._settings(plugin, record.name)
             made_with = [settings] if settings is not None else []
             wanted = tuple(getattr(plugin, "handlers", ()))
             if wanted or issubclass(plugin, Backend):
@@ -269,7 +268,7 @@ class _Maker:
         self, cls: type[Any], passed: Any, argument: str, owner: str
     ) -> tuple[Any, dict[str, Because]]:
         arguments.expect(argument, passed, cls)
-        return resolve_settings(cls, passed, self.sources, owner=owner)
+        return lookup.resolve_settings(cls, passed, self.sources, owner=owner)
 
 
 def start_process(accelerator: AcceleratorView, built: Construction) -> Runtime:

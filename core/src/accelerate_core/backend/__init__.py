@@ -19,12 +19,12 @@ import torch.distributed as dist
 from accelerate_core.backend.step import StepHooks
 from accelerate_core.config.parallelism import JOINT
 from accelerate_core.contract.capabilities import NEEDS
-from accelerate_core.contract.hooks import API_VERSION, Scope, owner
+from accelerate_core.contract.hooks import API_VERSION, Scope, owner, wrong_answer
 from accelerate_core.contract.topology import Process, Topology
 from accelerate_core.data.feeding import feed
 from accelerate_core.distributed import process as runtime
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
-from accelerate_core.errors import ConfigurationError, PluginError, listing
+from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.plugins.selection import Claim, Request
 
 if TYPE_CHECKING:
@@ -435,10 +435,7 @@ class Backend(StepHooks, TorchCollectives):
 
 def _returned(accelerator: AcceleratorView, hook: str, value: Any) -> Any:
     if value is None:
-        raise PluginError(
-            f"Hook {hook!r} of the backend {accelerator.backend.name!r} returned None; it returns "
-            "what is to be used from now on."
-        )
+        raise wrong_answer(hook, accelerator, value, "what is to be used from now on")
     return value
 
 

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate_core.config.lookup import Sources, resolve_compiler
 from accelerate_core.contract.hooks import API_VERSION, hookimpl
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.plugins.selection import Claim, Request
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PREFIX = "_orig_mod."
@@ -27,10 +29,16 @@ _CALLS: weakref.WeakKeyDictionary[type, types.CodeType] = weakref.WeakKeyDiction
 
 
 class TorchCompiler:
-    """The stage that compiles with `torch.compile`, active where a `TorchDynamoPlugin` asks."""
+    """The stage that compiles with `torch.compile`, active where settings name a compiler."""
 
     name = "torch_compile"
     api_version = API_VERSION
+
+    @classmethod
+    def detect(cls, request: Request) -> Claim | None:
+        """Claim a run whose settings name a compiler."""
+        dynamo = resolve_compiler(request.arguments, Sources(request.environ, request.config))
+        return Claim(0, f"the compiler {dynamo.backend!r} is asked for") if dynamo.enabled else None
 
     @hookimpl
     def compile(self, accelerator: Any, model: nn.Module) -> nn.Module:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any, NoReturn
 
 from accelerate_core.errors import MissingPluginError
 from accelerate_core.plugins.discovery import why_without
-
-
-def _refusing(verb: str) -> Any:
-    def refuse(self: NoCheckpointer, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse(verb)
-
-    return refuse
 
 
 class NoCheckpointer:
@@ -37,17 +31,17 @@ class NoCheckpointer:
             if value:
                 self._refuse(f"{name}={value!r}")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, *args: Any, **kwargs: Any) -> NoReturn:
         raise MissingPluginError(f"{what}: {why_without('checkpointer')}")
 
     def attach(self, state: Any) -> None:
         """Nothing is kept of the run."""
 
-    save = _refusing("save")
-    save_model = _refusing("save_model")
-    save_state = _refusing("save_state")
-    load_state = _refusing("load_state")
-    wait = _refusing("wait_for_checkpoint")
+    save = partialmethod(_refuse, "save")
+    save_model = partialmethod(_refuse, "save_model")
+    save_state = partialmethod(_refuse, "save_state")
+    load_state = partialmethod(_refuse, "load_state")
+    wait = partialmethod(_refuse, "wait_for_checkpoint")
 
     def release(self) -> None:
         """Nothing is held."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accelerate_core.errors import MissingPluginError
+from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import why_without
 
 
@@ -62,18 +62,13 @@ class NoTracking:
         MissingPluginError: a tracker was asked for.
     """
 
-    def __init__(
-        self,
-        asked: object = None,
-        logging_dir: str | os.PathLike[str] | None = None,
-        rank: int = 0,
-        size: int = 1,
-        is_main: bool = True,
-    ) -> None:
+    def __init__(self, asked: object = None, *_: object) -> None:
         if asks(asked):
-            raise MissingPluginError(
-                f"log_with={asked!r} needs what feeds trackers: {why_without('tracking')}"
-            )
+            several = asked if isinstance(asked, (list, tuple, set, frozenset)) else [asked]
+            known = catalog.known_names("tracker")
+            extras = ",".join(sorted({known[name] for name in map(str, several) if name in known}))
+            why = why_without("tracking", extras or "standard")
+            raise MissingPluginError(f"log_with={asked!r} needs what feeds trackers: {why}")
         self.names: list[str] = []
         self.trackers: list[Any] = []
         self.resumed_runs: dict[str, str] = {}

@@ -16,6 +16,7 @@ from typing import Any
 
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_config
+from accelerate_core.config.handlers import TorchDynamoPlugin
 from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because, variable_origin
 from accelerate_core.config.schema import SettingField, given_fields, settings_fields
 from accelerate_core.config.truth import switch
@@ -88,6 +89,29 @@ def resolve_settings(
     # A plugin that compares its fields with something else can name their sources.
     object.__setattr__(made, "__because__", because)
     return made, because
+
+
+def resolve_compiler(given: Mapping[str, Any], sources: Sources) -> TorchDynamoPlugin:
+    """Return how models are compiled; `given` are the arguments of the Accelerator.
+
+    Raises:
+        ConfigurationError: backend and plugin are given, or how to compile and not with what.
+    """
+    plugin, backend = given.get("dynamo_plugin"), given.get("dynamo_backend")
+    if plugin is not None and backend is not None:
+        raise ConfigurationError("Pass dynamo_backend or dynamo_plugin, not both.")
+    if backend is not None:
+        plugin = TorchDynamoPlugin(backend=str(getattr(backend, "value", backend)))
+    made: TorchDynamoPlugin
+    made, because = resolve_settings(TorchDynamoPlugin, plugin, sources)
+    for name in ("mode", "fullgraph", "dynamic", "options", "use_regional_compilation"):
+        asked = getattr(made, name) not in (None, False, "default")
+        if asked and made.backend is None and not made.disable:
+            raise ConfigurationError(
+                f"{because[name].origin} sets {name}={getattr(made, name)!r}, but no backend to "
+                f"compile with: set it too, to 'inductor' for torch's own; 'no' compiles nothing."
+            )
+    return made
 
 
 def look_up(

@@ -128,6 +128,12 @@ def check_near_miss(name: str, known: Iterable[str], label: str) -> None:
         )
 
 
+def wrong_answer(hook: str, accelerator: AcceleratorView, value: Any, wanted: str) -> PluginError:
+    """Return the error for what a backend returned from an owner hook; `wanted` is what it returns."""
+    name = accelerator.backend.name
+    return PluginError(f"{hook} of backend {name!r} returned {value!r}; it returns {wanted}.")
+
+
 class HookSpecs(Protocol):
     """The hooks any plugin may implement; those of a backend are the methods of `Backend`."""
 

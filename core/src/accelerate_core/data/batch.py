@@ -15,6 +15,7 @@ from accelerate_core.distributed.collectives import gather_object
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.tree import (
     children,
+    columns,
     flatten,
     is_namedtuple,
     is_record,
@@ -81,11 +82,8 @@ def concat_batches(batches: Sequence[Any]) -> Any:
         return numpy.concatenate(list(batches)) if len(first.shape) else first
     if _is_sample_list(first):
         return type(first)(sample for batch in batches for sample in batch)
-    if isinstance(first, Mapping):
-        return rebuild(first, [concat_batches([each[key] for each in batches]) for key in first])
     if children(first) is not None:
-        fields = zip(*(children(batch) or () for batch in batches), strict=True)
-        return rebuild(first, [concat_batches(field) for field in fields])
+        return rebuild(first, [concat_batches(each) for each in columns(batches)])
     if all(batch is first or batch == first for batch in batches):
         return first
     raise TypeError(f"Batches of type {type(first).__name__} cannot be joined.")

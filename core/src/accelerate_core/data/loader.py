@@ -38,7 +38,7 @@ class LoaderOptions:
         rng_types: generators whose state rank 0 shares at the start of every iteration: "torch",
             "generator" (the sampler's or dataset's own) or a device type; `["generator"]` if None.
         slice_fn_for_dispatch: `(data, tensor_slice, process_index=, num_processes=)` -> part.
-        comm: how the ranks talk; None if they do not.
+        comm: how the ranks communicate; None if they do not.
         order_comm: how all ranks agree on an order, where several read the same part and `comm`
             joins only those that read different ones; default `comm`.
         gradient_state: is told of iterations and batches.
@@ -262,7 +262,7 @@ class CoreLoader(DataLoader[Any]):
         whole, fixed = self.total_batch_size, self.options.fixed_batch
         if whole is not None and fixed is not None:
             whole += -whole % fixed
-        state = self.gradient_state or GradientState()
+        state = self.gradient_state or GradientState(num_steps=1)  # one of its own
         return state.serve(self, self._batches, whole)
 
     def _start(self, owner: object) -> Iterator[Item]:

@@ -320,21 +320,21 @@ def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[Part]
         return
 
 
-def iterate_from(plan: Any, start: int, keep: int = 0) -> Iterator[Any]:
-    """Iterate over a sampler or batch sampler: its first `keep` entries, then those from `start`.
+def iterate_from(plan: Any, start: int, head: int = 0) -> Iterator[Any]:
+    """Iterate over a sampler or batch sampler: its first `head` entries, then those from `start`.
 
     An entry that is both comes twice.
     """
-    return _entries(plan, start, keep) if start else iter(plan)
+    return _entries(plan, start, head) if start else iter(plan)
 
 
-def _entries(plan: Any, start: int, keep: int) -> Iterator[Any]:
+def _entries(plan: Any, start: int, head: int) -> Iterator[Any]:
     plain = is_plain(plan)
     size = plan.batch_size if plain else 1
     cursor = cursor_over(plan.sampler if plain else plan)
-    head = cursor.take(keep * size)
-    cursor.skip(max(start - keep, 0) * size)
-    parts = (head, head[start * size :])
+    first = cursor.take(head * size)
+    cursor.skip(max(start - head, 0) * size)
+    parts = (first, first[start * size :])
     kept = (part[begin : begin + size] for part in parts for begin in range(0, len(part), size))
     for batch in chain(kept, iter(lambda: cursor.take(size), [])):
         if not plain:

@@ -28,7 +28,7 @@ class IndexStream(Wrapper):
         plan: yields this rank's batches; `plan.iterate(start)` is used to skip if it exists.
 
     `start` is where the next iteration begins, in batches of the single-process loader. With
-    `keep` the first so many batches are given all the same, before those from `start` on: who
+    `head` the first so many batches are given all the same, before those from `start` on: who
     fills up the end of the epoch needs them.
     """
 
@@ -37,14 +37,14 @@ class IndexStream(Wrapper):
     def __init__(self, plan: Any) -> None:
         self.plan = plan
         self.start = 0
-        self.keep = 0
+        self.head = 0
         self.latest: IndexIterator | None = None
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __iter__(self) -> IndexIterator:
-        self.latest = IndexIterator(self.plan, self.start, self.keep)
+        self.latest = IndexIterator(self.plan, self.start, self.head)
         return self.latest
 
 
@@ -56,10 +56,10 @@ class IndexIterator(Iterator[Any]):
     that, and the order of draws from the global generator must stay PyTorch's.
     """
 
-    def __init__(self, plan: Any, start: int, keep: int) -> None:
+    def __init__(self, plan: Any, start: int, head: int) -> None:
         self.plan = plan
         self.start = start
-        self.keep = keep
+        self.head = head
         self.count = 0
         self.exhausted = False
         self._batches: Iterator[Any] | None = None
@@ -71,7 +71,7 @@ class IndexIterator(Iterator[Any]):
             if hasattr(type(self.plan), "iterate"):
                 self._batches = iter(self.plan.iterate(self.start))
             else:
-                self._batches = iterate_from(self.plan, self.start, self.keep)
+                self._batches = iterate_from(self.plan, self.start, self.head)
             self._next = next(self._batches, _END)
             self.exhausted = self._next is _END
 
@@ -227,8 +227,8 @@ class DispatchedSource(ReadSource):
         stream = self.stream
         if stream is None:
             return super()._open(batches, state)
-        stream.start, stream.keep = batches, self.per_step if self.steps.fills else 0
-        skip = min(stream.keep, length_hint(stream, stream.keep)) if batches else 0
+        stream.start, stream.head = batches, self.per_step if self.steps.fills else 0
+        skip = min(stream.head, length_hint(stream, stream.head)) if batches else 0
         items = zip(iter(self.base), repeat(None), repeat(None))
         if stream.latest is not None:
             stream.latest.draw()  # before it is watched whether reading draws from the generators

@@ -18,6 +18,7 @@ import torch
 __all__ = [
     "TensorInformation",
     "children",
+    "columns",
     "convert_to_fp32",
     "flatten",
     "get_data_structure",
@@ -78,6 +79,17 @@ def children(node: Any) -> Collection[Any] | None:
     if isinstance(node, Mapping):
         return [node[key] for key in node]
     return record_items(node).values() if is_record(node) else None
+
+
+def columns(nodes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return what inner nodes of one structure hold, place by place; of mappings key by key.
+
+    Raises:
+        KeyError, ValueError: one of them lacks what the first has, or is longer or shorter.
+    """
+    if isinstance(nodes[0], Mapping):
+        return [tuple(node[key] for node in nodes) for key in nodes[0]]
+    return list(zip(*(children(node) or () for node in nodes), strict=True))
 
 
 def rebuild(node: Any, items: list[Any]) -> Any:

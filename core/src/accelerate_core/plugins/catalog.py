@@ -25,6 +25,8 @@ ARGUMENTS: dict[str, str]
 VARIABLES: dict[str, str]
 #: Sections of a peer's config file that belong to a plugin.
 SECTIONS: dict[str, str]
+#: Keys of a peer's config file, besides sections, that belong to a plugin.
+KEYS: dict[str, str]
 #: Options of `launch` that ask for a backend.
 SWITCHES: dict[str, str]
 #: How other options of a plugin begin.

@@ -173,11 +173,11 @@ def find(
     )
 
 
-def why_without(kind: str) -> str:
-    """Say why a run has no part of a kind that usual installations have, and how to get one."""
+def why_without(kind: str, extra: str = "standard") -> str:
+    """Say why a run has no part of a kind that usual installations have, and which extra brings it."""
     if off := disabled_names() & {record.name for record in installed().of_kind(kind)}:
         return f"ACCELERATE_DISABLED_PLUGINS keeps out {listing(sorted(off))}"
-    return f"no {kind} plugin is installed: {catalog.pip_command('standard')}"
+    return f"no {kind} plugin is installed: {catalog.pip_command(extra)}"
 
 
 def without_entry_point(name: str, kind: str = "", *, near: str = "") -> str:

@@ -424,20 +424,21 @@ def plugin_arguments() -> set[str]:
     return {n for n in installed().triggers if n.isidentifier() and n == n.lower()} - reserved
 
 
-def check_owners(arguments: Mapping[str, Any], selection: Selection, active: set[str]) -> None:
+def check_owners(lent: Mapping[str, Any], selection: Selection, active: set[PluginRecord]) -> None:
     """Refuse constructor arguments whose plugins are installed and not active: nobody reads them.
 
     Args:
-        arguments: those that were passed.
+        lent: those that were passed and are not the core's.
         selection: the chosen backend.
-        active: names of the active plugins.
+        active: the active plugins.
     """
-    for name in plugin_arguments() & {key for key, value in arguments.items() if value is not None}:
+    names = {(record.kind, record.name) for record in active}  # a class that was given has its own
+    for name in plugin_arguments() & {key for key, value in lent.items() if value is not None}:
         owners = [record for record in installed().plugins if name in record.triggers]
-        if owners and not any(record.name in active for record in owners):
-            states = {c.record.name: f"{c.state}: {c.because}" for c in selection.considered}
+        if owners and not any((record.kind, record.name) in names for record in owners):
+            states = {c.record: f"{c.state}: {c.because}" for c in selection.considered}
             owner = owners[0]
-            why = states.get(owner.name, f"the backend is {selection.record.name!r}")
+            why = states.get(owner, f"the backend is {selection.record.name!r}")
             raise ConfigurationError(
                 f"Accelerator({name}=...) belongs to the plugin {owner.label}, which is not active "
                 f"({why}; {selection.record.name!r} was chosen because of {selection.because}). "

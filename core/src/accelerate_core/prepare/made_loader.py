@@ -42,7 +42,7 @@ class MadeLoader(Blamed):
         state: GradientState = self._state
         try:
             for batch in (batches := iter(self._part)):
-                if not any(one is self._part for one in state.dataloader_references):
+                if not state.hold(self._part, self):
                     raise PluginError(
                         f"The loader of {self._record.label} hands out batches of its own: its __iter__ "
                         "has to return accelerator.gradient_state.serve(self, start, whole)."

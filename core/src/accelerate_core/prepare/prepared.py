@@ -15,13 +15,14 @@ from accelerate_core.backend import Backend
 from accelerate_core.builtin.compile import strip_compiled, uncompiled
 from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.config.truth import flag
-from accelerate_core.contract.parts import LoaderMaker, PreparedLoader
+from accelerate_core.contract.hooks import wrong_answer
+from accelerate_core.contract.parts import PreparedLoader
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.data.loader import LoaderOptions
 from accelerate_core.data.prepare import override_even_batches, prepare_loader
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import PrepareError
-from accelerate_core.plugins.manager import ActivePlugins, Part
+from accelerate_core.plugins.manager import ActivePlugins
 from accelerate_core.prepare.made_loader import MadeLoader
 from accelerate_core.training.forward import unwrap_forward
 from accelerate_core.training.optimizer import AcceleratedOptimizer
@@ -38,7 +39,7 @@ class Prepared:
         rng_types: generators synchronised at the start of each iteration over a loader.
         device_placement: whether models and batches are moved to the device.
         data_comm: the ranks that read different samples.
-        loader_part: makes who is asked for prepared loaders before the core makes them; None: nobody.
+        loader_maker: who is asked for prepared loaders before the core makes them; None: nobody.
     """
 
     def __init__(
@@ -50,14 +51,13 @@ class Prepared:
         rng_types: Sequence[str],
         device_placement: bool,
         data_comm: Communicator,
-        loader_part: Part | None,
+        loader_maker: Any,
     ) -> None:
         self.accelerator = accelerator
         self._hooks: Backend = accelerator.hooks
         self._rng_types = rng_types
         self._data_comm = data_comm
-        self._loader_part = loader_part
-        self._loader_maker: LoaderMaker | None = loader_part.make() if loader_part else None
+        self._loader_maker = loader_maker
         self._step_listeners = plugins.implementations("on_step_end")
         self.plugins = plugins
         self.dataloader_config = config
@@ -99,7 +99,7 @@ class Prepared:
         if prepared is None:
             prepared = self._core_loader(data_loader, on_device, slice_fn_for_dispatch)
         else:
-            record = cast(Part, self._loader_part).record
+            record = self._loader_maker._record
             prepared = MadeLoader(prepared, record, self.accelerator.gradient_state)
             prepared.put_on_device = on_device
             prepared.even_batches = self.dataloader_config.even_batches
@@ -111,6 +111,9 @@ class Prepared:
     ) -> PreparedLoader:
         accelerator = self.accelerator
         index, count = self._hooks.data_shard(accelerator)
+        fixed = self._hooks.fixed_batch(accelerator)
+        if fixed is not None and (not isinstance(fixed, int) or fixed < 1):
+            raise wrong_answer("fixed_batch", accelerator, fixed, "None or a whole number above 0")
         options = LoaderOptions(
             config=self.dataloader_config,
             num_processes=count,
@@ -125,7 +128,7 @@ class Prepared:
             feed=self._feed if on_device else None,
             # The default only moves batches; another one may do more, also where they are in place.
             feed_always=type(accelerator.backend).feed_device is not Backend.feed_device,
-            fixed_batch=self._hooks.fixed_batch(accelerator),
+            fixed_batch=fixed,
         )
         return prepare_loader(data_loader, options)
 

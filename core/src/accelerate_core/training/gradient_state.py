@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate_core.distributed import process
+
 
 @dataclass(slots=True)
 class Served:
@@ -22,9 +24,19 @@ class Served:
     whole: int | None = None
 
 
+class _Current(type):
+    """Lets a class called without arguments return the latest Accelerator's instance, if there is one."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        user = None if args or kwargs else process.current_user()
+        return super().__call__(*args, **kwargs) if user is None else user.gradient_state
+
+
 @dataclass(eq=False, repr=False)
-class GradientState:
+class GradientState(metaclass=_Current):
     """Gradient accumulation settings, and the open loaders, of one Accelerator.
+
+    Without arguments it is that of the latest Accelerator, or one of its own where there is none.
 
     Args:
         num_steps: micro-batches per optimizer step.
@@ -105,6 +117,13 @@ class GradientState:
                 innermost = self._innermost()
                 self._touched = innermost[1] if innermost else None
 
+    def hold(self, inner: Any, outer: Any) -> bool:
+        """Show scripts the loader they hold, `outer`, where `inner` is open; False: it is not."""
+        found = [i for i, (reference, _) in enumerate(self._open) if reference() is inner]
+        for index in found:
+            self._open[index] = (weakref.ref(outer), self._open[index][1])
+        return bool(found)
+
     def forget(self) -> None:
         """Forget every loader, open or touched."""
         self._open.clear()
@@ -125,17 +144,14 @@ class GradientState:
         """
         touched = self._touched
         for reference, served in self._open:
-            if served is touched:
-                loader = reference()
-                if loader is not None:
-                    return loader, served
+            if served is touched and (loader := reference()) is not None:
+                return loader, served
         return self._innermost()
 
     def _innermost(self) -> tuple[Any, Served] | None:
         while self._open:
             reference, served = self._open[-1]
-            loader = reference()
-            if loader is not None:
+            if (loader := reference()) is not None:
                 return loader, served
             self._open.pop()
         return None

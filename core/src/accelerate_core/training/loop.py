@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from accelerate_core.config.handlers import AutocastKwargs
+from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.distributed.communicator import Communicator
@@ -121,8 +122,7 @@ class TrainingLoop:
         """Return a context whose backward synchronises, though forward ran under `no_sync`."""
         if not self.distributed:
             return nullcontext()
-        context = self._hooks.trigger_sync_in_backward(self._accelerator, model)
-        return cast("AbstractContextManager[Any]", context)
+        return self._hooks.trigger_sync_in_backward(self._accelerator, model)  # type: ignore[no-any-return]
 
     def backward(self, /, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward on a loss: divided by the accumulation steps, scaled, synchronised.
@@ -190,8 +190,7 @@ class TrainingLoop:
             autocast_handler: used instead of the Accelerator's own.
         """
         handler = autocast_handler or self._accelerator.autocast_handler
-        context = self._hooks.autocast(self._accelerator, None, handler)
-        return cast("AbstractContextManager[Any]", context)
+        return self._hooks.autocast(self._accelerator, None, handler)  # type: ignore[no-any-return]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Undo gradient scaling, once per step; no effect without a scaler.
@@ -203,9 +202,8 @@ class TrainingLoop:
             return
         chosen = self.optimizers if optimizer is None else optimizer
         several = chosen if isinstance(chosen, list | tuple) else [chosen]
-        self.scaler.unscale(
-            [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in several]
-        )
+        inner = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in several]
+        self.scaler.unscale(inner)
 
     def scaler_stepped(self, optimizer: Any) -> None:
         """Note that the scaler stepped an inner optimizer."""
@@ -282,13 +280,15 @@ class TrainingLoop:
             )
 
         def divide(loss: torch.Tensor) -> torch.Tensor:
-            scaled = self._hooks.scale_loss(self._accelerator, self._divided(loss))
-            return cast(torch.Tensor, scaled)
+            return self._hooks.scale_loss(self._accelerator, self._divided(loss))  # type: ignore[no-any-return]
 
         step = ScheduleStep(training, self.state.sync_gradients, divide)
         chosen = self.models[0] if model is None else model
         result = self._hooks.run_schedule(self._accelerator, chosen, batch, step)
-        return cast(ScheduleResult, result)
+        if not isinstance(result, ScheduleResult) or getattr(result.loss, "ndim", None) != 0:
+            wanted = "a ScheduleResult with a 0-d loss"
+            raise wrong_answer("run_schedule", self._accelerator, result, wanted)
+        return result
 
     def maybe_context_parallel(
         self,
@@ -303,10 +303,9 @@ class TrainingLoop:
             buffer_seq_dims: the sequence dimension of each.
             no_restore_buffers: those that need not be restored.
         """
-        context = self._hooks.context_parallel(
+        return self._hooks.context_parallel(  # type: ignore[no-any-return]
             self._accelerator, buffers, buffer_seq_dims, no_restore_buffers
         )
-        return cast("AbstractContextManager[Any]", context)
 
 
 @dataclass(eq=False, slots=True)

@@ -179,7 +179,7 @@ def get_balanced_memory(
 ) -> dict[DeviceName, int]:
     """Return a `max_memory` under which the accelerators get about the same share of a model.
 
-    Each but the last is limited to its share and room for one more layer. Never more than
+    Each but the last is limited to its share and one more layer. Never more than
     given or measured. With `low_zero` as much of accelerator 0 is left free as the others allow.
     For the other arguments see `infer_auto_device_map`.
     """
@@ -188,8 +188,8 @@ def get_balanced_memory(
     if len(devices) < 2:
         return memory
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    keep = as_list(no_split_module_classes)
-    layer, _ = get_max_layer_size([*model.named_children()], sizes, keep)
+    no_split = as_list(no_split_module_classes)
+    layer, _ = get_max_layer_size([*model.named_children()], sizes, no_split)
     sharing = devices[1:] if low_zero else devices
     limit = math.ceil(sizes[""] / len(sharing)) + layer
     for device in sharing[:-1]:
@@ -215,7 +215,7 @@ class _Plan:
     sizes: Mapping[str, int]
     no_split: list[str]
     tied: list[list[str]]
-    room: dict[DeviceName, float]
+    free: dict[DeviceName, float]
     placed: dict[str, DeviceName] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
 
@@ -232,13 +232,13 @@ class _Plan:
         return any(place == device and within(tensor, name) for name, place in self.placed.items())
 
     def fits(self, name: str, device: DeviceName) -> bool:
-        return self.extra(name, device) <= self.room[device]
+        return self.extra(name, device) <= self.free[device]
 
     def device_of_twin(self, name: str) -> DeviceName | None:
         """Return the device of something tied to a piece, if the piece fits there too."""
         for group in self.tied:
             if any(within(tied, name) for tied in group):
-                for device in self.room:
+                for device in self.free:
                     shared = any(self._is_on(tied, device) for tied in group)
                     if shared and self.fits(name, device):
                         return device
@@ -246,7 +246,7 @@ class _Plan:
 
     def put(self, name: str, device: DeviceName) -> None:
         size = self.extra(name, device)
-        self.room[device] -= size
+        self.free[device] -= size
         self.placed[name] = device
         self.log.append(f"{name} ({size} bytes) goes to {device}.")
 
@@ -277,7 +277,7 @@ def _take_first_fitting(plan: _Plan, queue: list[Item], device: DeviceName) -> l
 
 
 def _fill(plan: _Plan, model: nn.Module, fallback: bool) -> None:
-    devices, queue = list(plan.room), _pieces("", model)
+    devices, queue = list(plan.free), _pieces("", model)
     while queue:
         name, module = queue.pop(0)
         device = devices[0]
@@ -309,7 +309,7 @@ def infer_auto_device_map(
     """Spread a model over accelerators, then the CPU, then the disk, in the order of its parts.
 
     Only sizes of weights count, not those of activations. If something must be offloaded,
-    room is left on the device that computes for the largest layer that comes back to it.
+    memory is left free on the device that computes, for the largest layer that comes back to it.
     Tied weights stay together where they fit.
 
     Args:
@@ -331,19 +331,19 @@ def infer_auto_device_map(
         no_split_module_classes = getattr(model, "_no_split_modules", None)
     no_split = as_list(no_split_module_classes)
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    room: dict[DeviceName, float] = {**get_max_memory(max_memory)}
-    room.setdefault("disk", math.inf)
-    main = next(iter(room))
+    memory: dict[DeviceName, float] = {**get_max_memory(max_memory)}
+    memory.setdefault("disk", math.inf)
+    main = next(iter(memory))
     away = {"cpu", "disk"} - {main}
     layer, _ = get_max_layer_size(_pieces("", model), sizes, no_split)
     kept_free: set[DeviceName] = set()
     while True:
-        limits = {d: size - (layer if d in kept_free else 0) for d, size in room.items()}
+        limits = {d: size - (layer if d in kept_free else 0) for d, size in memory.items()}
         plan = _Plan(sizes, no_split, find_tied_parameters(model), limits)
         _fill(plan, model, fallback_allocation)
         used = set(plan.placed.values())
         needed = {main} if used & away else set()
-        if "disk" in used and "cpu" in room:
+        if "disk" in used and "cpu" in memory:
             needed.add("cpu")
         needed.discard("disk")
         if needed <= kept_free:
@@ -353,7 +353,7 @@ def infer_auto_device_map(
         print("\n".join(plan.log))
     buffers = compute_module_sizes(model, buffers_only=True)
     staying = sum(buffers.get(name, 0) for name, device in plan.placed.items() if device in away)
-    if not offload_buffers and staying > plan.room[main] + layer:
+    if not offload_buffers and staying > plan.free[main] + layer:
         warnings.warn(
             f"The buffers of the offloaded modules take {staying} bytes of {main!r}, more than is"
             " left there. Pass offload_buffers=True to offload them too.",

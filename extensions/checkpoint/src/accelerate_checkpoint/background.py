@@ -14,7 +14,7 @@ from accelerate_core.distributed.tree import map_leaves
 
 
 class Background:
-    """The save that is under way, its copies of the state, and what its threads talk over."""
+    """The save that is under way, its copies of the state, and what its threads communicate over."""
 
     def __init__(self) -> None:
         self.staging = Staging()

@@ -202,7 +202,7 @@ class DirectoryCheckpointer:
         state.settle()  # what is pending belongs to the state that is replaced
         load = partial(take_over, state, source, loads, options)
         if state.owns_format:
-            load()  # it talks on the way, and agrees by itself
+            load()  # it communicates on the way, and agrees by itself
         else:
             agreed(state, "loaded", load)
         self._numbering.loaded(source.directory)

@@ -28,9 +28,9 @@ class CycleStart:
         self.rank_state: dict[str, Any] = {}
         self._states: dict[int, Any] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        state.events.before_cycle = self.keep
+        state.events.before_cycle = self.capture
 
-    def keep(self) -> None:
+    def capture(self) -> None:
         """Copy the state, if a cycle may begin here; a loop without gradients begins none."""
         state, events = self._state, self._state.events
         if not events.sync_gradients or not torch.is_grad_enabled():

@@ -38,18 +38,22 @@ class Writer:
         self._later: list[Callable[[], None]] = []
 
     @contextmanager
-    def part(self, what: str) -> Iterator[None]:
+    def part(self, what: str | Callable[[], str]) -> Iterator[None]:
         """Keep an exception of the block as this rank's failure of saving `what`."""
         try:
             yield
         except Exception as error:
             if self.error is None:
                 kind = traceback.format_exception_only(error)[0].strip()
-                self.error, self.cause = f"{what}: {kind}", error
+                named = what if isinstance(what, str) else what()
+                self.error, self.cause = f"{named}: {kind}", error
 
-    def torch(self, name: str, state: Any) -> None:
+    def torch(self, name: str, state: Any, unsaved: Callable[[], str] = str) -> None:
+        """Write a state; `unsaved` names what of it could not be, "" for the file."""
         path = self.directory / name
-        self._write(name, state, lambda held: {name: files.write_torch(path, held)})
+        self._write(
+            lambda: unsaved() or name, state, lambda held: {name: files.write_torch(path, held)}
+        )
 
     def weights(
         self, state: Mapping[str, Any], *, stem: str, max_shard_size: int | str, safe: bool
@@ -60,7 +64,10 @@ class Writer:
         self._write(stem, whole, lambda held: write_weights(to, held, stem, max_shard_size, safe))
 
     def _write(
-        self, what: str, state: Any, write: Callable[[Any], Mapping[str, FileEntry]]
+        self,
+        what: str | Callable[[], str],
+        state: Any,
+        write: Callable[[Any], Mapping[str, FileEntry]],
     ) -> None:
         held = state if self.staging is None else self.staging.copy(state)
 
@@ -70,7 +77,7 @@ class Writer:
 
         self.run(what, run)
 
-    def run(self, what: str, job: Callable[[], None]) -> None:
+    def run(self, what: str | Callable[[], str], job: Callable[[], None]) -> None:
         """Run a job that writes files by itself: now, or with the others.
 
         Also after a failure here: it may meet the other ranks.
@@ -129,13 +136,18 @@ def write_state(
         _call_hooks(state, writer, list(state.models), [])
     for name, obj in named_objects(state).items():
         with writer.part(f"{name} ({type(obj).__name__}.state_dict)"):
-            # Every rank asks for it, as it may talk to the others.
+            # Every rank asks for it, as it may communicate.
             held = obj.state_dict() if past is None else past.state_of(obj)
             if here:
                 writer.torch(name, held)
-    with writer.part("loaders, generators and counters"):
+    own: Mapping[str, Any] = {}
+
+    def unsaved() -> str:
+        return state.unsaved_loader(own)
+
+    with writer.part(lambda: unsaved() or "loaders, generators and counters"):
         own = state.rank_state() if past is None else past.rank_state
-        writer.torch(f"{files.RNG}_{rank}.pkl", own)
+        writer.torch(f"{files.RNG}_{rank}.pkl", own, unsaved)
     with writer.part("gradients"):
         gradients = state.pending_gradients()
         if gradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,6 +131,17 @@ class TrainingState:
                 "generators": dict(accelerator.hooks.rng_state(accelerator)),
             },
         }
+
+    def unsaved_loader(self, own: Mapping[str, Any]) -> str:
+        """Name the loader whose part of `rank_state` cannot be saved, "" if it is none of them."""
+        states = own.get(OWN, {}).get("loaders", ())
+        for index, (loader, state) in enumerate(zip(self._prepared.loaders, states, strict=False)):
+            try:
+                torch.save(state, io.BytesIO())
+            except Exception:
+                kind = loader.__class__  # of one that a plugin made, the plugin's own
+                return f"state_dict of loader {index} ({kind.__module__}.{kind.__qualname__})"
+        return ""
 
     def load_rank_state(
         self,

@@ -43,7 +43,7 @@ _HOMES = {
     "logging": ("accelerate_core.logging",),
     "optimizer": ("accelerate_core.training.optimizer",),
     "scheduler": ("accelerate_core.training.scheduler",),
-    "state": ("accelerate_core.state", "accelerate_core.config.enums"),
+    "state": ("accelerate_core.state", "accelerate_core.config.enums", "accelerate_core"),
     "tracking": ("accelerate_tracking", "accelerate_core.utils"),
     "utils": ("accelerate_core.utils", "accelerate_core"),
 }

@@ -56,7 +56,7 @@ def prepare_data_loader(
         use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
         read_ahead: when dispatching, read the next step on a thread while this one is worked on;
             False for a dataset that only the thread that made it may use.
-        comm: how the ranks talk; without it, and outside a process group, they do not.
+        comm: how the ranks communicate; without it, and outside a process group, they do not.
         options: more of `accelerate_core.data.loader.LoaderOptions`.
 
     Raises:

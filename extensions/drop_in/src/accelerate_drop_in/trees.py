@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from accelerate_core.distributed.tree import (
     TensorInformation,
     children,
+    columns,
     flatten,
     map_leaves,
     map_tensors,
@@ -126,11 +127,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return torch.stack(list(data)) if first.ndim == 0 else torch.cat(list(data), dim=dim)
     if children(first) is None:
         raise TypeError(f"Only tensors can be concatenated, not a {type(first).__name__}.")
-    if isinstance(first, Mapping):
-        columns = [[tree[key] for tree in data] for key in first]
-    else:
-        columns = list(map(list, zip(*(children(tree) or () for tree in data), strict=True)))
-    return rebuild(first, [concatenate(column, dim) for column in columns])
+    return rebuild(first, [concatenate(column, dim) for column in columns(data)])
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:

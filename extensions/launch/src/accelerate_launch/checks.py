@@ -47,7 +47,7 @@ def known_keys() -> list[str]:
     theirs = [
         "parallelism_config",
         *catalog.SECTIONS,
-        *peer.KEYS,
+        *catalog.KEYS,
         *peer.OBSOLETE_KEYS,
         *peer.IGNORED_KEYS,
     ]

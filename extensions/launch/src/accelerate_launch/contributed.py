@@ -211,7 +211,7 @@ def _check_section(
             if value is not None:
                 yield field.env[0], Because(value, where)
             continue
-        if peer.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):
+        if catalog.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):
             continue  # another plugin reads it out of this section
         known = [name for one in schemas for field in one.fields for name in field.yaml]
         raise ConfigurationError(

@@ -1,35 +1,12 @@
 """Options and config keys of a peer's launcher: whose they are, and which say nothing here.
 
-Those of our packages follow from their settings (`accelerate_core.plugins.catalog`); here stand
-those of packages that are planned, and those that nobody will take.
+Those of packages, planned ones too, are in `accelerate_core.plugins.catalog`; here stand those that
+nobody will take.
 """
 
 from __future__ import annotations
 
 from accelerate_core.plugins import catalog
-
-#: Options that ask for a backend.
-SWITCHES = {**catalog.SWITCHES, "use_megatron_lm": "megatron", "tpu": "xla"}
-
-#: Options that are a plugin's, under names that do not say so.
-OPTIONS = {
-    **catalog.OPTIONS,
-    **dict.fromkeys(
-        ("tpu_cluster", "no_tpu_cluster", "tpu_use_sudo", "vm", "env", "downcast_bf16"), "xla"
-    ),
-}
-
-#: How other options of a plugin begin.
-_PREFIXES = {**catalog.PREFIXES, "megatron_lm_": "megatron", "fp8_": "fp8", "tpu_": "xla"}
-
-#: Keys of a config file, besides sections, that belong to a plugin.
-KEYS = dict.fromkeys(
-    (
-        *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
-        *("command_file", "commands", "downcast_bf16"),
-    ),
-    "xla",
-)
 
 _SAGEMAKER = (
     "Amazon SageMaker jobs are not started from here: name accelerate-core launch as the command "
@@ -59,5 +36,5 @@ IGNORED_KEYS = {
 
 def owner_of_option(name: str) -> str | None:
     """Return the extra whose plugin has an option of that name, None for one we never heard of."""
-    by_prefix = (extra for prefix, extra in _PREFIXES.items() if name.startswith(prefix))
-    return SWITCHES.get(name) or OPTIONS.get(name) or next(by_prefix, None)
+    by_prefix = (extra for prefix, extra in catalog.PREFIXES.items() if name.startswith(prefix))
+    return catalog.SWITCHES.get(name) or catalog.OPTIONS.get(name) or next(by_prefix, None)

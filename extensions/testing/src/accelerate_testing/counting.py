@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accelerate_core.distributed.tree import flatten
+
 __all__ = ["Communication", "count_communication"]
 
 _REDUCES = ("reduce", "send", "all_to_all", "alltoall")
@@ -45,16 +47,9 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Every backend's process group is called through these, reducers written in C++ as well.
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
             self.found.calls[func.__name__.split(".")[0].strip("_")] += 1
-            self.found.bytes += _bytes(args)
+            tensors = (leaf for leaf in flatten(args) if isinstance(leaf, torch.Tensor))
+            self.found.bytes += sum(tensor.nbytes for tensor in tensors)
         return func(*args, **(kwargs or {}))
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, list | tuple):
-        return sum(_bytes(one) for one in value)
-    return 0
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
-from accelerate_core.config.enums import LoggerType
+from accelerate_core import LoggerType
 from accelerate_core.errors import (
     ConfigurationError,
     MissingPluginError,
@@ -266,6 +266,6 @@ def _check_arguments(
 
 
 def _group_name(project: str) -> str:
-    """Return a name all ranks of this start come to without talking, and no other start has."""
+    """Return a name all ranks of this start come to without communicating, and no other start has."""
     parts = [os.environ.get(v, "") for v in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
     return f"{project}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:8]}"

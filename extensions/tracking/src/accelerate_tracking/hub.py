@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from accelerate_core.contract.parts import LogKwargs
-from accelerate_core.distributed import failures
+from accelerate_core.distributed.failures import is_failure
 from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing
 from accelerate_tracking import feeding
 from accelerate_tracking.choice import (
@@ -291,7 +291,7 @@ class TrackerHub(MediaVerbs):
         arguments, read = ({}, made) if callable(made) else (made, None)
         if verb == "artifact":
             arguments["source"] = arguments["path"]
-            arguments["path"] = self._artifacts.keep(arguments["path"])
+            arguments["path"] = self._artifacts.copy(arguments["path"])
         self._put(LogEntry(verb, arguments, _whole(step), log_kwargs, None, read))
 
     def _put(self, entry: LogEntry) -> None:
@@ -381,7 +381,7 @@ class TrackerHub(MediaVerbs):
     def is_failing(self) -> bool:
         """Tell whether an exception that came after `init_trackers` is being handled or on its way out."""
         error = sys.exc_info()[1]
-        return failures.is_failure(error) and id(error) != self._handled
+        return is_failure(error) and id(error) != self._handled
 
     def finish(self, failed: bool = False) -> None:
         """Deliver what is left and close the run; a second call, or one without a run, does nothing.

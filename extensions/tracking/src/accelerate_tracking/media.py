@@ -124,8 +124,8 @@ class ArtifactCopies:
         self._folder: Path | None = None
         self._count = 0
 
-    def keep(self, path: str) -> str:
-        """Return the path of a copy of a file or directory; its own where there is no room."""
+    def copy(self, path: str) -> str:
+        """Return the path of a copy of a file or directory; its own where the disk is full."""
         source = Path(path)
         try:
             if self._folder is None:

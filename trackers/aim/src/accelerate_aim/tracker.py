@@ -83,8 +83,8 @@ class AimTracker(GeneralTracker):
             folder = Path(self.logging_dir).absolute() / "artifacts"
             folder.mkdir(parents=True, exist_ok=True)
             self.writer.set_artifacts_uri(folder.as_uri())
-        keep = self.writer.log_artifacts if Path(path).is_dir() else self.writer.log_artifact
-        keep(path, name, **{"block": True, **kwargs})
+        upload = self.writer.log_artifacts if Path(path).is_dir() else self.writer.log_artifact
+        upload(path, name, **{"block": True, **kwargs})
 
     def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
         self.writer.track(self._aim.Text(text), name=name, step=step, **kwargs)
@@ -97,11 +97,12 @@ class AimTracker(GeneralTracker):
 
 
 def _storable(value: Any) -> Any:
-    """Return a copy in which whole numbers that Aim has no room for are text."""
-    if isinstance(value, dict):
-        return {key: _storable(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_storable(item) for item in value]
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        return str(value)
-    return value
+    """Return a copy in which whole numbers of more than 64 bits, which Aim cannot hold, are text."""
+    from accelerate_core.distributed.tree import (
+        map_leaves,  # imports torch, and choosing needs none
+    )
+
+    def storable(leaf: Any) -> Any:
+        return str(leaf) if type(leaf) is int and not -(2**63) <= leaf < 2**63 else leaf
+
+    return map_leaves(storable, value)

@@ -172,10 +172,10 @@ class MLflowTracker(GeneralTracker):
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
         """Keep a directory, or a file in a folder of the name if it is not the file's own."""
-        keep = self.client.log_artifacts if Path(path).is_dir() else self.client.log_artifact
+        upload = self.client.log_artifacts if Path(path).is_dir() else self.client.log_artifact
         if Path(path).is_dir() or name != Path(path).name:
             kwargs = {"artifact_path": _clean(name), **kwargs}
-        keep(self.run_id, path, **kwargs)
+        upload(self.run_id, path, **kwargs)
 
     def log_text(self, name: str, text: str, step: int | None = None, **kwargs: Any) -> None:
         file = _file(name, step, _TEXTS, ".txt")

@@ -20,7 +20,7 @@ class DiLoCoBackend(Backend):
 
     Each rank steps by itself with the user's optimizer, the inner one. Every `sync_every` steps the
     ranks average how far they went, and an outer SGD with Nesterov momentum steps over that. Ranks
-    talk about parameters once per `sync_every` steps, and never about gradients.
+    exchange parameters once per `sync_every` steps, and never gradients.
     """
 
     name = "diloco"

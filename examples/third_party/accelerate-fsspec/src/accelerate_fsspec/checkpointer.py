@@ -89,7 +89,7 @@ class FsspecCheckpointer:
             CheckpointError: on every rank, if any of them failed; what stood before still stands.
         """
         self.wait()
-        state, talk = self._state, self._state.collectives
+        state, comm = self._state, self._state.collectives
         numbered = self._numbering.automatic
         if output_dir is None and not numbered:
             raise CheckpointError(
@@ -103,12 +103,12 @@ class FsspecCheckpointer:
                 f"{state.process.num_processes}: save to a file system that they share."
             )
         if not blocking and self._beside is None:
-            self._beside = talk.duplicate()
+            self._beside = comm.duplicate()
             if self._beside is None:
                 state.note_once("This backend has no second group of ranks: saving blocks.")
         later = not blocking and self._beside is not None
         state.settle()
-        save: str = talk.broadcast_object(new_save())
+        save: str = comm.broadcast_object(new_save())
         stage = Stage()
         try:
             keep = partial(
@@ -138,7 +138,7 @@ class FsspecCheckpointer:
             )
             self._thread.start()
         else:
-            finish(talk.gather_object)
+            finish(comm.gather_object)
         if numbered:
             state.project.iteration += 1
         return place.url

@@ -110,7 +110,7 @@ def restore(
         state.load_rank_state(found["ranks"], saved_by, gradients)
 
     if state.owns_format:
-        take()  # it talks on the way, and agrees by itself
+        take()  # it communicates on the way, and agrees by itself
     else:
         agreed(state, take)
 

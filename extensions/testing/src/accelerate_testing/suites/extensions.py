@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from accelerate_core.distributed.tree import flatten
 from accelerate_testing.checks import SAVE, STEP, check
 from accelerate_testing.context import CheckContext
 from accelerate_testing.training import Trainer, draw, plain_training, seed
@@ -87,11 +87,12 @@ def _plain_attributes(trainer: Trainer) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return _is_plain(list(value)) and _is_plain(list(value.values()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, int | float | str | bytes)
+    return all(
+        _is_plain(list(leaf))
+        if isinstance(leaf, set | frozenset)
+        else isinstance(leaf, int | float | str | bytes | None)
+        for leaf in flatten(value)
+    )
 
 
 @check("extension", hooks=f"convert on_start on_step_end on_save on_load {STEP}")
