@@ -22,7 +22,7 @@ LIMITS = {
     "builtin": (350, 370),
     "distributed": (1150, 1080),
     "plugins": (1250, 880),
-    "config": (850, 820),
+    "config": (850, 850),
     "contract": (570, 862),
 }
 TOTAL = 8500
