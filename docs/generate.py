@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import json
 import pkgutil
 import re
@@ -14,6 +16,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 from accelerate_core.backend.precision import Precision
 from accelerate_core.config import handlers, parallelism
@@ -34,6 +38,9 @@ from accelerate_fsdp2.settings import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accelerate_launch.commands.plugins import print_rows
+from accelerate_launch.explain.planned_run import planned_run
+from accelerate_launch.explain.report import rows as plugin_rows
 from accelerate_testing.contract import HOOK_KINDS, contract
 
 HERE = Path(__file__).parent
@@ -197,11 +204,7 @@ def tracking() -> str:
         for cls in sorted(classes, key=lambda cls: str(cls.name))
     ]
     header = ["tracker", "class", "library", *VERBS, "resumes", "groups", "failed"]
-    text = (HERE / "tracking.md").read_text(encoding="utf-8")
-    before, rest = text.split("<!-- generated: supports -->\n")
-    after = rest.split("<!-- end -->\n", 1)[1]
-    generated = "\n".join(table(header, rows))
-    return f"{before}<!-- generated: supports -->\n{generated}<!-- end -->\n{after}"
+    return _filled("tracking.md", "supports", "\n".join(table(header, rows)))
 
 
 def launching() -> str:
@@ -232,11 +235,31 @@ def launching() -> str:
         rows.append([", ".join(keys), "", f"read by the plugin `{extra}` alone"])
     for table_of, word in ((peer.IGNORED_KEYS, "ignored"), (peer.OBSOLETE_KEYS, "obsolete")):
         rows += [[f"`{key}`", "", f"{word}: {why}"] for key, why in table_of.items()]
-    text = (HERE / "launching.md").read_text(encoding="utf-8")
-    before, rest = text.split("<!-- generated: keys -->\n")
+    return _filled("launching.md", "keys", "\n".join(table(["key", "option", "meaning"], rows)))
+
+
+def _filled(page: str, what: str, generated: str) -> str:
+    """Return a page with what stands between its two marks made anew."""
+    text = (HERE / page).read_text(encoding="utf-8")
+    before, rest = text.split(f"<!-- generated: {what} -->\n")
     after = rest.split("<!-- end -->\n", 1)[1]
-    generated = "\n".join(table(["key", "option", "meaning"], rows))
-    return f"{before}<!-- generated: keys -->\n{generated}<!-- end -->\n{after}"
+    return f"{before}<!-- generated: {what} -->\n{generated}<!-- end -->\n{after}"
+
+
+#: Plugins whose rows the README shows.
+_SHOWN = ("ddp", "single", "directory", "simple", "torchrun", "bf16", "no", "jsonl")
+
+
+def readme() -> str:
+    """Return the README with what `accelerate-core plugins` prints where nothing is set."""
+    run = planned_run({})
+    shown = [row for row in plugin_rows(run, ask_trackers=True) if row["name"] in _SHOWN]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        print_rows(shown)
+    return _filled(
+        "../README.md", "plugins", f"```\n$ accelerate-core plugins\n{printed.getvalue()}```\n"
+    )
 
 
 STANDARD = "accelerate-core[standard]"
@@ -261,8 +284,12 @@ def known_packages() -> str:
         for extra, packages in extras["optional-dependencies"].items()
         if packages[-1].startswith("accelerate-") and packages[:-1] in ([], [STANDARD])
     }
+    members: dict[str, tuple[str, list[str]]] = {}
     for path in sorted(ROOT.glob("*/*/pyproject.toml")):
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+        if project := content.get("project"):
+            folder = path.parent.relative_to(ROOT).as_posix()
+            members[project["name"]] = folder, project.get("dependencies", [])
         extra = extra_of.get(content.get("project", {}).get("name", ""))
         if extra is None:
             continue
@@ -305,8 +332,35 @@ def known_packages() -> str:
         names[kind] |= others
     for table, entries in added.items():
         found[table] |= entries
-    made = {"NAMES": names, "SUMMARIES": summaries, **found}
+    folders = {}
+    for extra in extras["optional-dependencies"]:
+        with contextlib.suppress(KeyError):  # one of its packages is planned
+            folders[extra] = _folders(f"accelerate-core[{extra}]", extras, members)
+    folders = {extra: its for extra, its in folders.items() if its}
+    made = {"NAMES": names, "SUMMARIES": summaries, "FOLDERS": folders, **found}
     return json.dumps(made, indent=2, sort_keys=True)
+
+
+def _folders(
+    requirement: str, core: dict[str, Any], members: dict[str, tuple[str, list[str]]]
+) -> dict[str, str]:
+    """Return our packages that a requirement brings, with their folders.
+
+    Raises:
+        KeyError: one of them is not here.
+    """
+    wanted = Requirement(requirement)
+    if wanted.name == "accelerate-core":
+        found: dict[str, str] = {}
+        needs = [need for extra in wanted.extras for need in core["optional-dependencies"][extra]]
+    elif wanted.name.startswith("accelerate-"):
+        folder, needs = members[wanted.name]
+        found = {wanted.name: folder}
+    else:
+        return {}
+    for need in needs:
+        found |= _folders(need, core, members)
+    return found
 
 
 def _options(backend: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -323,9 +377,11 @@ def main() -> None:
     pages = {
         "../core/src/accelerate_core/plugins/known_packages.json": known_packages,
         "hooks.md": hooks,
+        "compatibility.md": compatibility,
         "configuration.md": configuration,
         "tracking.md": tracking,
         "launching.md": launching,
+        "../README.md": readme,
     }
     for name, make in pages.items():
         path = HERE / name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,15 @@ def test_a_name_needs_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(cli, ["estimate-memory", "nobody/nothing-of-this-name"])
     assert result.exit_code == 2
     assert "hub" in result.output
+
+
+def test_a_drawing_that_cannot_be_made_is_refused_before_anything_is_printed(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(model.state_dict(), tmp_path / "weights.bin")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = ["estimate-memory", str(tmp_path / "weights.bin"), "--png", "bars.png"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 2
+    assert "pip install matplotlib" in result.output
+    assert "parameters" not in result.output

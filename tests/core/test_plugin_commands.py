@@ -223,6 +223,14 @@ def test_an_environment_that_decides_nothing_is_told(
     assert not any(row["kind"] in undecided and row["state"] == "available" for row in rows)
 
 
+def test_a_tie_is_told_once_and_what_is_counted_is_spelt_right(root: Path) -> None:
+    done = plugins(root, USE_LEFT="1", USE_TIED="1")
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count("equal priority 70") == 1
+    assert "see the error below" in done.stdout
+    assert "the first that accepts 1 process on 1 machine" in " ".join(done.stdout.split())
+
+
 def test_a_world_size_that_is_no_number_is_an_error(root: Path) -> None:
     for more in ((), ("why", "left")):
         done = plugins(root, *more, WORLD_SIZE="abc")

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,6 +53,8 @@ def test_yes_and_default_ask_nothing(env: dict[str, str]) -> None:
     status, output = config(env, "--yes")
     assert status == 0, output
     assert written(env)["num_machines"] == 1
+    said = written(env).get("use_cpu")  # on the CPU alone nobody is asked, and nobody has said so
+    assert said is (False if torch.accelerator.is_available() else None)
     status, output = config(env, "default", "--mixed-precision", "bf16")
     assert status == 0, output
     assert written(env)["mixed_precision"] == "bf16"

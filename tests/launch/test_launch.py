@@ -612,7 +612,8 @@ def test_the_rank_that_failed_is_named_with_its_traceback_and_log(
         assert "ValueError: only here" in (tmp_path / log).read_text()
         first = done.stderr.split("Traceback", 1)[1].split("File", 2)[1]
         assert "ValueError" in first  # raised in the file that is named first
-        assert done.stderr.count("ValueError: only here") == 2  # as it happened, and at the end
+        assert done.stderr.count("Traceback (most recent call last)") == 1  # as it happened
+        assert "ValueError: only here (its traceback stands above)" in done.stderr
 
 
 def test_machines_that_do_not_meet_are_one_error(script: Path) -> None:

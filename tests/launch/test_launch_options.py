@@ -123,6 +123,24 @@ def test_plugins_options_stand_under_their_names() -> None:
     assert "default: 25" in text
 
 
+def test_help_lists_each_option_once_and_nothing_of_fsdp1_alone(tmp_path: Path) -> None:
+    text = CliRunner().invoke(cli, ["launch", "--help"]).output
+    rows = re.findall(r"^  (-.*?)(?:  |$)", text, re.M)
+    listed = [name for row in rows for name in re.findall(r"--[\w-]+", row)]
+    assert len({name.replace("-", "_") for name in listed}) == len(listed) > 80
+    assert not [name for name in listed if "-" in name.strip("-")]
+    older = ("sharding_strategy", "backward_prefetch", "limit_all_gathers", "use_orig_params")
+    older += ("param_init_fn", "state_dict_config")
+    assert not [name for name in listed if name.endswith(older)]
+    (tmp_path / "s.py").write_text("")
+    unused = ["--same-network", "--main_training_function", "train"]
+    arguments = ["launch", "--cpu", "--dry_run", *unused, str(tmp_path / "s.py")]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0
+    assert "--same_network has no effect: " in result.output
+    assert "--main_training_function has no effect: " in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -147,6 +147,11 @@ def test_what_is_written_is_clean_for_its_own_linters(tmp_path: Path) -> None:
         write_repository(f"fresh_{kind}", kind, tmp_path / kind)
         project = tomllib.loads((tmp_path / kind / "pyproject.toml").read_text())
         assert project["project"]["license"] == "Apache-2.0"
+        readme = (tmp_path / kind / "README.md").read_text()
+        lint = project["project"]["optional-dependencies"]["lint"]
+        assert {one.partition(">")[0] for one in lint} == {"ruff", "mypy"}
+        assert "[test,lint]" in readme
+        assert "ruff check . && ruff format --check . && mypy" in readme
         assert project["tool"]["mypy"]["strict"] is True
     # The rules are those of each repository's own pyproject.toml.
     run(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Every exception of the core, and the one helper that error texts share.
+"""Every exception of the core, the helper that error texts share, and warnings at the user's line.
 
 An error says what was wrong, where the value came from, what is allowed, and what to do next.
 """
@@ -6,7 +6,12 @@ An error says what was wrong, where the value came from, what is allowed, and wh
 from __future__ import annotations
 
 import difflib
+import re
+import sys
+import traceback
+import warnings
 from collections.abc import Iterable
+from types import FrameType
 
 __all__ = [
     "AccelerateError",
@@ -23,6 +28,7 @@ __all__ = [
     "UnknownArgumentError",
     "did_you_mean",
     "listing",
+    "warn",
 ]
 
 
@@ -84,3 +90,22 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 def listing(options: Iterable[object]) -> str:
     """Join the allowed values for an error text: `'a', 'b', 'c'`."""
     return ", ".join(repr(str(option)) for option in options) or "(none)"
+
+
+#: Modules between a script and the line of ours that warns or refuses.
+_BETWEEN = re.compile(
+    r"(accelerate(_\w+)?|click|concurrent|contextlib|functools|pluggy|threading|torch)(\.|$)"
+)
+
+
+def of_the_user(frame: FrameType) -> bool:
+    """Tell whether a frame is neither ours nor of a library between the script and us."""
+    return not _BETWEEN.match(frame.f_globals.get("__name__", ""))
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's that led here, from however deep it is called."""
+    stack = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    # A thread of ours has no such line: it is said where we are.
+    level = next((at for at, frame in enumerate(stack) if of_the_user(frame)), 0)
+    warnings.warn(text, category, stacklevel=level + 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate_core import KwargsHandler, option, settings
-from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.errors import ConfigurationError, listing, warn
 from accelerate_ddp.hooks import DDPCommunicationHookType, register
 
 
@@ -26,9 +26,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     find_unused_parameters: bool = option(
         default=False, help="look for parameters a forward did not use"
     )
-    check_reduction: bool = option(
-        default=False, help="accepted as older code passes it; torch ignores it"
-    )
+    check_reduction: bool = option(default=False, help="older: torch ignores it")
     gradient_as_bucket_view: bool = option(default=False, help="let gradients live in the buckets")
     static_graph: bool = option(default=False, help="the graph is the same in every step")
     comm_hook: DDPCommunicationHookType = option(
@@ -42,6 +40,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     )
 
     def __post_init__(self) -> None:
+        if self.check_reduction:
+            warn("check_reduction=True has no effect: torch ignores it.")
         kinds = DDPCommunicationHookType
         wrappers = (kinds.NO, kinds.FP16, kinds.BF16)
         if self.comm_wrapper not in wrappers:

@@ -39,8 +39,7 @@ def load(device: torch.device) -> Any:
             if error.name != "deepspeed":
                 raise
             raise MissingPluginError(
-                "The backend deepspeed needs the package deepspeed: "
-                'pip install "accelerate-core[deepspeed]"'
+                'The backend deepspeed needs the package deepspeed: pip install "deepspeed>=0.19"'
             ) from None
         found = deepspeed.accelerator.get_accelerator()._name
     if found != device.type:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, warn
 
 
 def _check_buffers(
@@ -128,10 +127,9 @@ def ulysses(
         finally:
             F.scaled_dot_product_attention = whole
     if buffers and not mode.calls:
-        warnings.warn(
+        warn(
             "No scaled_dot_product_attention was called inside of maybe_context_parallel: "
             "attention of another kind has seen this rank's part of the sequence only.",
-            stacklevel=3,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from accelerate_core import BackendSettings, KwargsHandler, option, settings
 from accelerate_core.config.truth import truth
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
 
 _WRAP = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
@@ -48,7 +47,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
     fsdp_version: int | None = option(default=2, help="2; 1 is not offered", env="FSDP_VERSION")
     sharding_strategy: Any = option(
         default=None,
-        help="older name: see reshard_after_forward",
+        help="older: see reshard_after_forward",
         choices=(*_STRATEGIES.values(), "HYBRID_SHARD_ZERO2", *_STRATEGIES),
     )
     reshard_after_forward: Any = option(
@@ -58,7 +57,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
     )
     backward_prefetch: Any = option(
         default=None,
-        help="FSDP2 always gathers ahead in backward",
+        help="older: FSDP2 always gathers ahead in backward",
         yaml=("fsdp_backward_prefetch_policy", "backward_prefetch_policy"),
         choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
     )
@@ -84,11 +83,11 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         choices=(*_STATE, "LOCAL_STATE_DICT"),
         ask="How are checkpoints written?",
     )
-    state_dict_config: Any = option(default=None, help="FSDP1 only")
-    optim_state_dict_config: Any = option(default=None, help="FSDP1 only")
-    limit_all_gathers: bool = option(default=True, help="FSDP2 always does")
-    use_orig_params: bool | None = option(default=None, help="FSDP2 always does")
-    param_init_fn: Any = option(default=None, help="FSDP1 only")
+    state_dict_config: Any = option(default=None, help="older: see state_dict_type")
+    optim_state_dict_config: Any = option(default=None, help="older: see state_dict_type")
+    limit_all_gathers: bool = option(default=True, help="older: FSDP2 always does")
+    use_orig_params: bool | None = option(default=None, help="older: FSDP2 always does")
+    param_init_fn: Any = option(default=None, help="older: load onto the meta device")
     sync_module_states: bool | None = option(
         default=None, help="send rank 0's weights to all; False: check that they are alike"
     )
@@ -155,7 +154,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
                 "use_orig_params=False is of FSDP1; FSDP2 always keeps the parameters as they are."
             )
         if not self.limit_all_gathers:
-            warnings.warn("limit_all_gathers=False has no effect with FSDP2.", stacklevel=6)
+            warn("limit_all_gathers=False has no effect with FSDP2.")
         text = str(getattr(self.backward_prefetch, "name", self.backward_prefetch)).upper()
         if text not in ("NONE", "BACKWARD_PRE", "NO_PREFETCH", "BACKWARD_POST"):
             raise ConfigurationError(
@@ -163,9 +162,8 @@ class FullyShardedDataParallelPlugin(BackendSettings):
                 "gathers the next unit ahead in backward."
             )
         if text in ("BACKWARD_POST", "NO_PREFETCH"):
-            warnings.warn(
+            warn(
                 f"backward_prefetch={text} has no effect with FSDP2, which gathers ahead.",
-                stacklevel=6,
             )
 
     def _strategy(self, value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
@@ -41,6 +40,7 @@ from accelerate_core.distributed import failures
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import agree
+from accelerate_core.errors import warn
 from accelerate_core.plugins.discovery import lent, why_without
 from accelerate_core.plugins.manager import blaming
 from accelerate_core.prepare import run
@@ -126,6 +126,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     ) -> None:
         arguments = dict(locals())
         del arguments["self"], arguments["plugin_arguments"]
+        failures.install()
         topology = runtimes.running() or read_topology(os.environ)
         built = construct(arguments, plugin_arguments, topology)
         self._built = built
@@ -462,7 +463,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         """Warn, once per text, on the main process."""
         if text not in self._noted and (every_rank or self.is_main_process):
             self._noted.add(text)
-            warnings.warn(text, stacklevel=3)
+            warn(text)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "_plugins" not in self.__dict__:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,7 +21,7 @@ from accelerate_core.config.handlers import (
 from accelerate_core.config.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.schema import KwargsHandler
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
 from accelerate_core.plugins.discovery import installed
 
 #: Arguments of older versions that the signature does not show, mapped with one warning.
@@ -74,9 +73,7 @@ def prepare_arguments(given: dict[str, Any]) -> None:
 
 def _warn_older(name: str, now: str) -> None:
     # Python shows it once per line of the script.
-    warnings.warn(
-        f"Accelerator({name}=...) is an older name; use {now}.", FutureWarning, stacklevel=5
-    )
+    warn(f"Accelerator({name}=...) is an older name; use {now}.", FutureWarning)
 
 
 def expect(name: str, value: Any, kind: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,7 +36,7 @@ from accelerate_core.contract.topology import Topology
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.distributed import process
 from accelerate_core.distributed.process import Runtime
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
     PluginRecord,
@@ -210,10 +209,9 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
 def _warn_of_unknown_plugins(environ: Mapping[str, str]) -> None:
     known = {record.name for record in installed().plugins}.union(*catalog.NAMES.values())
     for name in disabled_names(environ) - known:
-        warnings.warn(
+        warn(
             f"ACCELERATE_DISABLED_PLUGINS names {name!r}, and no such plugin is installed."
             f"{did_you_mean(name, known)}",
-            stacklevel=4,
         )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from accelerate_core.config.handlers import TorchDynamoPlugin
 from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because, variable_origin
 from accelerate_core.config.schema import SettingField, given_fields, settings_fields
 from accelerate_core.config.truth import switch
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,9 +217,8 @@ def warn_near_misses(environ: Mapping[str, str], known: Iterable[str]) -> None:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.92)
             if near:
                 _warned.add(name)
-                warnings.warn(
+                warn(
                     f"Environment variable {name} is not known and ignored.{did_you_mean(name, near)}",
-                    stacklevel=3,
                 )
 
 

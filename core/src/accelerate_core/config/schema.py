@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
+from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def settings(
 
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
+            failures.install()
             # Here, not above: it costs a tenth of a second, which a command's help need not pay.
             import pydantic.dataclasses
             import pydantic_core

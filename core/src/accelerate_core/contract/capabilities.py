@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from accelerate_core.contract.hooks import is_newer
-from accelerate_core.errors import PluginError, did_you_mean, listing
+from accelerate_core.errors import PluginError, did_you_mean, listing, warn
 
 #: Word -> what happens to a model or its training under a precision that needs it.
 NEEDS = {
@@ -67,7 +66,7 @@ def check_words(plugin: Any, words: Iterable[str], known: Collection[str], told:
             said = f"{told} has {word!r}; there are {listing(known)}."
             if not is_newer(plugin):
                 raise PluginError(f"{said}{did_you_mean(word, known)}")
-            warnings.warn(f"{said} It may be of a newer accelerate-core.", stacklevel=6)
+            warn(f"{said} It may be of a newer accelerate-core.")
 
 
 def check_declarations(backend: Any, label: str) -> None:

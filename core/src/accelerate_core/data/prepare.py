@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -38,7 +37,7 @@ from accelerate_core.data.shard import BatchSamplerShard, ItemShard, IterableDat
 from accelerate_core.data.sources import DispatchedSource, IndexedSource, IndexStream, ReadSource
 from accelerate_core.data.steps import StepReader, check_split
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.errors import ConfigurationError, MissingPluginError
+from accelerate_core.errors import ConfigurationError, MissingPluginError, warn
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +129,9 @@ def override_even_batches(loaders: Iterable[Any], value: bool) -> Iterator[None]
     with ExitStack() as stack:
         for loader in loaders:
             if _is_iterable(loader) and getattr(loader, "persistent_workers", False):
-                warnings.warn(
+                warn(
                     "even_batches cannot be overridden for an iterable dataset with persistent "
                     "workers once they run.",
-                    stacklevel=3,
                 )
             stack.enter_context(swapped(loader, "even_batches", bool(value)))
         yield

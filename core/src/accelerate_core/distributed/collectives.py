@@ -7,7 +7,6 @@ collective per dtype on the wire. On one process nothing is sent and nothing cop
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, get_args
@@ -23,6 +22,7 @@ from accelerate_core.errors import (
     DistributedOperationException,
     did_you_mean,
     listing,
+    warn,
 )
 
 __all__ = [
@@ -260,11 +260,10 @@ def pad_across_processes(
     verify("pad_across_processes", tree, comm, free_dim=dims)
     leaves = _tensors("pad_across_processes", tree, dense=False)
     if any(leaf.is_nested for leaf in leaves):
-        warnings.warn(
+        warn(
             "A nested tensor cannot be padded across processes and stays as it is. Convert it "
             "with to_padded_tensor first.",
             CannotPadNestedTensorWarning,
-            stacklevel=2,
         )
     concerned = [[each for each in dims if _has_dim(leaf, each)] for leaf in leaves]
     own = [leaf.shape[at] for leaf, its in zip(leaves, concerned, strict=True) for at in its]

@@ -19,6 +19,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from accelerate_core import errors
+
 #: Seconds an echo waits; the launcher polls ten times a second by default.
 _ECHO_WAIT = 3.0
 
@@ -29,6 +31,9 @@ _ECHO = re.compile(
     "|failed to recv, got 0 bytes",
     re.IGNORECASE,
 )
+
+#: What a wrong setting raises, whose text says all.
+_SETTING = (errors.ConfigurationError, errors.MissingPluginError, errors.UnknownArgumentError)
 
 _installed = _happened = False
 
@@ -45,15 +50,19 @@ def install() -> None:
     _installed = True
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr without a descriptor
         faulthandler.enable()
-    file, previous = os.environ.get("TORCHELASTIC_ERROR_FILE"), sys.excepthook
+    previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _happened
         _happened = True
+        _end_at_users_line(error)
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if file and not isinstance(error, KeyboardInterrupt):
             # First, so that an echo is not even printed: the launcher ends this process meanwhile.
             wait_for_culprit(error)
-            _record(error, Path(file))
+            agent = os.environ.get("ACCELERATE_AGENT_PID") == str(os.getppid())
+            if _record(error, Path(file), agent and previous is sys.__excepthook__):
+                return
         previous(kind, error, trace)
         sys.stderr.flush()
 
@@ -78,13 +87,28 @@ def wait_for_culprit(error: BaseException) -> None:
         time.sleep(_ECHO_WAIT)
 
 
-def _record(error: BaseException, file: Path) -> None:
-    """Write the exception in torchrun's form, unless something was written before."""
+def _end_at_users_line(error: BaseException) -> None:
+    """Leave out our frames beneath the line that set something wrong; debug mode shows them."""
+    debug = os.environ.get("ACCELERATE_DEBUG_MODE", "0").lower() not in ("0", "false")
+    last = step = None if debug else error.__traceback__
+    while step is not None:
+        last, step = (step if errors.of_the_user(step.tb_frame) else last), step.tb_next
+    if isinstance(error, _SETTING) and last is not None and last.tb_next is not None:
+        last.tb_next = error.__cause__ = None
+
+
+def _record(error: BaseException, file: Path, left_to_agent: bool) -> bool:
+    """Write the exception in torchrun's form, unless something was written before.
+
+    Returns whether it was written for our agent, which shows each traceback once.
+    """
     trace = "".join(traceback.format_exception(error))
-    more = {"py_callstack": trace, "timestamp": str(int(time.time()))}
+    more = {"py_callstack": trace, "timestamp": str(int(time.time())), "left": left_to_agent}
     said = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}}
     try:
         if not file.exists() or not file.stat().st_size:
             file.write_text(json.dumps(said), encoding="utf-8")
+            return left_to_agent
     except OSError as problem:
         sys.stderr.write(f"The failure could not be written to {file}: {problem}\n")
+    return False

@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from accelerate_core.contract.topology import Process, Topology, read_topology
 from accelerate_core.distributed import failures
-from accelerate_core.errors import ConfigurationError, RuntimeConflictError
+from accelerate_core.errors import ConfigurationError, RuntimeConflictError, warn
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +87,7 @@ def acquire(
         RuntimeConflictError: the process already runs on another device or group.
     """
     global _current
+    failures.install()
     runtime = _current
     if runtime is not None:
         _check_fits(runtime, cpu, device, timeout, comm_backend)
@@ -201,7 +201,6 @@ def _end_globals() -> None:
 
 
 def _open_group(runtime: Runtime, start: Callable[[Process], None]) -> None:
-    failures.install()
     runtime.store = None if runtime.init_method else _store(runtime)
     start(runtime)
     runtime.owns_group = True
@@ -236,10 +235,7 @@ def default_device(topology: Topology, cpu: bool) -> torch.device:
     count = torch.accelerator.device_count()
     several = topology.num_processes > 1
     if several and kind.type not in dist.Backend.default_device_backend_map:
-        warnings.warn(
-            f"torch has no collectives for {kind.type} devices; the processes run on the CPU.",
-            stacklevel=2,
-        )
+        warn(f"torch has no collectives for {kind.type} devices; the processes run on the CPU.")
         return torch.device("cpu")
     if topology.local_num_processes > count:
         raise ConfigurationError(
@@ -347,10 +343,9 @@ def _check_fits(
             there = f"the group already runs with {runtime.timeout.total_seconds():g} s"
             refuse(wanted, there)
         # Something as harmless as a seed per rank may have started it.
-        warnings.warn(
+        warn(
             f"{wanted} was asked for, but the group was started before, with torch's default, "
             "which holds. Construct the Accelerator first.",
-            stacklevel=6,
         )
     if comm_backend and runtime.comm_backend and comm_backend != runtime.comm_backend:
         there = f"the process group already runs on {runtime.comm_backend!r}"

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 from collections.abc import Mapping
-from importlib import resources
+from importlib import metadata, resources
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 #: What several processes need when nothing more is asked for.
 SEVERAL_PROCESSES = "ddp"
@@ -39,6 +42,8 @@ EXPORTS: dict[str, str]
 PROBES: dict[str, str]
 #: Command -> its line in the help.
 SUMMARIES: dict[str, str]
+#: Extra -> our packages that it brings, and their folders in a clone.
+FOLDERS: dict[str, dict[str, str]]
 
 
 @functools.cache
@@ -95,5 +100,14 @@ def known_names(kind: str) -> Mapping[str, str]:
 
 
 def pip_command(extra: str) -> str:
-    """Return the command that installs an extra."""
+    """Return the command that installs an extra, out of the clone that the core comes from if any."""
+    here = {one.name: one for one in metadata.distributions()}
+    own = here.get("accelerate-core")
+    said = json.loads((own and own.read_text("direct_url.json")) or "{}")
+    clone = Path(unquote(urlsplit(said.get("url", "")).path)).parent
+    needed = _tables()["FOLDERS"].get(extra, {}).items()
+    missing = [clone / folder for name, folder in needed if name not in here]
+    if "dir_info" in said and missing and all(map(Path.is_dir, missing)):
+        how = "-e " if said["dir_info"].get("editable") else ""
+        return " ".join(["pip install", *(how + shlex.quote(str(one)) for one in missing)])
     return f'pip install "accelerate-core[{extra}]"'

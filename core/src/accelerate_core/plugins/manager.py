@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from accelerate_core.contract.hooks import (
     mark_hooks,
 )
 from accelerate_core.contract.parts import Checkpointer, LoaderMaker, Tracking, check_members
-from accelerate_core.errors import PluginError, did_you_mean
+from accelerate_core.errors import PluginError, did_you_mean, warn
 from accelerate_core.plugins.discovery import PluginRecord, check_api_version
 from accelerate_core.plugins.selection import Selection
 
@@ -110,11 +109,10 @@ class ActivePlugins:
             if name in DEPRECATED:
                 gone = DEPRECATED[name]
                 since = ".".join(map(str, gone.since))
-                warnings.warn(
+                warn(
                     f"{record.label} uses {name!r}, deprecated since version {since} of the contract "
                     f"and gone in {gone.gone_in}.0: {gone.instead}.",
                     FutureWarning,
-                    stacklevel=4,
                 )
         if implementation.hookwrapper or implementation.wrapper:
             raise PluginError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_core.builtin.compile import canonical_key
-from accelerate_core.errors import PrepareError
+from accelerate_core.errors import PrepareError, warn
 from accelerate_core.prepare.classify import Kind
 
 
@@ -110,16 +109,16 @@ class PreparePlan:
         """
         next(one for one in self.of_kind("model") if one.value is model).renamed.update(names)
 
-    def settle(self, earlier: Iterable[Any], *, warn: bool) -> None:
+    def settle(self, earlier: Iterable[Any], *, tell: bool) -> None:
         """Tie, rebind and verify, after models were changed.
 
         Args:
             earlier: the models prepared by earlier calls.
-            warn: tell of trainable parameters that were in no optimizer from the start.
+            tell: warn of trainable parameters that were in no optimizer from the start.
         """
         self._tie()
         self.rebind()
-        self._verify(earlier, warn)
+        self._verify(earlier, tell)
 
     def _tie(self) -> None:
         """Make one parameter again of names that were one before, and became several."""
@@ -197,7 +196,7 @@ class PreparePlan:
             )
         return new
 
-    def _verify(self, earlier: Iterable[Any], warn: bool) -> None:
+    def _verify(self, earlier: Iterable[Any], tell: bool) -> None:
         """Assert that what is trainable will be trained.
 
         Raises:
@@ -222,9 +221,9 @@ class PreparePlan:
                         "prepare; the model would not be trained."
                     )
         for entry in self.of_kind("model"):
-            self._verify_model(entry, held, warn)
+            self._verify_model(entry, held, tell)
 
-    def _verify_model(self, entry: Entry, held: set[int], warn: bool) -> None:
+    def _verify_model(self, entry: Entry, held: set[int], tell: bool) -> None:
         missing = [
             canonical_key(name)
             for name, parameter in self.unwrap(entry.value).named_parameters()
@@ -246,12 +245,11 @@ class PreparePlan:
                 f"are in no optimizer and would never change: {', '.join(lost[:3])}. "
                 "A stage replaced them without keeping their names."
             )
-        if not warn:
+        if not tell:
             return
-        warnings.warn(
+        warn(
             f"{len(missing)} trainable parameter(s) of {type(entry.original).__name__} are in no optimizer "
             f"passed to prepare, such as {missing[0]!r}; set requires_grad_(False) on what is frozen.",
-            stacklevel=6,
         )
 
 

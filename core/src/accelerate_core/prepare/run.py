@@ -37,10 +37,10 @@ def prepare(
         entry.value = _stages(prepared, entry)
     accelerator.precision.prepare(accelerator, plan)
     # Also for engines that own the optimizer: what the stages replaced must have reached it.
-    plan.settle(prepared.models, warn=False)
+    plan.settle(prepared.models, tell=False)
     accelerator.hooks.prepare(accelerator, plan)
     if "optimizer" not in accelerator.backend.owns:
-        plan.settle(prepared.models, warn=True)
+        plan.settle(prepared.models, tell=True)
     _point_schedulers(plan)
     run_stage = prepared.plugins.run_stage
     if accelerator.backend.compile_at == "after":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from accelerate_big_model.tensors import (
     within,
 )
 from accelerate_checkpoint.weights import convert_file_size_to_int
-from accelerate_core.errors import ConfigurationError, did_you_mean
+from accelerate_core.errors import ConfigurationError, did_you_mean, warn
 
 #: Index of an accelerator, `"mps"`, `"cpu"` or `"disk"`.
 DeviceName: TypeAlias = int | str
@@ -354,10 +353,9 @@ def infer_auto_device_map(
     buffers = compute_module_sizes(model, buffers_only=True)
     staying = sum(buffers.get(name, 0) for name, device in plan.placed.items() if device in away)
     if not offload_buffers and staying > plan.free[main] + layer:
-        warnings.warn(
+        warn(
             f"The buffers of the offloaded modules take {staying} bytes of {main!r}, more than is"
             " left there. Pass offload_buffers=True to offload them too.",
-            stacklevel=2,
         )
     return clean_device_map(plan.placed) if clean_result else plan.placed
 

@@ -87,12 +87,12 @@ def command(
     worlds = sorted({int(word) for word in world_sizes})
     rows = by_dtype(sizes, dtypes, optimizer)
     ranks = by_backend(sizes, dtypes, optimizer, worlds, os.environ)
+    if png is not None:  # first: where it fails nothing is printed
+        _draw(png, model, ranks)
     if as_json:
         click.echo(json.dumps({"model": model, "dtypes": rows, "per_rank": ranks}, indent=2))
     else:
         _print(model, sizes, rows, ranks, worlds)
-    if png is not None:
-        _draw(png, model, ranks)
 
 
 def _print(

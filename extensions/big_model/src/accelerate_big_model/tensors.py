@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -13,7 +12,7 @@ from torch import nn
 from accelerate_checkpoint.weights import as_device, device_of
 from accelerate_core.builtin.memory import clear_device_cache
 from accelerate_core.distributed.tree import flatten
-from accelerate_core.errors import ConfigurationError, did_you_mean
+from accelerate_core.errors import ConfigurationError, did_you_mean, warn
 
 Device: TypeAlias = int | str | torch.device
 #: Storage address of a shared weight → its copies by device.
@@ -132,10 +131,9 @@ def check_tied_parameters_on_same_device(
     """Say whether every group of tied parameters has one device; warn where not."""
     apart = [group for group in tied_params if not on_one_device(group, device_map)]
     for group in apart:
-        warnings.warn(
+        warn(
             f"The tied parameters {', '.join(group)} are on different devices: each device gets"
             " its own copy, and training would let them drift apart.",
-            stacklevel=3,
         )
     return not apart
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate_checkpoint.directories import discard, real_path
 from accelerate_checkpoint.manifest import MANIFEST, examine
-from accelerate_core.errors import CheckpointError
+from accelerate_core.errors import CheckpointError, warn
 
 if TYPE_CHECKING:
     from accelerate_checkpoint.training_state import TrainingState
@@ -103,7 +102,7 @@ class Numbering:
             try:
                 discard(path, identity)
             except OSError as error:
-                warnings.warn(f"The old checkpoint {path} cannot be removed: {error}", stacklevel=2)
+                warn(f"The old checkpoint {path} cannot be removed: {error}")
 
     def _is_whole(self, directory: Path) -> bool:
         return str(directory) not in self._damaged and not examine(directory, contents=False)[1]

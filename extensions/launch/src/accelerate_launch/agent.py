@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 
-from accelerate_launch.failures import describe, remember
+from accelerate_launch.failures import AGENT_VARIABLE, describe, held, remember
 from accelerate_launch.lost_rendezvous import LONG_PATIENCE, LostRendezvous
 
 #: Stands between the agent's options and the program.
@@ -32,10 +33,13 @@ def main(arguments: list[str]) -> int:
     With `--quiet` as the first argument nothing is said of the other ranks.
     """
     quiet, at = arguments[0] == "--quiet", arguments.index(_TARGET)
+    _Agent.quiet = quiet
     torchrun: Any = agent
     parsed = torchrun.parse_args([*arguments[quiet:at], "target"])
     # Not parsed by anybody: it may begin with a dash, or have a "--" of its own.
     parsed.training_script, *parsed.training_script_args = arguments[at + 1 :]
+    if not {"2", "3"} & set(parsed.tee):  # else what ranks print goes into their logs, too
+        os.environ[AGENT_VARIABLE] = str(os.getpid())
     _pass_signals_on(parsed)
     if parsed.nnodes not in ("1", "1:1") and parsed.rdzv_backend != "static":
         _Agent.watch = LostRendezvous(parsed.rdzv_endpoint)
@@ -43,7 +47,7 @@ def main(arguments: list[str]) -> int:
     try:
         torchrun.run(parsed)
     except ChildFailedError as error:
-        text, status = describe(error, brief=quiet)
+        text, status = describe(error.failures, brief=quiet)
         if status != _AGAIN:
             sys.stderr.write(text)
         return status
@@ -97,16 +101,23 @@ class _Agent(LocalElasticAgent):
 
     #: Ends the agent where the store on another machine has stopped to answer.
     watch: ClassVar[LostRendezvous | None] = None
+    quiet: ClassVar[bool] = False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.watch is not None:
             self.watch.answered()
         processes = self._pcontext  # torch lets go of it when a rank has failed
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.failures and processes is not None:
-            remember(processes)
+        if processes is not None:
+            if result.failures:
+                remember(processes)
+            else:
+                sys.stderr.write(held(processes))
         if any(failure.exitcode == _AGAIN for failure in (result.failures or {}).values()):
             self._remaining_restarts = 0  # it is the machine that is taken away
+        if result.failures and self._remaining_restarts:
+            said, _ = describe(result.failures, brief=self.quiet)
+            sys.stderr.write(f"{said}All processes are started again.\n")
         if self.watch is not None:
             limits = {
                 WorkerState.HEALTHY: None,

@@ -1,15 +1,25 @@
-"""What is said when a rank has failed: its own traceback, and where it ran."""
+"""What is said when ranks have failed: each traceback once, and where they ran."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+#: Names the agent to its ranks, which then leave their tracebacks to it.
+AGENT_VARIABLE = "ACCELERATE_AGENT_PID"
+#: Seconds after which a rank that has failed and goes on is shown.
+_PATIENCE = 5.0
+
 #: Process -> the file it was to write its error into; torch forgets the name of one not written.
 _files: dict[int, str] = {}
+#: Tracebacks that were shown before their ranks had ended.
+_shown: list[str] = []
 
 
 def remember(processes: Any) -> None:
@@ -20,22 +30,58 @@ def remember(processes: Any) -> None:
             _files[pid] = str(files[local_rank])
 
 
-def describe(error: Any, *, brief: bool = False) -> tuple[str, int]:
-    """Return a text about the rank that failed first, and the status to leave with.
+def held(processes: Any) -> str:
+    """Return a text about ranks that have failed a while ago and do not end."""
+    lines = []
+    for local_rank, file in (getattr(processes, "error_files", None) or {}).items():
+        try:
+            late = time.time() - os.path.getmtime(file) > _PATIENCE
+            message = json.loads(Path(file).read_text(encoding="utf-8"))["message"] if late else ""
+        except (OSError, ValueError, KeyError):  # it has not failed
+            continue
+        trace = _left(message)
+        if trace and trace not in _shown:
+            _shown.append(trace)
+            where = f"local rank {local_rank} on {socket.gethostname()}"
+            lines += ["", f"The failure of {where}, whose process has not ended yet:", trace]
+    return "\n".join([*lines, ""]) if lines else ""
+
+
+def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, int]:
+    """Return a text about the ranks that failed, the first one last, and the status to leave with.
 
     Args:
-        error: torch's `ChildFailedError`.
+        failures: torch's `ProcessFailure` of each rank that did not end well.
         brief: leave out what became of the other ranks.
     """
-    rank, failure = error.get_first_failure()
+    rank = min(failures, key=lambda one: failures[one].timestamp)
+    failure = failures[rank]
     status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    lines = ["", f"Rank {rank} on {socket.gethostname()} failed: {_how(failure)}."]
+    lines, alike, ended = [], [], []
+    trace = _left(failure.message)
+    shown = [*_shown, trace]
+    for other in sorted(failures.keys() - {rank}) if not brief else ():
+        its = _left(failures[other].message)
+        if not its:
+            ended.append(str(other))
+        elif its in shown:
+            alike.append(str(other))
+        elif _place(its) in map(_place, shown):
+            lines.append(f"Rank {other} failed at the same place: {_said(failures[other])}")
+        else:
+            shown.append(its)
+            lines += ["", f"Rank {other} failed as well: {_how(failures[other])}.", its]
+    lines += ["", f"Rank {rank} on {socket.gethostname()} failed: {_how(failure)}."]
+    said = _said(failure)
+    above = f"{said} (its traceback stands above)" if said else "What it printed stands above."
+    lines.append(above if trace in ("", *_shown) else trace)
     log = _log(failure)
-    lines.append(_trace(failure) or _last_words(log) or "What it printed stands above.")
     lines.append(f"Log: {log}" if log else "Keep logs: --log_dir DIR")
-    others = sorted(other for other in error.failures if other != rank)
-    if others and not brief:
-        lines.append(f"Ended after it: rank {', '.join(map(str, others))}.")
+    if alike:
+        lines.append(f"Failed alike: rank {', '.join(alike)}.")
+    if ended:
+        lines.append(f"Ended after it: rank {', '.join(ended)}.")
+    _shown.clear()  # they may be started again
     return "\n".join(lines) + "\n", status
 
 
@@ -47,13 +93,23 @@ def _how(failure: Any) -> str:
     return f"killed by {name}{hint}; process {failure.pid}"
 
 
-def _trace(failure: Any) -> str:
-    """Return the traceback that the rank wrote down, else what torch knows."""
+def _left(message: Any) -> str:
+    """Return the traceback that a rank has left to be shown, "" for one that has shown it."""
+    said = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    return str(said["py_callstack"]).rstrip() if said.get("left") else ""
+
+
+def _place(trace: str) -> list[str]:
+    """Return the lines of the code that a traceback names."""
+    return [line for line in trace.splitlines() if line.startswith('  File "')]
+
+
+def _said(failure: Any) -> str:
+    """Return the error that a rank wrote down, without its traceback."""
     message = failure.message
     if isinstance(message, dict):
-        text = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
-        return str(text).rstrip()
-    # Of a rank that wrote nothing torch says no more than the status, which stands above.
+        return str(message.get("message", "")).rstrip()
+    # Of a rank that wrote nothing torch says no more than the status.
     return "" if failure.exitcode < 0 or "traceback" in str(message) else str(message).rstrip()
 
 
@@ -65,14 +121,3 @@ def _log(failure: Any) -> str:
         return ""
     file = folder / "stderr.log"
     return str(file) if file.is_file() and os.access(file, os.R_OK) else ""
-
-
-def _last_words(log: str) -> str:
-    """Return the last traceback in a rank's log."""
-    if not log:
-        return ""
-    text = Path(log).read_text(encoding="utf-8", errors="replace")
-    at = text.rfind("Traceback (most recent call last):")
-    if at < 0:  # a SyntaxError has none
-        at = text.rfind('  File "')
-    return text[at:].rstrip() if at >= 0 else ""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate_core.config.provenance import Because
+from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import find
 from accelerate_launch.functions import patch_environment
@@ -42,13 +43,11 @@ class PrepareForLaunch:
 
     def __call__(self, *args: Any) -> Any:
         """Run the function on this rank."""
-        from accelerate_core.distributed.failures import wait_for_culprit
-
         with patch_environment(**self.environment):
             try:
                 return self.launcher(*args)
             except Exception as error:
-                wait_for_culprit(error)
+                failures.wait_for_culprit(error)
                 raise
 
 
@@ -98,6 +97,7 @@ def notebook_launcher(
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
             failed; the text has the rank and its traceback.
     """
+    failures.install()
     if not callable(function):
         raise ConfigurationError(f"function must be callable, not {type(function).__name__}.")
     precision = str(mixed_precision).lower()
@@ -150,6 +150,7 @@ def debug_launcher(
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
             failed; the text has the rank and its traceback.
     """
+    failures.install()
     refuse_nesting(os.environ)
     plan = LaunchPlan(
         _target(function),

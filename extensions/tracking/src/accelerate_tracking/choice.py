@@ -6,7 +6,6 @@ import enum
 import hashlib
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
@@ -16,6 +15,7 @@ from accelerate_core.errors import (
     MissingPluginError,
     TrackerError,
     did_you_mean,
+    warn,
 )
 from accelerate_core.plugins.discovery import check_api_version, find, installed
 from accelerate_tracking.normalise import RAISED
@@ -193,11 +193,10 @@ def _add_all(
             if tracker not in chosen:
                 chosen.append(tracker)
         elif is_main:
-            warnings.warn(f"log_with='all' passes over the tracker {name!r}: {why}.", stacklevel=5)
+            warn(f"log_with='all' passes over the tracker {name!r}: {why}.")
     if not chosen:
-        warnings.warn(
+        warn(
             "log_with='all' found no tracker that can be used here; nothing is tracked.",
-            stacklevel=4,
         )
 
 

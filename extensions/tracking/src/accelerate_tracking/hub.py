@@ -7,7 +7,6 @@ import operator
 import os
 import secrets
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 
 from accelerate_core.contract.parts import LogKwargs
 from accelerate_core.distributed.failures import is_failure
-from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing
+from accelerate_core.errors import ConfigurationError, TrackerError, did_you_mean, listing, warn
 from accelerate_tracking import feeding
 from accelerate_tracking.choice import (
     Asked,
@@ -224,10 +223,9 @@ class TrackerHub(MediaVerbs):
         if self._state != "open":
             return
         if self._logged:
-            warnings.warn(
+            warn(
                 "load_state came after values were logged: the trackers go on in the new run. "
                 "Load before the first log to go on in the checkpoint's.",
-                stacklevel=3,
             )
             return
         self._stop_writers()
@@ -426,11 +424,10 @@ class TrackerHub(MediaVerbs):
         """Deliver what is left; return the trackers that are stuck."""
         stuck = drain(self._writers, end=True)
         for writer in stuck:
-            warnings.warn(
+            warn(
                 f"The tracker {writer.tracker.name!r} took {writer.delivered} of "
                 f"{writer.accepted} entries and then made no progress; the rest is lost to it.",
                 RuntimeWarning,
-                stacklevel=4,
             )
         self._writers = []
         return [writer.tracker for writer in stuck]

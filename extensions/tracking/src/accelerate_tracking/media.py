@@ -11,13 +11,12 @@ import os
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate_core.contract.parts import LogKwargs
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, warn
 from accelerate_tracking.normalise import Reporter, is_scalar, is_tensor, scalar, text_of
 
 Arguments = dict[str, Any]
@@ -140,10 +139,9 @@ class ArtifactCopies:
             else:
                 shutil.copy2(source, target)
         except (OSError, shutil.Error) as error:
-            warnings.warn(
+            warn(
                 f"log_artifact: {path} could not be copied ({error}); the trackers read it where "
                 f"it lies, so keep it until the end of the run.",
-                stacklevel=5,
             )
             return path
         return str(target)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import warnings
 
+from accelerate_core.errors import warn
 from accelerate_core.plugins.discovery import installed
 from accelerate_tracking.choice import Asked, name_of
 from accelerate_tracking.normalise import NotTaken
@@ -35,7 +35,7 @@ def report_failure(tracker: Asked, stage: str, error: BaseException, off: bool =
         text = f"{owner} raised in {stage} and {what}. {type(error).__name__}: {error}"
         if "same thread" in str(error) or "different thread" in str(error):
             text += " Its library is bound to one thread: set `same_thread = True` in its class."
-    warnings.warn(text, RuntimeWarning, stacklevel=5)
+    warn(text, RuntimeWarning)
 
 
 def _distribution_of(tracker: Asked) -> str:

@@ -14,10 +14,11 @@ import errno
 import numbers
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from decimal import Decimal
 from typing import Any
+
+from accelerate_core.errors import warn
 
 #: Tensors and arrays in a config are written out up to this many elements.
 CONFIG_ELEMENTS = 1024
@@ -41,12 +42,12 @@ class Reporter:
     def report(self, key: str, problem: str) -> None:
         """Warn about `key` unless that has been done before."""
         if self.first(key):
-            warnings.warn(f"Not logged: {key!r} {problem}.", UserWarning, stacklevel=3)
+            warn(f"Not logged: {key!r} {problem}.")
 
     def note(self, text: str) -> None:
         """Warn with `text` unless that has been done before."""
         if self.first(text):
-            warnings.warn(text, UserWarning, stacklevel=5)
+            warn(text)
 
 
 def normalise_values(

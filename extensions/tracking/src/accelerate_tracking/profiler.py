@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
 
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
 
@@ -79,11 +78,10 @@ def profile(settings: Any, process_index: int = 0) -> Iterator[torch.profiler.pr
     with build_profiler(settings, export) as profiler:
         yield profiler
     if not next(cycles):
-        warnings.warn(
+        warn(
             f"No trace was written to {directory}: the schedule "
             f"{dict(settings.schedule_option or {})} reached no active step. Call profiler.step() "
             f"after each training step, and run more steps than wait + warmup.",
-            stacklevel=3,
         )
 
 
@@ -94,10 +92,9 @@ def _write(profiler: torch.profiler.profile, path: Path) -> None:
         # torch lets go of a trace once it has been saved.
         if "already saved" not in str(error):
             raise
-        warnings.warn(
+        warn(
             f"{path} is not written: on_trace_ready has already exported the trace, and torch "
             f"exports one only once. Leave out output_trace_dir or that export.",
-            stacklevel=2,
         )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate_core.errors import warn
 from accelerate_tracking import Columns, GeneralTracker, Rows, each, pictures, split
 
 
@@ -113,9 +113,8 @@ class DVCLiveTracker(GeneralTracker):
         if name in taken:
             name += hashlib.sha256(key.encode()).hexdigest()[:8]
         if name != key:
-            warnings.warn(
+            warn(
                 f"dvclive keeps {key[:200]!r} as {name!r}: values lie in files and folders of their names.",
-                stacklevel=2,
             )
         self._names[key] = name
         return name

@@ -9,12 +9,12 @@ import os
 import re
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate_core.config.truth import flag
+from accelerate_core.errors import warn
 from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, split
 
 #: What the server takes at once.
@@ -122,12 +122,10 @@ class MLflowTracker(GeneralTracker):
             key, text = self._key(key), str(value)
             if len(text) > PARAM_LENGTH:
                 text = text[:PARAM_LENGTH]
-                warnings.warn(f"mlflow keeps {PARAM_LENGTH} characters of {key!r}.", stacklevel=2)
+                warn(f"mlflow keeps {PARAM_LENGTH} characters of {key!r}.")
             if known.get(key, text) != text:
                 # A resumed run: what was written once cannot be changed.
-                warnings.warn(
-                    f"mlflow keeps {key!r} at {known[key]!r}, not {text!r}.", stacklevel=2
-                )
+                warn(f"mlflow keeps {key!r} at {known[key]!r}, not {text!r}.")
             elif key not in known:
                 params.append(Param(key, text))
         for start in range(0, len(params), PARAMS_AT_ONCE):
@@ -188,7 +186,7 @@ class MLflowTracker(GeneralTracker):
         key = _clean(name)
         if len(key) > KEY_LENGTH or key in self._names.values():
             key = f"{key[: KEY_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-            warnings.warn(f"mlflow keeps {name[:200]!r} as {key!r}.", stacklevel=2)
+            warn(f"mlflow keeps {name[:200]!r} as {key!r}.")
         self._names[name] = key
         return key
 

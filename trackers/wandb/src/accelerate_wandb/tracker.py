@@ -6,12 +6,12 @@ import configparser
 import netrc
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from accelerate_core.errors import warn
 from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, unreachable
 
 
@@ -84,10 +84,9 @@ class WandBTracker(GeneralTracker):
         """Log one row; `kwargs` go to `wandb.Run.log`."""
         if step is not None and step < self._last:
             # Rows of an earlier step are dropped by the library.
-            warnings.warn(
+            warn(
                 f"wandb takes steps in rising order only: step {step} came after {self._last}; "
                 "such values are logged at the later step.",
-                stacklevel=2,
             )
             step = self._last
         self._last = step if step is not None else self._last + 1

@@ -10,9 +10,11 @@ from typing import Any
 import click
 
 from accelerate_core.config.provenance import decode
+from accelerate_core.config.schema import settings_fields
 from accelerate_launch.commands.options import CONTEXT, GroupedCommand, launch_options
 from accelerate_launch.commands.tables import print_table
 from accelerate_launch.contributed import said_to_plugins
+from accelerate_launch.options import Unused
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.planning import find_config, make_plan
 from accelerate_launch.start import child_environment, command_of, start
@@ -32,6 +34,9 @@ def command(script: str, arguments: tuple[str, ...], config_file: str | None, **
     Options stand before SCRIPT; what follows it goes to the script untouched.
     One process runs the script directly, more are started by torchrun.
     """
+    for one in settings_fields(Unused):
+        if given[one.name] is not None:
+            click.echo(f"--{one.name} has no effect: {one.help}.", err=True)
     environ = dict(os.environ)
     plan = make_plan(script, arguments, given, environ, find_config(config_file, environ))
     if given["explain"]:

@@ -17,6 +17,9 @@ from accelerate_launch.options import LAUNCH_OPTIONS, TRAINING
 
 C = TypeVar("C", bound=Callable[..., Any])
 
+#: How the help of a setting begins that is accepted for older command lines; `--help` leaves it out.
+OLDER = "older: "
+
 
 class GroupedOption(click.Option):
     """An option that stands under a heading."""
@@ -44,6 +47,7 @@ class PluginOption(GroupedOption):
             group=f"{group} ({schema.release})",
             help=f"{field.help}{default}",
             default=None,
+            hidden=field.help.startswith(OLDER),
             **more,
         )
         self.name = contributed.key

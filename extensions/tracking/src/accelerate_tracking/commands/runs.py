@@ -35,6 +35,8 @@ def show(
     """Print the last values and the curves of the runs in DIRECTORY or below."""
     runs = [read_run(path) for path in find_runs(directory)]
     _choose(directory, runs, keys)
+    if png is not None:  # first: where it fails nothing is printed
+        _draw(runs, png)
     if as_json:
         plain = [asdict(run) | {"path": str(run.path), "summary": run.summary()} for run in runs]
         click.echo(json.dumps(strict(plain), indent=1, allow_nan=False))
@@ -42,7 +44,6 @@ def show(
         for run in runs:
             _print(run, with_config)
     if png is not None:
-        _draw(runs, png)
         click.echo(f"The curves are in {png}.", err=as_json)
 
 

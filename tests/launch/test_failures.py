@@ -1,0 +1,168 @@
+"""What a failure shows: each traceback once, of a bad setting the user's own lines alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pool
+import pytest
+from launched import clean_environment, run_cli
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from accelerate_core.distributed import failures
+from accelerate_launch.failures import describe, held
+
+HEAD = "Traceback (most recent call last):"
+OURS = re.compile(r'File "[^"]*/accelerate_\w+/')
+
+SCRIPT = """
+import os, sys, time
+from accelerate_core import Accelerator
+
+how = sys.argv[1]
+precision = "fp17" if how == "setting" else "no"
+accelerator = Accelerator(cpu=True, process_group_timeout=60, mixed_precision=precision)
+accelerator.wait_for_everyone()
+if how == "fail" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not accelerator.process_index:
+    raise KeyError("mine")
+if how == "fail":
+    raise ValueError("mine")
+accelerator.wait_for_everyone()
+time.sleep(20)
+"""
+
+
+def launched(folder: Path, how: str, *options: str) -> str:
+    (folder / "train.py").write_text(SCRIPT)
+    options = ("--cpu", "--num_processes", "2", *options)
+    done = run_cli("launch", *options, "train.py", how, cwd=folder)
+    assert done.returncode == 1
+    return done.stderr
+
+
+@pytest.mark.dist
+def test_ranks_that_fail_are_shown_once_whether_alike_or_not(tmp_path: Path) -> None:
+    said = launched(tmp_path, "fail", "--max_restarts", "1")
+    first, last = said.split("All processes are started again.")
+    assert first.count(HEAD) == 2
+    assert "ValueError: mine" in first
+    assert "KeyError: 'mine'" in first
+    assert last.count(HEAD) == 1
+    assert "ValueError: mine" in last
+    assert re.search(r"Failed alike: rank [01]\.", last)
+
+
+@pytest.mark.dist
+def test_a_bad_setting_under_launch_is_one_traceback_without_our_frames(tmp_path: Path) -> None:
+    said = launched(tmp_path, "setting")
+    assert said.count(HEAD) == said.count("Did you mean 'fp16'") == 1
+    assert not OURS.search(said)
+    assert "train.py" in said
+
+
+def record(folder: Path, rank: int, error: Exception, left: bool) -> ProcessFailure:
+    file = folder / str(rank) / "error.json"
+    file.parent.mkdir()
+    assert failures._record(error, file, left) is left
+    return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=1, error_file=str(file))
+
+
+def raised(text: str) -> Exception:
+    try:
+        raise ValueError(text)
+    except ValueError as error:
+        return error
+
+
+def test_a_rank_that_cannot_end_shows_its_failure_before(tmp_path: Path) -> None:
+    failure = record(tmp_path, 1, raised("stuck"), True)
+    file = failure.error_file
+    nothing = str(tmp_path / "0" / "error.json")  # of a rank that has not failed
+    processes = SimpleNamespace(error_files={0: nothing, 1: file})
+    assert held(processes) == ""
+    os.utime(file, (0, 0))
+    assert held(processes).count("ValueError: stuck") == 1
+    assert held(processes) == ""
+    text, _ = describe({1: failure})
+    assert "ValueError: stuck (its traceback stands above)" in text
+    assert HEAD not in text
+
+
+def test_one_place_is_shown_once_and_what_was_printed_is_not_repeated(tmp_path: Path) -> None:
+    made = {rank: record(tmp_path, rank, raised(f"on {rank}"), True) for rank in range(3)}
+    text, status = describe(made)
+    assert status == 1
+    assert text.count(HEAD) == 1
+    assert "Rank 2 failed at the same place: ValueError: on 2" in text
+    assert describe(made, brief=True)[0].count("ValueError: on") == 1
+    printed = {3: record(tmp_path, 3, raised("shown by a hook"), False)}
+    text, _ = describe(printed)
+    assert "ValueError: shown by a hook (its traceback stands above)" in text
+    assert HEAD not in text
+
+
+BAD = {
+    "argument": ("Accelerator(cpu=True, mixed_precision='fp17')", {}),
+    "unknown argument": ("Accelerator(cpus=True)", {}),
+    "environment": ("Accelerator()", {"ACCELERATE_MIXED_PRECISION": "fp17"}),
+    "file": ("Accelerator()", {"ACCELERATE_CONFIG_FILE": "nowhere.yaml"}),
+    "rank": ("PartialState()", {"RANK": "abc", "WORLD_SIZE": "2"}),
+    "handler": ("DataLoaderConfiguration(split_batch=True)", {}),
+    "missing": ("Accelerator(backend='megatron')", {}),
+    "launcher": ("notebook_launcher(print, num_processes=-1)", {}),
+}
+IMPORTS = "from accelerate_core import Accelerator, DataLoaderConfiguration, PartialState\n"
+IMPORTS += "from accelerate_launch import notebook_launcher\n"
+
+
+@pytest.mark.parametrize("cause", BAD)
+def test_a_bad_setting_in_a_script_shows_the_users_line_alone(cause: str, tmp_path: Path) -> None:
+    line, environ = BAD[cause]
+    script = tmp_path / "train.py"
+    script.write_text(f"{IMPORTS}def main():\n    {line}\nmain()\n")
+    done = pool.run([str(script)], clean_environment(**environ), 60)
+    assert done.returncode == 1
+    assert not OURS.search(done.stderr), done.stderr
+    assert "direct cause" not in done.stderr
+    assert f'File "{script}", line 4, in main' in done.stderr
+    assert "accelerate_core." in done.stderr.strip().splitlines()[-1]  # the error's class, and text
+    if cause == "argument":
+        debug = pool.run([str(script)], clean_environment(ACCELERATE_DEBUG_MODE="1"), 60)
+        assert OURS.search(debug.stderr)
+
+
+def test_other_errors_keep_their_frames(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{IMPORTS}Accelerator(cpu=True).backward(3)\n")
+    done = pool.run([str(script)], clean_environment(), 60)
+    assert OURS.search(done.stderr), done.stderr
+
+
+COMMANDS = {
+    "launch": ["--cpu", "s.py"],
+    "plugins": [],
+    "plugins why": ["ddp"],
+    "env": [],
+    "config show": [],
+    "config validate": [],
+    "test": [],
+    "estimate-memory": ["nowhere.bin"],
+    "checkpoints list": ["nowhere"],
+    "merge-weights": ["nowhere", "there"],
+    "runs show": ["nowhere"],
+    "to-fsdp2": [],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_shows_a_traceback_for_a_bad_setting(command: str, tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("")
+    (tmp_path / "bad.yaml").write_text("num_procesess: 2\n")
+    environ = {"ACCELERATE_MIXED_PRECISION": "fp17", "ACCELERATE_CONFIG_FILE": "bad.yaml"}
+    words = ["-m", "accelerate_core", *command.split(), *COMMANDS[command]]
+    done = pool.run(words, clean_environment(**environ), 60, cwd=tmp_path)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode in (0, 1, 2)
