@@ -1,6 +1,6 @@
 """One process or rank of the matrix; a COMBINATION is `BACKEND PRECISION TRACKER,TRACKER` in one argument.
 
-matrix_worker.py make BACKEND                      with every precision and every tracker
+matrix_worker.py make BACKEND                      with the precisions and trackers there are
 matrix_worker.py train FOLDER COMBINATION ...
 matrix_worker.py read FOLDER COMBINATION ...       what the trackers wrote
 """
@@ -26,8 +26,8 @@ from accelerate_launch.explain.report import problem_of
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "trackers"), str(TESTS / "backends" / "deepspeed")]
-import probe
-import readers
+import probe  # noqa: E402
+import readers  # noqa: E402
 
 STEPS = 5
 
@@ -38,8 +38,12 @@ def stand_in(backend: str) -> None:
 
 
 def make(backend: str) -> list[list[Any]]:
-    """Make every combination with a backend: precision, tracker, what is lacking by what both declare,
-    what a run says, and what `plugins` says before."""
+    """Make every combination with a backend; those that need one word with one tracker.
+
+    Returns:
+        Precision, tracker, what is lacking by what both declare, what a run says, and what `plugins`
+        says before.
+    """
     stand_in(backend)
     os.environ["ACCELERATE_BACKEND"] = backend
     supports = find("backend", backend, because="the matrix").load().supports
@@ -48,7 +52,8 @@ def make(backend: str) -> list[list[Any]]:
         os.environ["ACCELERATE_MIXED_PRECISION"] = precision.name
         lacks = lacking(supports, precision.name, precision.load().needs)
         before = problem_of("precision", planned_run(dict(os.environ)))
-        for tracker in installed().of_kind("tracker"):
+        every = installed().of_kind("tracker")
+        for tracker in every[:1] if precision.name.startswith("needs_") else every:
             said = ""
             try:
                 made = Accelerator(cpu=True, log_with=tracker.name, project_dir="logs")
