@@ -12,8 +12,10 @@ import json
 import pkgutil
 import re
 import sys
+import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,10 @@ from accelerate_launch.commands.plugins import print_rows
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import rows as plugin_rows
 from accelerate_testing.contract import HOOK_KINDS, contract
+from accelerate_testing.scaffold import write_repository
+from accelerate_tracking import VERBS, GeneralTracker
+from accelerate_tracking.jsonl import JsonlTracker
+from accelerate_tracking.tracker import _FLAGS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -106,11 +112,21 @@ def declarations() -> list[str]:
 
 def compatibility() -> str:
     """Return the page on which backend runs which precision, by what both declare."""
-    backends = _declared("backend")
-    precisions = _declared("precision")
+    backends, precisions = _declared("backend"), _declared("precision")
+    written = {name: _written(name, kind) for name, kind in _WRITTEN.items()}
+    backends |= {**_examples(), "level": written["level"]}
+    precisions["grid"] = written["grid"]
     lines = ["# Who fits whom", "", "Generated from what plugins declare; do not edit.", ""]
-    lines += ["A precision needs, a backend accepts: [the words](hooks.md).", ""]
-    rows: list[list[object]] = []
+    lines += [
+        "A precision needs, a backend accepts: [the words](hooks.md). What does not fit is refused when "
+        "the Accelerator is made, and `accelerate-core plugins` says so before. "
+        f"{', '.join(f'`{name}`' for name in _examples())} are examples of other people's, "
+        f"{', '.join(f'`{name}`' for name in _WRITTEN)} are what `plugins new` writes.",
+        "",
+    ]
+    rows: list[list[object]] = [
+        ["needs", *(", ".join(sorted(one.needs)) for one in precisions.values())]
+    ]
     for name, backend in backends.items():
         lack = [lacking(backend.supports, its, one.needs) for its, one in precisions.items()]
         rows.append(
@@ -121,6 +137,7 @@ def compatibility() -> str:
     rows = [
         [
             f"`{name}`",
+            _accepted(backend.supports),
             backend.reduces_gradients,
             ", ".join(backend.supports.get("mesh") or ()),
             *("yes" if backend.supports.get(key, key in _BY_DEFAULT) else "" for key in _ABILITIES),
@@ -128,13 +145,39 @@ def compatibility() -> str:
         ]
         for name, backend in backends.items()
     ]
-    header = ["backend", "`reduces_gradients`", "`mesh`", *(f"`{key}`" for key in _ABILITIES)]
-    lines += table([*header, "`owns`"], rows)
+    header = ["backend", "`accepts`", "`reduces_gradients`", "`mesh`"]
+    lines += table([*header, *(f"`{key}`" for key in _ABILITIES), "`owns`"], rows)
+    lines += ["## What trackers declare", ""]
+    lines += [
+        "A tracker goes with every backend and every precision: the main process feeds it, beside the "
+        "step. What a script can log to each: [tracking](tracking.md#who-supports-what). How each wants "
+        "to be fed: [the words](write_a_tracker.md).",
+        "",
+    ]
+    trackers = [*tracker_classes(), written["diary"]]
+    flags = [flag for flag in _FLAGS if flag not in ("resumes", "groups")]
+    rows = [
+        [f"`{cls.name}`", *("yes" if getattr(cls, flag) else "" for flag in flags)]
+        for cls in sorted(trackers, key=lambda cls: str(cls.name))
+    ]
+    lines += table(["tracker", *(f"`{flag}`" for flag in flags)], rows)
     return "\n".join(lines)
 
 
-_ABILITIES = ("no_sync", "join", "compile", "several_models")
-_BY_DEFAULT = ("compile", "several_models")
+_ABILITIES = ("no_sync", "join", "compile", "several_models", "exact")
+_BY_DEFAULT = ("compile", "several_models", "exact")
+#: Name -> kind of what stands for plugins that are written with the kit.
+_WRITTEN = {"level": "backend", "grid": "precision", "diary": "tracker"}
+
+
+def _accepted(supports: Mapping[str, Any]) -> str:
+    """Return what a backend accepts, in few words."""
+    accepted = supports.get("accepts", ACCEPTED_BY_DEFAULT)
+    without = [word for word in NEEDS if word not in accepted]
+    if len(without) < 2:
+        return " but ".join(["all", *without])
+    own = [f"{name} by itself" for name in supports.get("precisions") or ()]
+    return ", ".join([*(word for word in NEEDS if word in accepted), *own])
 
 
 def _declared(kind: str) -> dict[str, Any]:
@@ -143,6 +186,28 @@ def _declared(kind: str) -> dict[str, Any]:
     ours = {tomllib.loads(path.read_text())["project"]["name"] for path in projects}
     records = discovery.installed().of_kind(kind)
     return {one.name: one.load() for one in records if one.distribution in ours}
+
+
+@cache
+def _examples() -> dict[str, Any]:
+    """Return the backends among the examples by name; they are not installed."""
+    found = {}
+    for path in sorted(ROOT.glob("examples/**/pyproject.toml")):
+        points = tomllib.loads(path.read_text())["project"]["entry-points"]
+        sys.path.append(str(path.parent / "src"))
+        for name, target in points.get("accelerate_core.backends", {}).items():
+            found[name] = pkgutil.resolve_name(target)
+    return found
+
+
+@cache
+def _written(name: str, kind: str) -> Any:
+    """Return the class that `plugins new` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_repository(name, kind, Path(folder, name))
+        sys.path.append(str(Path(folder, name, "src")))
+        project = tomllib.loads(Path(folder, name, "pyproject.toml").read_text())["project"]
+        return pkgutil.resolve_name(project["entry-points"][f"accelerate_core.{kind}s"][name])
 
 
 def configuration() -> str:
@@ -179,11 +244,8 @@ def configuration() -> str:
     return "\n".join(lines)
 
 
-def tracking() -> str:
-    """Return tracking.md with the table of who supports what."""
-    from accelerate_tracking import VERBS, GeneralTracker
-    from accelerate_tracking.jsonl import JsonlTracker
-
+def tracker_classes() -> list[type[GeneralTracker]]:
+    """Return our own trackers."""
     classes: list[type[GeneralTracker]] = [JsonlTracker]
     for project in sorted(HERE.parent.glob("trackers/*/pyproject.toml")):
         sys.path.append(str(project.parent / "src"))  # where it is not installed
@@ -191,6 +253,11 @@ def tracking() -> str:
         classes += [
             pkgutil.resolve_name(target) for target in points["accelerate_core.trackers"].values()
         ]
+    return classes
+
+
+def tracking() -> str:
+    """Return tracking.md with the table of who supports what."""
     rows: list[list[object]] = [
         [
             f"`{cls.name}`",
@@ -201,7 +268,7 @@ def tracking() -> str:
             "yes" if cls.groups else "",
             cls.failed_word,
         ]
-        for cls in sorted(classes, key=lambda cls: str(cls.name))
+        for cls in sorted(tracker_classes(), key=lambda cls: str(cls.name))
     ]
     header = ["tracker", "class", "library", *VERBS, "resumes", "groups", "failed"]
     return _filled("tracking.md", "supports", "\n".join(table(header, rows)))

@@ -36,6 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dummies.backend(root, "right", triggers=("USE_RIGHT",), priority=60)
     dummies.backend(root, "tied", triggers=("USE_TIED",), priority=70)
     dummies.backend(root, "future", api="(2, 0)")
+    dummies.backend(root, "picky", extra="    supports = {'accepts': ()}\n")
     dummies.distribution(root, "gone", "x = 1", {"backends": {"gone": "Gone"}})
     dummies.distribution(root, "lost", "x = 1", {"launchers": {"lost": "Nowhere"}})
     dummies.distribution(root, "verb", "x = 1", {"commands": {"verb": "x"}})
@@ -305,6 +306,22 @@ def test_what_cannot_be_made_is_no_choice(root: Path, name: str, state: str, sai
         env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
         error = pool.run(["-c", code], env, 60).stderr.strip().splitlines()[-1]
         assert f"plugin {name} (dummy-" in error
+
+
+def test_a_precision_that_a_backend_does_not_accept_is_refused_before_a_run(root: Path) -> None:
+    environ = {"ACCELERATE_BACKEND": "picky", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    made = decision(root, "bf16", **environ)
+    assert made["state"] == "refused"
+    assert made["problem"].startswith("Backend 'picky' cannot run mixed_precision='bf16'")
+    done = plugins(root, "--json", **environ)
+    assert done.returncode == 1
+    assert made["problem"] in done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert (rows["picky"]["state"], rows["bf16"]["because"]) == ("active", made["problem"])
+    env = clean_environment(**environ)
+    env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
+    code = "from accelerate_core import Accelerator\nAccelerator(cpu=True)"
+    assert made["problem"] in pool.run(["-c", code], env, 60).stderr
 
 
 def test_what_is_switched_off_is_not_called_missing(root: Path) -> None:

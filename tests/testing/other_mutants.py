@@ -132,6 +132,41 @@ class LeavesAutocastOn(GridPrecision):
         return super().autocast(accelerator, model, options)
 
 
+@caught_by("precision", "needs")
+class SaysAnotherWord(GridPrecision):
+    needs = frozenset({"parameters"})
+
+
+@caught_by("precision", "needs")
+class ReplacesTheOptimizer(GridPrecision):
+    def prepare(self, accelerator, plan):
+        plan.each("optimizer", lambda one, _: torch.optim.Adam([{**g} for g in one.param_groups]))
+
+
+@caught_by("precision", "forward_collectives")
+class TalksInForward(GridPrecision):
+    def convert(self, accelerator, model):
+        def meet(_, given):
+            accelerator.reduce(given[0], "max")
+
+        model.register_forward_pre_hook(meet)
+        return super().convert(model)
+
+
+@caught_by("precision", "compiled")
+class ComputesOtherwiseCompiled(GridPrecision):
+    def convert(self, model):
+        model.out.register_forward_hook(
+            lambda _, __, out: out + 9.0 * torch.compiler.is_compiling()
+        )
+        return super().convert(model)
+
+
+@passes("precision", "needs", "forward_collectives")
+class SaysWhatItDoes(TalksInForward):
+    needs = frozenset({"modules", "forward_collectives", "subclasses"})
+
+
 @passes("precision", "one_process", "save_and_load", "two_processes")
 class ScalesFromFarAbove(GridPrecision):
     needs = frozenset({"modules", "loss_scaling"})

@@ -159,6 +159,12 @@ def test_a_wrong_declaration_fails_at_definition() -> None:
         type("Bad", (GeneralTracker,), {"name": 3})
     with pytest.raises(IncompleteTrackerError, match="must be True or False"):
         type("Bad", (GeneralTracker,), {"main_process_only": "yes"})
+    with pytest.raises(IncompleteTrackerError, match="must be True or False"):
+        type("Bad", (GeneralTracker,), {"resumes": "yes"})
+    for flag, near in (("resume", "resumes"), ("count_steps", "counts_steps")):
+        with pytest.raises(TrackerError, match=f"'{flag}', which nobody reads: is '{near}' meant"):
+            type("Bad", (GeneralTracker,), {flag: True})
+    type("Own", (GeneralTracker,), {"resume": True, "not_hooks": ("resume",)})
 
 
 def test_an_instance_that_skipped_the_base_constructor_is_checked_by_the_hub() -> None:

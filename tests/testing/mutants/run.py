@@ -13,6 +13,7 @@ import of_checkpoints
 import of_endings
 import of_models
 import of_optimizers
+import of_precisions
 import of_ranks
 import of_steps
 from registry import MUTANTS
@@ -20,7 +21,8 @@ from registry import MUTANTS
 from accelerate_testing import CheckContext, checks_of, write_result
 from accelerate_testing.worker import Ranks, run_check
 
-__all__ = ["of_checkpoints", "of_endings", "of_models", "of_optimizers", "of_ranks", "of_steps"]
+__all__ = ["of_checkpoints", "of_endings", "of_models", "of_optimizers", "of_precisions",
+           "of_ranks", "of_steps"]  # fmt: skip
 
 
 def main() -> None:

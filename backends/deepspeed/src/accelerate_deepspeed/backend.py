@@ -50,7 +50,7 @@ class DeepSpeedBackend(Backend):
     reduces_gradients = "engine"
     supports: ClassVar[Mapping[str, Any]] = {
         "accepts": ("autocast", "modules"),
-        "precisions": ("no", "bf16", "fp16"),
+        "precisions": ("fp16",),
         "mesh": ("dp_shard", "tp", "sp"),
         "devices": None,
         "no_sync": False,

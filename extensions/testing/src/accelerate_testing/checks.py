@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 #: Kind of plugin -> the modules in which its checks are, in the order they run.
 _MODULES = {
     "backend": (
-        "general", "configuring", "collectives", "preparing", "stepping", "tuning", "saving", "ending",
+        "general", "configuring", "collectives", "preparing", "stepping", "fitting", "tuning", "saving",
+        "ending",
     ),
-    "precision": ("general", "configuring", "precisions", "preparing", "ending"),
+    "precision": ("general", "configuring", "precisions", "fitting", "preparing", "ending"),
     "tracker": ("general", "trackers"),
     "launcher": ("general", "configuring", "launchers"),
     "extension": ("general", "configuring", "extensions", "preparing", "ending"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.metadata
 import inspect
@@ -157,9 +158,11 @@ class GeneralTracker:
         super().__init_subclass__(**kwargs)
         _check_declared(cls)
         known = {*dir(GeneralTracker), "tracker", *(f"log_{verb}" for verb in VERBS)}
-        for name in vars(cls).keys() - known - {"name", "not_hooks", *cls.not_hooks}:
+        for name in vars(cls).keys() - known - {"name", "not_hooks", *_FLAGS, *cls.not_hooks}:
             if not name.startswith("_") and callable(vars(cls)[name]):
                 check_near_miss(name, known, f"The tracker class {cls.__qualname__}")
+            elif isinstance(vars(cls)[name], bool):
+                _check_flag(cls, name)
         cls.supports = frozenset(verb for verb in VERBS if callable(getattr(cls, f"log_{verb}", 0)))
 
     def __init__(self, _blank: bool = False) -> None:
@@ -261,13 +264,29 @@ class GeneralTracker:
         self.finish()
 
 
+#: What a class declares by True or False.
+_FLAGS = (
+    "requires_logging_directory",
+    *(name for name, value in vars(GeneralTracker).items() if isinstance(value, bool)),
+)
+
+
+def _check_flag(cls: type[GeneralTracker], name: str) -> None:
+    """Refuse a declaration that nobody reads: the ability would be lost in silence."""
+    if near := difflib.get_close_matches(name, _FLAGS, n=1, cutoff=0.83):
+        raise TrackerError(
+            f"The tracker class {cls.__qualname__} declares {name!r}, which nobody reads: is {near[0]!r} "
+            f"meant? If it is its own, begin its name with _ or let it say not_hooks = ({name!r},)."
+        )
+
+
 def _check_declared(cls: type[GeneralTracker]) -> None:
     name = cls.__dict__.get("name", "")
     if inspect.isfunction(name) or not (isinstance(name, str) or hasattr(name, "__get__")):
         raise IncompleteTrackerError(
             f"{cls.__qualname__}.name must be a string, not {type(name).__name__}."
         )
-    for flag in ("requires_logging_directory", "main_process_only"):
+    for flag in _FLAGS:
         value = cls.__dict__.get(flag, False)
         if inspect.isfunction(value) or not (isinstance(value, bool) or hasattr(value, "__get__")):
             raise IncompleteTrackerError(

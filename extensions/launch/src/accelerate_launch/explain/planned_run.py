@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accelerate_core.config.files import ConfigFile
+from accelerate_core.config.handlers import TorchDynamoPlugin
 from accelerate_core.config.lookup import Sources, resolve_core
+from accelerate_core.config.provenance import Because
+from accelerate_core.contract.capabilities import lacking
 from accelerate_core.contract.topology import Topology, read_topology
-from accelerate_core.errors import AccelerateError, PluginVersionError
+from accelerate_core.errors import AccelerateError, ConfigurationError, PluginVersionError
 from accelerate_core.plugins.discovery import OWN_DISTRIBUTION, check_api_version
 from accelerate_core.plugins.selection import NOTHING, RULES, Request, Selection, select
 from accelerate_launch.planning import draft_plan
@@ -72,6 +75,7 @@ def planned_run(
         made[kind] = select(kind, request, values.get(_SETTINGS.get(kind, kind), NOTHING))
         if made[kind].wanted.value is not None:
             _import_named(made[kind])
+    _refuse_misfit(made["backend"], made["precision"], values)
     return PlannedRun(environ, topology, made)
 
 
@@ -85,3 +89,22 @@ def _import_named(made: Selection) -> None:
         except AccelerateError as error:
             one.state = "refused" if isinstance(error, PluginVersionError) else "broken"
             one.because, one.error = str(error), error
+
+
+def _refuse_misfit(backend: Selection, precision: Selection, values: Mapping[str, Because]) -> None:
+    """Refuse a named precision that the backend does not accept, in the words of a run."""
+    if precision.wanted.value is None or not (backend.active and precision.active):
+        return
+    if backend.record.distribution == OWN_DISTRIBUTION:
+        return  # one process takes all of them
+    supports, one = getattr(backend.plugin, "supports", {}), precision.active[0]
+    found = one.record.load()
+    if lacking(supports, one.record.name, getattr(found, "needs", ())):
+        from accelerate_core.accelerator.compatibility import check_supported  # it imports torch
+
+        try:
+            check_supported(
+                backend.plugin, backend.record, found, values, TorchDynamoPlugin(), None
+            )
+        except ConfigurationError as error:
+            one.state, one.because, one.error = "refused", str(error), error

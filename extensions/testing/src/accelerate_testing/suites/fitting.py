@@ -1,0 +1,235 @@
+"""Backends train under all they accept, and precisions do what they say: each by its declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from accelerate_core.backend.precision import Precision
+from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, check_words
+from accelerate_core.contract.hooks import API_VERSION
+from accelerate_core.errors import listing
+from accelerate_core.plugins.discovery import Installed, PluginRecord
+from accelerate_testing.checks import STEP, check
+from accelerate_testing.context import CheckContext
+from accelerate_testing.counting import count_communication
+from accelerate_testing.training import MOMENTUM, RATE, Net, Trainer, sgd
+
+
+class _Probe(Precision):
+    """A precision that needs one word, and computes what full precision does."""
+
+    api_version = API_VERSION
+    exact = True
+
+    def reached(self, trainer: Trainer) -> bool:
+        """Whether what it did is there in training."""
+        return True
+
+
+class _Linear(nn.Linear):
+    """A layer in another's place."""
+
+
+class _Modules(_Probe):
+    name = "suite_modules"
+    needs = frozenset({"modules"})
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        for parent in [*model.modules()]:
+            for name, child in [*parent.named_children()]:
+                if type(child) is nn.Linear:
+                    made = _Linear(child.in_features, child.out_features, device="meta")
+                    made.weight, made.bias = child.weight, child.bias
+                    setattr(parent, name, made)
+        return model
+
+    def reached(self, trainer: Trainer) -> bool:
+        inner = trainer.accelerator.unwrap_model(trainer.model)
+        return any(isinstance(module, _Linear) for module in inner.modules())
+
+
+class _Parameters(_Probe):
+    name = "suite_parameters"
+    needs = frozenset({"parameters"})
+    exact = False
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        model.register_forward_pre_hook(lambda _, given: tuple(x.bfloat16() for x in given))
+        return model.bfloat16()
+
+    def plain_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        return {name: value.float() for name, value in state.items()}
+
+
+class _Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+class _Subclasses(_Probe):
+    name = "suite_subclasses"
+    needs = frozenset({"subclasses"})
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            for name, parameter in [*module.named_parameters(recurse=False)]:
+                marked = parameter.detach().as_subclass(_Marked)
+                setattr(module, name, nn.Parameter(marked, parameter.requires_grad))
+        return model
+
+    def plain_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        return {name: value.as_subclass(torch.Tensor) for name, value in state.items()}
+
+
+class _SGD(torch.optim.SGD):
+    """An optimizer in another's place."""
+
+
+class _Optimizer(_Probe):
+    name = "suite_optimizer"
+    needs = frozenset({"optimizer"})
+
+    def prepare(self, accelerator: Any, plan: Any) -> None:
+        def replaced(optimizer: Any, _: Any) -> Any:
+            groups = [{**group} for group in optimizer.param_groups]
+            return _SGD(groups, RATE, MOMENTUM)
+
+        plan.each("optimizer", replaced)
+
+    def reached(self, trainer: Trainer) -> bool:
+        return isinstance(trainer.optimizer.optimizer, _SGD)
+
+
+class _Collectives(_Probe):
+    name = "suite_forward_collectives"
+    needs = frozenset({"forward_collectives"})
+
+    def prepare(self, accelerator: Any, plan: Any) -> None:
+        def largest(_: nn.Module, given: Any) -> None:
+            accelerator.reduce(given[0].detach().abs().amax(), "max")
+
+        for model in plan.values("model"):
+            model.register_forward_pre_hook(largest)
+
+
+_PROBES: tuple[type[_Probe], ...] = (
+    _Modules, _Parameters, _Subclasses, _Optimizer, _Collectives,
+)  # fmt: skip
+
+
+@contextmanager
+def _installed(probes: Sequence[type[Precision]]) -> Iterator[None]:
+    """Let precisions of the suite be there beside the installed ones."""
+    own = Installed.of_kind
+    records = tuple(
+        PluginRecord("precision", probe.name, "", "accelerate-testing", "", loaded=probe)
+        for probe in probes
+    )
+
+    def of_kind(self: Installed, kind: str) -> tuple[PluginRecord, ...]:
+        return (*own(self, kind), *(records if kind == "precision" else ()))
+
+    with mock.patch.object(Installed, "of_kind", of_kind):
+        yield
+
+
+@check("backend", hooks=f"prepare prepare_model consolidate {STEP}")
+def accepts(ctx: CheckContext) -> str:
+    """It trains right under a precision that does what it accepts, whoever brings the precision."""
+    accepted = {*ctx.supports.get("accepts", ACCEPTED_BY_DEFAULT)}
+    probes = [probe for probe in _PROBES if probe.needs <= accepted]
+    if not probes:
+        ctx.skip("it accepts nothing but what 'precisions' checks")
+    with _installed(probes):
+        for probe in probes:
+            (word,) = probe.needs
+            trainer = Trainer.begin(ctx, mixed_precision=probe.name)
+            try:
+                _train(trainer, trainer.exact and probe.exact)
+            except AssertionError as error:
+                raise AssertionError(f"under a precision that needs {word!r}, {error}") from None
+            gone = f"what a precision did that needs {word!r} is gone after prepare"
+            assert trainer.accelerator.precision.reached(trainer), gone
+            trainer.accelerator.end_training()
+    return ", ".join(word for probe in probes for word in probe.needs)
+
+
+def _train(trainer: Trainer, exact: bool) -> None:
+    if exact:
+        trainer.train_as_plain(3)
+        return
+    losses = trainer.train(trainer.batches(2)[0] * 6)
+    trainer.ctx.alike(trainer.accelerator, losses, "losses")
+    went = f"the loss went from {losses[0]:.3g} to {losses[-1]:.3g}"
+    assert sum(losses[-2:]) < sum(losses[:2]), went
+    if trainer.exact:
+        trainer.same_everywhere("the trained model")
+
+
+@check("precision", alone=True, hooks="convert")
+def needs(ctx: CheckContext) -> str:
+    """What it does to models and optimizers is in its `needs`: backends accept it by that."""
+    check_words(ctx.found, ctx.supports, ("mesh", "compile"), f"supports of {ctx.name}")
+    accelerator = ctx.accelerator(backend="single")
+    net: Any = Net(0)
+    before: Any = sgd(net.parameters())
+    model, optimizer = accelerator.prepare(net, before)
+    inner = accelerator.unwrap_model(model)
+    layers, its = ({name: type(m) for name, m in one.named_modules()} for one in (inner, Net(0)))
+    parameters = [*inner.parameters()]
+    done = {
+        "modules": layers != its,
+        "parameters": any(one.dtype != torch.float32 for one in parameters),
+        "subclasses": any(type(one) is not nn.Parameter for one in parameters),
+        "optimizer": optimizer.optimizer is not before,
+        "loss_scaling": accelerator.scaler is not None,
+    }
+    said = accelerator.precision.needs
+    silent = [word for word in done if done[word] and word not in said]
+    assert not silent, (
+        f"it does {listing(silent)} and does not say so: put that into its `needs`, or a backend "
+        "that cannot do it trains under it"
+    )
+    unseen = [word for word in done if word in said and not done[word]]
+    seen = ", ".join(sorted(said.difference(unseen))) or "nothing"
+    return f"{seen}; not seen here: {', '.join(unseen)}" if unseen else seen
+
+
+@check("precision", hooks="convert autocast")
+def forward_collectives(ctx: CheckContext) -> str:
+    """Ranks communicate in forward no more than in full precision, unless its `needs` says so."""
+    calls = []
+    for name in ("no", ctx.name):
+        trainer = Trainer.begin(ctx, mixed_precision=name)
+        ((batch, _),) = trainer.batches(1)[0]
+        trainer.model(batch)
+        with count_communication() as told:
+            trainer.model(batch)
+        calls.append(told.total)
+        said = trainer.accelerator.precision.needs
+        trainer.accelerator.end_training()
+    line = f"{calls[1]} calls in a forward, {calls[0]} in full precision"
+    assert calls[1] <= calls[0] or "forward_collectives" in said, f"{line}, and `needs` is {said}"
+    return line
+
+
+@check("precision", alone=True, hooks="convert compile")
+def compiled(ctx: CheckContext) -> None:
+    """A compiled model trains as the plain one does, unless it says that it cannot be compiled."""
+    if not ctx.supports.get("compile", True):
+        ctx.skip("it does not declare 'compile'")
+    losses = []
+    for compiler in ("no", "eager"):
+        trainer = Trainer.begin(ctx, dynamo_backend=compiler)
+        losses.append(trainer.train(trainer.batches(3)[0]))
+        trainer.accelerator.end_training()
+    ctx.close(losses[1], losses[0], "losses of a compiled model", 0.05 * losses[0][0])
