@@ -217,13 +217,13 @@ def test_one_that_hangs_costs_seconds_and_is_told_with_where_each_rank_stood(
 ) -> None:
     _, found, _ = said["hanging"]
     assert (found["clip_norm"]["state"], found["schedule"]["state"]) == ("failed", "passed")
-    assert found["clip_norm"]["seconds"] < 8.0  # more than two, as it is looked at each second
+    assert found["clip_norm"]["seconds"] < 15.0  # of two, by a machine at leisure
     error = found["clip_norm"]["error"]
     assert "it did not end: its processes did nothing for 2 s" in error
     for rank in range(2):
-        assert f"rank {rank} stood in answer_of_the_fabric (dummy_hanging.py:" in error
-    assert error.count(", called by clip_grad (dummy_hanging.py:") == 2
-    assert "called by clip_norm (stepping.py:" in error
+        assert f"rank {rank} stood in answer_of_the_fabric (dummy_hanging/__init__.py:" in error
+    assert error.count(", called by clip_grad (dummy_hanging/__init__.py:") == 2
+    assert "called by clip_norm (suites/stepping.py:" in error
     assert "hooks to look at: clip_grad" in error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -33,14 +32,14 @@ from accelerate_testing.processes import (
     run_command,
 )
 from accelerate_testing.results import Result
-from accelerate_testing.standing import frames_of, told
+from accelerate_testing.standing import TELL, frames_of, stood_file, told
 
 _LAUNCHES = 6  # after so many that were lost, the rest is not run
 _HANGS = 3  # after so many that hung, too
 _START_UP = 60.0  # seconds until the first check runs: imports, on a machine with other work
 #: As much of one core and less per rank is no work: who waits for the others looks for their files.
 _IDLE = 0.03
-_DUMP = 0.5  # seconds in which a process that is taken down writes where it stood
+_DUMP = 5.0  # seconds in which a process writes where it stands
 
 
 def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
@@ -282,15 +281,24 @@ class _Session:
                 self._add(_joined(name, lines), meant.split())
 
     def _watch(self, names: Sequence[str], ranks: int) -> bool:
-        """Collect what is there; take down a check that hangs, so that its ranks tell where they stand."""
+        """Collect what is there; let the ranks of a check that hangs tell where they stand."""
         self._collect(names, ranks)
         self.stuck = self._hangs()
         if self.stuck and self.pids:
             for pid in self.pids:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGABRT)
-            time.sleep(_DUMP)
+                    os.kill(pid, TELL)
+            until = time.monotonic() + _DUMP
+            while not self._dumped() and time.monotonic() < until:
+                time.sleep(0.1)
         return bool(self.stuck)
+
+    def _dumped(self) -> bool:
+        """Whether all ranks have told where they stand."""
+        paths = [stood_file(self.folder, rank) for rank in range(len(self.pids))]
+        return all(
+            path.exists() and "run_check" in path.read_text(errors="replace") for path in paths
+        )
 
     def _hangs(self) -> str:
         """Return how it is seen that the check does not end, "" as long as it may."""

@@ -22,7 +22,7 @@ from accelerate_core.contract.hooks import HOOKS
 from accelerate_testing.checks import checks_of, own_classes
 from accelerate_testing.context import CheckContext
 from accelerate_testing.results import Skip
-from accelerate_testing.standing import stood_file
+from accelerate_testing.standing import TELL, stood_file
 
 #: The exit status of ranks that gave up on one another.
 LOST = 75
@@ -34,14 +34,8 @@ def main(task_file: str) -> None:
     kind, name, folder, timeout = task["kind"], task["name"], Path(task["folder"]), task["timeout"]
     known, prelude = checks_of(kind), task["prelude"]
     ranks = Ranks(folder, timeout)
-    with suppress(ImportError):  # no core file of what is taken down
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     stood = stood_file(folder, ranks.rank).open("w", encoding="utf-8")
-    faulthandler.enable(
-        stood
-    )  # where it stands when it is taken down, as all are whose check hangs
+    faulthandler.register(TELL, stood)
     ctx = CheckContext(kind, name, name, folder, timeout, task["options"])
     for name in task["checks"]:
         made = known[name]

@@ -33,8 +33,8 @@ from accelerate_testing.training import (
     sgd,
 )
 
-#: Steps in which ranks meet that meet in each, and in which those have to that meet now and then.
-_MEET_SOON, _MEET = 4, 256
+#: Steps in which ranks have to meet: those of an exact backend in the first few.
+_MEET = (4, 16, 256)
 
 
 @check("backend", hooks=f"prepare_model {STEP}")
@@ -75,8 +75,7 @@ def _reaches_others(ctx: CheckContext) -> int:
 
     First on the last rank, then on the main one: what goes one way only is seen by one of them.
     """
-    steps = [_MEET_SOON, _MEET] if not ctx.supports.get("exact", True) else [_MEET_SOON]
-    for count in steps:
+    for count in _MEET[:1] if ctx.supports.get("exact", True) else _MEET:
         unheard, latest = _heard(ctx, count)
         if not unheard:
             return latest
