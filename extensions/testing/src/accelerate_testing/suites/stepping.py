@@ -238,9 +238,9 @@ def counted_items(ctx: CheckContext) -> str:
     def lengths(rank: int) -> list[int]:
         return [BATCH - rank % 2, 1 + rank % 2]
 
-    _count(trainer, [(x[:n], y[:n]) for (x, y), n in zip(mine, lengths(index), strict=True)])
     if not trainer.exact:
         return _cut_otherwise(trainer, mine)
+    _count(trainer, [(x[:n], y[:n]) for (x, y), n in zip(mine, lengths(index), strict=True)])
     expected = Net(0)
     plain = sgd(expected.parameters())
     parts = [
@@ -264,18 +264,17 @@ def _count(trainer: Trainer, batches: Sequence[Batch]) -> None:
 
 def _cut_otherwise(trainer: Trainer, mine: Sequence[Batch]) -> str:
     """How items are cut into micro-batches makes no difference, also to one that is not exact."""
+    if not _reduces_sums(trainer):
+        trainer.ctx.skip("it is not exact, and reduces the gradients of each micro-batch")
     ctx, seen = trainer.ctx, []
-    (x, y), (one_x, one_y) = mine
-    xs, ys = torch.cat([x, one_x]), torch.cat([y, one_y])
-    compared = _reduces_sums(trainer)
+    xs, ys = (torch.cat(parts) for parts in zip(*mine, strict=True))
     for first in (BATCH, 1):
         ctx.end()
         trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
         _count(trainer, [(xs[:first], ys[:first]), (xs[first:], ys[first:])])
         seen.append(trainer.weights())
-    if compared:
-        what = f"weights after {BATCH} and {BATCH} items, and after 1 and {2 * BATCH - 1}"
-        ctx.close(*seen, what)
+    what = f"weights after {BATCH} and {BATCH} items, and after 1 and {2 * BATCH - 1}"
+    ctx.close(seen[0], seen[1], what)
     return "not exact: the same items, cut in two ways"
 
 
