@@ -55,6 +55,12 @@ STAINING = """
     def on_end(self, accelerator):
         os.environ["STAINED"] = "1"
 """
+HANGING = """
+    def clip_grad(self, accelerator, parameters):
+        answer_of_the_fabric()
+def answer_of_the_fabric():
+    time.sleep(543)
+"""
 FORGETTING = """
 from accelerate_tracking import GeneralTracker
 class Plugin(GeneralTracker):
@@ -102,6 +108,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(root, "noisy", above="print('one more backend')\n")
     write(root, "staining", above="import os\n", extra=STAINING)
     write(root, "leaving", above="import subprocess\n", extra=LEAVING)
+    write(root, "hanging", above="import time\n", extra=HANGING)
     dummies.distribution(root, "void", FORGETTING, {"trackers": {"void": "Plugin"}}, "4.2")
     metadata = root / "dummy_void-4.2.dist-info" / "METADATA"
     metadata.write_text(metadata.read_text() + "Requires-Dist: accelerate-core\n")
@@ -123,6 +130,7 @@ ON_RANKS = {
     "lopsided": ("hooks", "training"),
     "amnesiac": ("hooks", "resume"),
     "leaving": ("hooks", "error_on_one_rank"),
+    "hanging": ("hooks", "clip_norm", "schedule"),
     # What it leaves is there since the first check: the second must not take it for given.
     "staining": ("hooks", "learning", "once_more"),
 }
@@ -201,6 +209,21 @@ def test_on_ranks_it_is_caught_by_the_check_meant_for_it(
     assert found[caught_by]["state"] == "failed"
     assert f"backend {name} (dummy-{name} 4.2)" in found[caught_by]["error"]
     assert words in found[caught_by]["error"]
+
+
+@pytest.mark.dist
+def test_one_that_hangs_costs_seconds_and_is_told_with_where_each_rank_stood(
+    said: dict[str, Any],
+) -> None:
+    _, found, _ = said["hanging"]
+    assert (found["clip_norm"]["state"], found["schedule"]["state"]) == ("failed", "passed")
+    error = found["clip_norm"]["error"]
+    assert "it did not end: its processes did nothing for 2 s" in error
+    for rank in range(2):
+        assert f"rank {rank} stood in answer_of_the_fabric (dummy_hanging/__init__.py:" in error
+    assert error.count(", called by clip_grad (dummy_hanging/__init__.py:") == 2
+    assert "called by clip_norm (suites/stepping.py:" in error
+    assert "hooks to look at: clip_grad" in error
 
 
 @pytest.mark.dist

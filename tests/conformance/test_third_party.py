@@ -116,7 +116,10 @@ def test_diloco_passes_the_suite(site: Path) -> None:
     failed = [one for one in made["checks"] if one["state"] == "failed"]
     assert failed == []
     skipped = {one["name"] for one in made["checks"] if one["state"] == "skipped"}
-    assert {"training", "clip_norm", "join"} <= skipped
+    assert skipped == {
+        "gradients_meet",
+        "join",
+    }  # all else holds where a step is not one of one process, too
     assert not {"resume", "kill", "no_sync", "learning", "several_models"} & skipped
 
 

@@ -105,6 +105,42 @@ class ReseedsAtEachModel(GridPrecision):
         return super().convert(model)
 
 
+@caught_by("precision", "randomness")
+class ReseedsAtTheStart(GridPrecision):
+    def on_start(self, accelerator):
+        torch.manual_seed(0)
+
+
+@caught_by("precision", "names_stay")
+class MakesFloat32OfModels(GridPrecision):
+    def convert(self, model):
+        return super().convert(model).float()
+
+
+@caught_by("precision", "save_and_load")
+class SavesTheFirstModelOnly(GridPrecision):
+    """Shrinks each model more with every step, and saves how far it was with one of them."""
+
+    def __init__(self, settings=None):
+        super().__init__(settings)
+        self.ages = {}
+
+    def on_step_end(self, accelerator, optimizer):
+        first = optimizer.param_groups[0]["params"][0]
+        which = [one.param_groups[0]["params"][0] is first for one in accelerator.optimizers].index(
+            True
+        )
+        self.ages[which] = self.ages.get(which, 0) + 1
+        shrink(optimizer, 1.0 - 0.01 * self.ages[which])
+
+    def on_save(self, accelerator, directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "age.json").write_text(json.dumps(self.ages.get(0, 0)))
+
+    def on_load(self, accelerator, directory):
+        self.ages = {0: json.loads((directory / "age.json").read_text())}
+
+
 @caught_by("precision", "two_processes")
 class RanksDriftApart(GridPrecision):
     def on_step_end(self, accelerator, optimizer):

@@ -110,7 +110,7 @@ def test_the_blame_names_hooks_of_the_kind() -> None:
         def on_end(self, accelerator): ...
 
     assert about("once_more", Plugin, "extension") == "hooks to look at: on_end"
-    assert about("settings", Plugin, "extension") == "its hooks: on_end"
+    assert about("settings", Plugin, "extension") == ""
     assert about("one_process", object, "precision") == ""
     assert about("ranks", Plugin, "launcher") == ""
 

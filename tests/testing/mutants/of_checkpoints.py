@@ -78,7 +78,10 @@ class WithMeans(Sound):
         self.means = torch.load(directory / "means.pt", weights_only=True)
 
 
-@passes("save_later", "two_at_once", "resume", "learning")
+@passes(
+    "save_later", "two_at_once", "resume", "learning", "training", "accumulation", "small_gradients",
+    "clip_norm", "counted_items", "another_size", "overflow",
+)  # fmt: skip
 class KeepsItsMeans(WithMeans):
     pass
 
@@ -117,6 +120,28 @@ class OwnStateIsNotSaved(Sound):
             if p.grad is not None:
                 p.grad = self._mean[index] = 0.5 * (self._mean.get(index, 0.0) + p.grad)
         return super().optimizer_step(accelerator, optimizer, closure)
+
+
+@caught_by("another_size")
+class EachRankKeepsAPart(Sound):
+    """Spreads the optimizer's state over files of the ranks, and reads those of the ranks there are."""
+
+    def optimizer_state(self, accelerator, optimizer):
+        return {**super().optimizer_state(accelerator, optimizer), "state": {}}
+
+    def save_state(self, accelerator, directory, options, later):
+        rank, count = accelerator.process_index, accelerator.num_processes
+        state = accelerator.optimizers[0].optimizer.state_dict()["state"]
+        directory.mkdir(parents=True, exist_ok=True)
+        part = {index: held for index, held in state.items() if index % count == rank}
+        torch.save(part, directory / f"rank{rank}.pt")
+
+    def load_state(self, accelerator, directory, options):
+        optimizer, state = accelerator.optimizers[0].optimizer, {}
+        for rank in range(accelerator.num_processes):
+            if (directory / f"rank{rank}.pt").exists():
+                state |= torch.load(directory / f"rank{rank}.pt", weights_only=True)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 @caught_by("save_fails")

@@ -23,6 +23,19 @@ class SeedsEverythingAgain(Sound):
         return super().prepare_model(accelerator, model, evaluation_mode)
 
 
+@caught_by("randomness")
+class SeedsAtTheStart(Sound):
+    def on_start(self, accelerator):
+        torch.manual_seed(0)
+
+
+@caught_by("randomness")
+class SeedsWhatWasSeeded(Sound):
+    def prepare_model(self, accelerator, model, evaluation_mode):
+        torch.manual_seed(torch.initial_seed())
+        return super().prepare_model(accelerator, model, evaluation_mode)
+
+
 @caught_by("same_start")
 class RanksStartApart(Sound):
     def prepare_model(self, accelerator, model, evaluation_mode):
@@ -92,6 +105,13 @@ class ClipsFourTensors(Sound):
 class LoadsTheFirstModelOnly(Sound):
     def load_model_state(self, accelerator, model, state, strict):
         if model is accelerator.models[0]:
+            super().load_model_state(accelerator, model, state, strict)
+
+
+@caught_by("several_models")
+class LoadsWhatIsTrainedOnly(Sound):
+    def load_model_state(self, accelerator, model, state, strict):
+        if any(parameter.requires_grad for parameter in model.parameters()):
             super().load_model_state(accelerator, model, state, strict)
 
 

@@ -84,14 +84,6 @@ class TheLastOfAnOddEpochStaysApart(Sound):
             super()._average(accelerator, model)
 
 
-@caught_by("learning")
-class RanksNeverMeet(Sound):
-    supports = {**Sound.supports, "exact": False}
-
-    def _average(self, accelerator, model):
-        return None
-
-
 @caught_by("branches")
 class GradientsOfDifferentParametersMixed(Sound):
     def _average(self, accelerator, model):

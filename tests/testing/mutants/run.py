@@ -1,6 +1,7 @@
 """A sound backend, damaged in one place at a time: each with the check that is to notice.
 
-Run on two ranks: `run.py FOLDER [MUTANT...]`; a rank reports `{mutant: [check, state, error]}`.
+Run on two ranks: `run.py FOLDER [MUTANT...]`; a rank reports
+`{mutant: [check, state, error, blame, hooks that are damaged]}`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import of_checkpoints
 import of_endings
+import of_loose
 import of_models
 import of_optimizers
 import of_precisions
@@ -18,11 +20,26 @@ import of_ranks
 import of_steps
 from registry import MUTANTS
 
+from accelerate_core.contract.hooks import HOOKS
 from accelerate_testing import CheckContext, checks_of, write_result
+from accelerate_testing.checks import about, missing_capability
 from accelerate_testing.worker import Ranks, run_check
 
-__all__ = ["of_checkpoints", "of_endings", "of_models", "of_optimizers", "of_precisions",
-           "of_ranks", "of_steps"]  # fmt: skip
+__all__ = [
+    "of_checkpoints",
+    "of_endings",
+    "of_loose",
+    "of_models",
+    "of_optimizers",
+    "of_precisions",
+    "of_ranks",
+    "of_steps",
+]
+
+
+def damaged(cls: type) -> list[str]:
+    its = [one for one in cls.__mro__ if one.__module__.startswith("of_")]
+    return [hook for one in its for hook in vars(one) if hook in HOOKS]
 
 
 def main() -> None:
@@ -33,15 +50,18 @@ def main() -> None:
         cls, check = MUTANTS[name]
         here = folder / f"of_{name}"
         here.mkdir(exist_ok=True)
-        found[name] = [check, "began", ""]
+        found[name] = [check, "began", "", "", []]
         write_result(found)
         ctx = CheckContext("backend", "sound", cls, here, timeout=4.0)
         ranks = Ranks(here, 4.0)
         line = run_check(known[check].function, ctx)
+        if missing_capability(known[check], cls.supports, cls.owns):
+            line["state"] = "skipped"  # as it would be
         ranks.say(check, line)
         if not ranks.all_well(check):
             ctx.abandon()
-        found[name] = [check, line["state"], line["error"]]
+        blame = about(check, cls, meant=line["hooks"].split())
+        found[name] = [check, line["state"], line["error"], blame, damaged(cls)]
         write_result(found)
 
 

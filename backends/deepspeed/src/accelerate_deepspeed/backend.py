@@ -33,7 +33,14 @@ from accelerate_deepspeed.engines import (
     agree_on_scale,
 )
 from accelerate_deepspeed.optimizers import DummyOptim, DummyScheduler
-from accelerate_deepspeed.prepare import Job, assign, make_engine, micro_batch, trains_something
+from accelerate_deepspeed.prepare import (
+    Job,
+    assign,
+    check_storage,
+    make_engine,
+    micro_batch,
+    trains_something,
+)
 from accelerate_deepspeed.sequence import TransformersUlysses
 from accelerate_deepspeed.settings import (
     DeepSpeedPlugin,
@@ -289,6 +296,7 @@ class DeepSpeedBackend(Backend):
             if self._ulysses is not None:
                 config = self.plugin.hf_ds_config
                 groups = self._ulysses.register(job.model.value, config, sizes.micro_batch)
+            check_storage(job.model.value)
             engine = make_engine(accelerator, self._deepspeed, self.plugin, job, sizes, groups)
             if accelerator.dynamo_plugin.enabled:
                 _compile(engine, accelerator.dynamo_plugin)

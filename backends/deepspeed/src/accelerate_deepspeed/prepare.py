@@ -109,6 +109,21 @@ def trains_something(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
+def check_storage(model: nn.Module) -> None:
+    """Refuse parameters that DeepSpeed cannot broadcast, which it does byte by byte.
+
+    Raises:
+        PrepareError: one is not contiguous, such as the kernels of a model in channels_last.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_contiguous():
+            raise PrepareError(
+                f"{name!r} of {type(model).__name__} is not contiguous (channels_last?), and DeepSpeed takes "
+                "contiguous parameters only: use model.to(memory_format=torch.contiguous_format), or "
+                "the backend ddp."
+            )
+
+
 def make_engine(
     accelerator: AcceleratorView,
     deepspeed: Any,

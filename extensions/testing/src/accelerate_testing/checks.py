@@ -155,17 +155,33 @@ def own_hooks(plugin: Any) -> list[str]:
     return [hook for hook in HOOKS if any(hook in vars(cls) for cls in own_classes(plugin))]
 
 
-def about(name: str, plugin: Any, kind: str = "backend") -> str:
-    """Return which of a plugin's hooks a failed check is about, or else all it has."""
+def about(name: str, plugin: Any, kind: str = "backend", meant: Iterable[str] = ()) -> str:
+    """Return which of a plugin's hooks to look at where a check has failed.
+
+    Args:
+        meant: names seen in the failure: hooks of the plugin among them are the ones, the first the
+            most likely. Else they are those that the check is about.
+    """
     if kind in ("tracker", "launcher", "checkpointer", "loaders"):
         return ""
-    mine = own_hooks(plugin)
-    could = [
-        hook for hook in checks_of(kind)[name].hooks.split() if kind == "backend" or hook in mine
-    ]
-    if meant := [hook for hook in could if hook in mine]:
-        return f"hooks to look at: {', '.join(meant)}"
+    mine, could, classes = (
+        own_hooks(plugin),
+        checks_of(kind)[name].hooks.split(),
+        own_classes(plugin),
+    )
+    own_package = plugin.__module__.partition(".")[0]
+    # One that is built on another plugin: what it changes comes first.
+    for here in (
+        [cls for cls in classes if cls.__module__.partition(".")[0] == own_package],
+        classes,
+    ):
+        own = {method for cls in here for method in vars(cls)}
+        seen = [hook for hook in dict.fromkeys(meant) if hook in own and hook in {*HOOKS, *could}]
+        if found := seen or [hook for hook in could if hook in own]:
+            return f"hooks to look at: {', '.join(found)}"
+    if not could:  # its metadata, its settings: no matter of hooks
+        return ""
     parts = [f"its hooks: {', '.join(mine)}"] if mine else []
-    if could:
+    if kind == "backend":
         parts.append(f"the check is about {', '.join(could)}, which it leaves to the core")
     return "; ".join(parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,9 @@ from accelerate_testing.results import Skip
 
 if TYPE_CHECKING:
     from accelerate_core.accelerator import Accelerator
+
+#: Variables by which a launcher tells a process of the others.
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 @dataclass(eq=False)
@@ -39,6 +43,8 @@ class CheckContext:
     timeout: float = 20.0
     options: Mapping[str, Any] = field(default_factory=dict)
     made: list[Accelerator] = field(default_factory=list)
+    #: Hooks that a failure is about from here on, where a check can say it better than its `hooks`.
+    hooks: str = ""
 
     rank: int = int(os.environ.get("RANK", "0"))
     size: int = int(os.environ.get("WORLD_SIZE", "1"))
@@ -123,6 +129,19 @@ class CheckContext:
         gc.collect()
         _destroy_group()
 
+    @contextmanager
+    def each_alone(self) -> Iterator[None]:
+        """Let each rank be one process of its own in the block; what it makes there ends with it."""
+        self.end()
+        size, self.size = self.size, 1
+        kept = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(_OF_RANKS)}
+        try:
+            yield
+            self.end()
+        finally:
+            self.size = size
+            os.environ.update(kept)
+
     def scratch(self, name: str) -> Path:
         """Return a path in the folder all ranks share."""
         return self.folder / name
@@ -140,7 +159,7 @@ class CheckContext:
         import torch
 
         for where, *both in leaves(got, expected, what):
-            one, other = (torch.as_tensor(value).float().cpu() for value in both)
+            one, other = (torch.as_tensor(value).cpu().double() for value in both)
             shapes = f"shape {list(one.shape)} instead of {list(other.shape)}"
             assert one.shape == other.shape, f"{where}: {shapes}"
             error = float((one - other).abs().max()) if one.numel() else 0.0

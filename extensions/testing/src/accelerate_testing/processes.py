@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,17 +123,16 @@ def run_command(
             stderr=err,
             start_new_session=True,
         )
-        began = time.monotonic()
+        began, over = time.monotonic(), False
         try:
             while process.poll() is None and time.monotonic() < began + timeout:
-                if meanwhile() is True:
+                if over := meanwhile() is True:
                     break
                 time.sleep(0.05)
-            timed_out = process.poll() is None
+            timed_out = over or process.poll() is None
             seconds = time.monotonic() - began
         finally:
             left = _end(process, mark)
-        meanwhile()
         for file in (out, err):
             file.seek(0)
         return CompletedRun(
@@ -176,6 +175,18 @@ def _marked(mark: str) -> list[psutil.Process]:
         if mark in (one.info["environ"] or {}).get(_MARK, "")
         and one.info["status"] != psutil.STATUS_ZOMBIE
     ]
+
+
+def processor_seconds(pids: Iterable[int]) -> float:
+    """Return what these processes, and those they started, have used of the processor."""
+    used = 0.0
+    for pid in pids:
+        with suppress(psutil.Error):
+            one = psutil.Process(pid)
+            for each in (one, *one.children(recursive=True)):
+                with suppress(psutil.Error):
+                    used += sum(each.cpu_times()[:4])
+    return used
 
 
 def free_port() -> int:

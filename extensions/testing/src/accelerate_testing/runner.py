@@ -8,7 +8,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,22 @@ from accelerate_testing.checks import (
     checks_of,
     missing_capability,
 )
-from accelerate_testing.processes import CompletedRun, clean_environment, free_port, run_command
+from accelerate_testing.processes import (
+    CompletedRun,
+    clean_environment,
+    free_port,
+    processor_seconds,
+    run_command,
+)
 from accelerate_testing.results import Result
+from accelerate_testing.standing import TELL, frames_of, stood_file, told
 
 _LAUNCHES = 6  # after so many that were lost, the rest is not run
-_HANGS = 2  # after so many that did not end by themselves, too: each costs all its time
+_HANGS = 3  # after so many that hung, too
 _START_UP = 60.0  # seconds until the first check runs: imports, on a machine with other work
+#: As much of one core and less per rank is no work: who waits for the others looks for their files.
+_IDLE = 0.03
+_DUMP = 5.0  # seconds in which a process writes where it stands
 
 
 def choose_plugin(name: str, kind: str | None = None) -> PluginRecord:
@@ -127,8 +139,15 @@ class _Session:
     #: The check that runs now, and since when.
     now: str = ""
     since: float = 0.0
-    #: Launches that did not end by themselves.
+    #: The ranks' processes; when they were last seen at work, when that was looked at, and what they
+    #: had used of the processor by then.
+    pids: list[int] = field(default_factory=list)
+    active: float = 0.0
+    looked: float = 0.0
+    used: float = 0.0
+    #: Launches that were ended since a check hung, and what is said of the last.
     hung: int = 0
+    stuck: str = ""
 
     def run(self, chosen: Sequence[Check]) -> list[Result]:
         alone = [made.name for made in chosen if made.alone]
@@ -203,9 +222,11 @@ class _Session:
     def _start(
         self, names: Sequence[str], ranks: int, *, dying: str = "", collect: bool = True
     ) -> CompletedRun:
-        for path in [*self.folder.glob("*.json"), self.folder / "now"]:
-            path.unlink(missing_ok=True)
-        self.now, self.since = "", time.monotonic() + _START_UP
+        for pattern in ("*.json", "now.*", "stood.*"):
+            for path in self.folder.glob(pattern):
+                path.unlink()
+        self.now, self.pids, self.stuck = "", [], ""
+        self.since = self.active = time.monotonic() + _START_UP
         task = {
             "kind": self.kind, "name": self.name, "checks": list(names), "dying": dying,
             "folder": str(self.folder), "timeout": self.timeout, "options": self.options,
@@ -223,29 +244,77 @@ class _Session:
         watched = names if collect else ()
         # A backend may start a group for one process, too: not at the port everybody uses.
         environ = {**self.environ, "MASTER_PORT": str(free_port())} if ranks == 1 else self.environ
-        return run_command(command, environ, limit, meanwhile=lambda: self._watch(watched, ranks))
+        watch = partial(self._watch, watched, ranks)
+        run = run_command(command, environ, limit, meanwhile=watch)
+        self._collect(watched, ranks)
+        return run
 
     @property
     def _patience(self) -> float:
         """Seconds a check may take: a collective in it waits, and says so, before it is over.
 
-        More where other work takes the cores.
+        More where other work takes the cores, and where the check itself times what it starts.
         """
+        own = 2 if self.kind == "launcher" else 1
         busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-        return (2 * self.timeout + 10) * max(1.0, busy / (os.cpu_count() or 1))
+        return (own * self.timeout + 10) * max(1.0, busy / (os.cpu_count() or 1))
 
-    def _watch(self, names: Sequence[str], ranks: int) -> bool:
-        """Collect what is there; tell whether the check that runs takes too long."""
-        now = self.folder / "now"
-        said = now.read_text(encoding="utf-8") if now.exists() else ""
-        if said and said != self.now:
-            self.now, self.since = said, time.monotonic()
-            self.on_begin(said)
+    def _collect(self, names: Sequence[str], ranks: int) -> None:
+        """Take what the ranks have told: which check runs, and what became of those before it."""
+        paths = [self.folder / f"now.{rank}" for rank in range(ranks)]
+        begun = [
+            path.read_text(encoding="utf-8").split() if path.exists() else [] for path in paths
+        ]
+        # It is timed from when all of them have begun it.
+        if all(one[2:] for one in begun) and {one[0] for one in begun} == {begun[0][0]} != {
+            self.now
+        }:
+            self.now, self.since = begun[0][0], time.monotonic()
+            self.pids, self.active = [int(one[1]) for one in begun], self.since
+            self.looked, self.used = self.since, processor_seconds(self.pids)
+            self.on_begin(self.now)
         for name in self._left(names):
             paths = [self.folder / f"{name}.{rank}.json" for rank in range(ranks)]
             if all(path.exists() for path in paths):
-                self._add(_joined(name, [json.loads(path.read_text()) for path in paths]))
-        return time.monotonic() - self.since > self._patience
+                lines = [json.loads(path.read_text()) for path in paths]
+                meant = next((line["hooks"] for line in lines if line["hooks"]), "")
+                self._add(_joined(name, lines), meant.split())
+
+    def _watch(self, names: Sequence[str], ranks: int) -> bool:
+        """Collect what is there; let the ranks of a check that hangs tell where they stand."""
+        self._collect(names, ranks)
+        self.stuck = self._hangs()
+        if self.stuck and self.pids:
+            for pid in self.pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, TELL)
+            until = time.monotonic() + _DUMP
+            while not self._dumped() and time.monotonic() < until:
+                time.sleep(0.1)
+        return bool(self.stuck)
+
+    def _dumped(self) -> bool:
+        """Whether all ranks have told where they stand."""
+        paths = [stood_file(self.folder, rank) for rank in range(len(self.pids))]
+        return all(
+            path.exists() and "run_check" in path.read_text(errors="replace") for path in paths
+        )
+
+    def _hangs(self) -> str:
+        """Return how it is seen that the check does not end, "" as long as it may."""
+        now = time.monotonic()
+        if self.pids and now - self.looked >= 1.0:
+            used = processor_seconds(self.pids)
+            if abs(used - self.used) > _IDLE * len(self.pids) * (now - self.looked):
+                self.active = now
+            self.looked, self.used = now, used
+        # Where a rank has failed the others may wait for it in a collective, which says so in the end.
+        alone = not any(self.folder.glob(f"{self.now}.*.json"))
+        if self.pids and alone and self.kind != "launcher" and now - self.active > self.timeout / 2:
+            return f"its processes did nothing for {self.timeout / 2:g} s"
+        if now - self.since > self._patience:
+            return f"it has taken {now - self.since:.0f} s"
+        return ""
 
     def _lost(self, name: str, run: CompletedRun) -> None:
         """Give a check the blame that took its processes down, or that one rank never ended."""
@@ -254,24 +323,38 @@ class _Session:
             if error := json.loads(path.read_text())["error"]:
                 said.append(f"rank {path.suffixes[0][1:]}: {error}")
         self.hung += run.timed_out
-        gone = "it did not end" if run.timed_out else f"the processes ended with {run.returncode}"
-        self._add(Result(name, "failed", "", "\n".join([*said, gone]), run.story))
+        frames = [
+            frames_of(path.read_text(errors="replace"))
+            for path in sorted(self.folder.glob("stood.*"))
+        ]
+        said += [f"rank {rank} stood in {told(its)}" for rank, its in enumerate(frames) if its]
+        gone = f"the processes ended with {run.returncode}"
+        if run.timed_out:
+            gone = f"it did not end: {self.stuck or f'after {run.seconds:.0f} s it was not over'}"
+        seconds = max(0.0, time.monotonic() - self.since)
+        result = Result(name, "failed", "", "\n".join([gone, *said]), run.story, seconds)
+        self._add(result, [function for its in frames for _, _, function in its])
 
     def _not_run(self, names: Iterable[str]) -> None:
         for name in self._left(names):
             self._add(Result(name, "skipped", "not run: too many processes were lost before"))
 
-    def _add(self, result: Result) -> None:
+    def _add(self, result: Result, meant: Sequence[str] = ()) -> None:
+        """Keep and tell a result; a failure with whose it is.
+
+        Args:
+            meant: hooks it is seen to be about, among other names.
+        """
         if result.state == "failed":
-            result.error = f"{result.error}\n{self._blamed(result.name)}"
+            result.error = f"{result.error}\n{self._blamed(result.name, meant)}"
         self.results[result.name] = result
         self.on_result(result)
 
-    def _blamed(self, name: str) -> str:
-        """Return whose failure it is, and which of its hooks the check is about."""
+    def _blamed(self, name: str, meant: Sequence[str]) -> str:
+        """Return whose failure it is, and which of its hooks to look at."""
         record = find(self.kind, self.name, because="the conformance suite")
         try:
-            hooks = about(name, record.load(), self.kind)
+            hooks = about(name, record.load(), self.kind, meant)
         except AccelerateError:
             hooks = ""
         return f"{self.kind} {record.label}{f'; {hooks}' if hooks else ''}"

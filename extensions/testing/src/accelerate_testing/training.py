@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -23,8 +24,8 @@ from accelerate_testing.context import CheckContext
 #: Samples in the batch of one rank.
 BATCH = 4
 RATE, MOMENTUM = 0.03, 0.9
-#: Seconds a thread is held back at most.
-_HELD = 20.0
+#: Seconds a thread is held back at most: less than what a check may do nothing.
+_HELD = 5.0
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -95,12 +96,20 @@ def plain_training(
     return losses, dict(model.state_dict()), norms
 
 
-def seed(number: int) -> None:
-    """Seed the generators a script draws from."""
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's part of each gradient there is."""
+    grads: list[Any] = [p.grad for p in parameters if p.grad is not None]
+    return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+
+
+def seed(number: int, drawn: int = 0) -> None:
+    """Seed the generators a script draws from, and draw so many numbers of each."""
     random.seed(number)
     torch.manual_seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number)
+    for _ in range(drawn):
+        draw("")
 
 
 def draw(after: str) -> dict[str, float]:
@@ -152,17 +161,17 @@ class Trainer:
         """Whether the backend trains as one process would on the batches of all ranks."""
         return bool(self.accelerator.backend.supports.get("exact", True))
 
-    def batches(self, count: int) -> tuple[list[Batch], list[Batch]]:
-        """Return this rank's batches, and the whole ones of all ranks together."""
+    def batches(self, count: int, *sizes: int) -> tuple[list[Batch], list[Batch]]:
+        """Return this rank's batches, of so many samples in turn, and the whole ones of all ranks."""
         accelerator = self.accelerator
         index, parts = accelerator.hooks.data_shard(accelerator)
         generator = torch.Generator().manual_seed(5)
         mine, whole = [], []
-        for _ in range(count):
-            x = torch.randn(BATCH * parts, 6, generator=generator)
+        for _, size in zip(range(count), cycle(sizes or (BATCH,)), strict=False):
+            x = torch.randn(size * parts, 6, generator=generator)
             y = x.sum(1, keepdim=True) + 0.3
             whole.append((x, y))
-            part = slice(index * BATCH, (index + 1) * BATCH)
+            part = slice(index * size, (index + 1) * size)
             mine.append((x[part].to(accelerator.device), y[part].to(accelerator.device)))
         return mine, whole
 
@@ -194,6 +203,27 @@ class Trainer:
         self.ctx.close(losses, expected, "losses")
         self.ctx.close(self.weights(), weights, "weights")
         return losses, norms
+
+    def reference(
+        self, mine: list[Batch], whole: list[Batch], per_step: int = 1, per_epoch: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return the weights that training on these batches is to end with: those of `plain_training`.
+
+        A backend that is not exact is held against itself: the script makes one loss of the batches of
+        a step. This Accelerator ends first.
+        """
+        if self.exact:
+            return plain_training(whole, per_step=per_step, per_epoch=per_epoch)[1]
+        self.accelerator.end_training()
+        own, length = Trainer.begin(self.ctx), per_epoch or len(mine)
+        for first in range(0, len(mine), length):
+            epoch = mine[first : first + length]
+            for at in range(0, length, per_step):
+                xs, ys = zip(*epoch[at : at + per_step], strict=True)
+                outs = torch.split(own.model(torch.cat(xs)).float(), [len(x) for x in xs])
+                losses = [nn.functional.mse_loss(*both) for both in zip(outs, ys, strict=True)]
+                own.step(torch.stack(losses).sum() / per_step)
+        return own.weights()
 
     def step(self, loss: torch.Tensor, *metric: float) -> None:
         """Go back from a loss, and step; a scheduler may take a metric."""

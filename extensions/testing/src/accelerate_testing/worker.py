@@ -14,12 +14,15 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from accelerate_testing.checks import checks_of
+from accelerate_core.contract.hooks import HOOKS
+from accelerate_testing.checks import checks_of, own_classes
 from accelerate_testing.context import CheckContext
 from accelerate_testing.results import Skip
+from accelerate_testing.standing import TELL, stood_file
 
 #: The exit status of ranks that gave up on one another.
 LOST = 75
@@ -31,6 +34,8 @@ def main(task_file: str) -> None:
     kind, name, folder, timeout = task["kind"], task["name"], Path(task["folder"]), task["timeout"]
     known, prelude = checks_of(kind), task["prelude"]
     ranks = Ranks(folder, timeout)
+    stood = stood_file(folder, ranks.rank).open("w", encoding="utf-8")
+    faulthandler.register(TELL, stood)
     ctx = CheckContext(kind, name, name, folder, timeout, task["options"])
     for name in task["checks"]:
         made = known[name]
@@ -38,9 +43,7 @@ def main(task_file: str) -> None:
             importlib.import_module(prelude)
         function = made.before if task["dying"] == name else made.function
         ranks.begin(name)
-        faulthandler.dump_traceback_later(timeout * 2, exit=False)
         line = run_check(function, ctx)
-        faulthandler.cancel_dump_traceback_later()
         ranks.say(name, line)
         if made.judge and line["error"]:
             raise SystemExit(line["trace"])
@@ -50,8 +53,8 @@ def main(task_file: str) -> None:
 
 def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
     """Run one check on this rank; return its line."""
-    line: dict[str, Any] = {"state": "passed", "detail": "", "error": "", "trace": ""}
-    started = time.perf_counter()
+    line: dict[str, Any] = {"state": "passed", "detail": "", "error": "", "trace": "", "hooks": ""}
+    started, ctx.hooks = time.perf_counter(), ""
     try:
         line["detail"] = function(ctx) or ""
         ctx.end()
@@ -64,9 +67,22 @@ def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
         line["state"] = "failed"
         line["error"] = "\n".join([f"{said}{error}", *getattr(error, "__notes__", ())])
         line["trace"] = traceback.format_exc()
+        line["hooks"] = _raised_in(error, ctx) or ctx.hooks
         error.__traceback__ = None
     line["seconds"] = time.perf_counter() - started
     return line
+
+
+def _raised_in(error: BaseException, ctx: CheckContext) -> str:
+    """Return the hooks of the plugin that an exception came through, the innermost first."""
+    found, at, classes = [], error.__traceback__, []
+    with suppress(Exception):  # of a plugin that cannot be imported there are none
+        classes = own_classes(ctx.found)
+    while at is not None:
+        code, at = at.tb_frame.f_code, at.tb_next
+        its = [getattr(vars(cls).get(code.co_name), "__code__", None) for cls in classes]
+        found += [code.co_name] if code in its and code.co_name in HOOKS else []
+    return " ".join(dict.fromkeys(reversed(found)))
 
 
 class Ranks:
@@ -78,9 +94,9 @@ class Ranks:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
 
     def begin(self, name: str) -> None:
-        """Let the one who watches know what runs now."""
-        if self.rank == 0:
-            (self.folder / "now").write_text(name, encoding="utf-8")
+        """Let the one who watches know what this rank begins, and which process it is."""
+        path = self.folder / f"now.{self.rank}"
+        path.write_text(f"{name} {os.getpid()} .", encoding="utf-8")
 
     def say(self, name: str, line: dict[str, Any]) -> None:
         """Write this rank's line."""

@@ -64,8 +64,7 @@ def save_later(ctx: CheckContext) -> None:
     trainer.accelerator.wait_for_checkpoint()
     del trainer
     ctx.end()
-    trainer = Trainer.begin(ctx, adam, seed=5)
-    trainer.accelerator.load_state(path)
+    trainer = _loaded(ctx, path)
     trainer.train(mine[2:])
     ctx.close(trainer.weights(), expected, "weights four steps later", 1e-6)
 
@@ -127,6 +126,43 @@ def save_fails(ctx: CheckContext) -> None:
     trainer.train(trainer.batches(2)[0])
     accelerator.save_state(str(target))
     ctx.equal((target / MANIFEST).exists(), True, "the checkpoint has a manifest")
+
+
+def _loaded(ctx: CheckContext, path: str) -> Trainer:
+    """Load a checkpoint in new objects."""
+    trainer = Trainer.begin(ctx, adam, seed=5)
+    trainer.accelerator.load_state(path)
+    return trainer
+
+
+@check("backend", hooks=SAVE)
+def another_size(ctx: CheckContext) -> str:
+    """One process loads what several saved, they load what it saves, and both go on as those would have."""
+    trainer = Trainer.begin(ctx, adam)
+    mine, whole = trainer.batches(4)
+    device = trainer.accelerator.device
+    # Where each rank is somewhere else, one that was not there can be anywhere.
+    near, size = 1e-5 if trainer.exact else 1e3, ctx.size
+    trainer.train(mine[:2])
+    saved = trainer.weights()
+    path = trainer.accelerator.save_state(str(ctx.scratch("of_all")))
+    trainer.train(mine[2:])
+    after = trainer.weights()
+    del trainer
+    with ctx.each_alone():
+        trainer = _loaded(ctx, path)
+        what = f"in one process, of a checkpoint of {size} ranks"
+        ctx.close(trainer.weights(), saved, f"weights {what}", near)
+        path = trainer.accelerator.save_state(str(ctx.scratch(f"of_one_{ctx.rank}")))
+        trainer.train([(x.to(device), y.to(device)) for x, y in whole[2:]])
+        ctx.close(trainer.weights(), after, f"weights two steps later, {what}", near)
+        del trainer
+    trainer = _loaded(ctx, str(ctx.scratch("of_one_0")))
+    what = f"on {ctx.size} ranks, of a checkpoint of one process"
+    ctx.close(trainer.weights(), saved, f"weights {what}", near)
+    trainer.train(mine[2:])
+    ctx.close(trainer.weights(), after, f"weights two steps later, {what}", near)
+    return f"{ctx.size} and 1"
 
 
 def _die(ctx: CheckContext) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,28 +17,36 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate_core.backend.precision import BFloat16, Float16, Precision
 from accelerate_core.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate_core.contract.capabilities import lacking
-from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.errors import AccelerateError, ConfigurationError, listing
 from accelerate_testing.checks import STEP, check
 from accelerate_testing.context import CheckContext
 from accelerate_testing.counting import count_communication
 from accelerate_testing.training import (
     BATCH,
+    Batch,
     Net,
     Trainer,
+    local_gradients,
     loss_of,
     no_momentum,
     plain_training,
     sgd,
 )
 
-#: Steps in which ranks that meet now and then have to meet.
-_MEET = 256
+#: Steps in which ranks have to meet: those of an exact backend in the first few.
+_MEET = (4, 16, 256)
 
 
-@check("backend", needs="exact", hooks=f"prepare_model {STEP}")
+@check("backend", hooks=f"prepare_model {STEP}")
 def training(ctx: CheckContext) -> str:
     """Losses and weights of six steps are those of one process on the whole batches."""
     trainer = Trainer.begin(ctx)
+    if not trainer.exact:
+        _, whole = trainer.batches(6)
+        device = trainer.accelerator.device
+        trainer.train([(x[:BATCH].to(device), y[:BATCH].to(device)) for x, y in whole])
+        trainer.same_everywhere("the model, trained on the same samples on all ranks")
+        return "not exact: ranks that have the same samples stay together"
     losses, _ = trainer.train_as_plain(6)
     ctx.alike(trainer.accelerator, losses, "losses")
     trainer.same_everywhere("the trained model")
@@ -62,29 +71,49 @@ def learning(ctx: CheckContext) -> str:
 
 
 def _reaches_others(ctx: CheckContext) -> int:
-    """Train twice, with other targets on the last rank; return the step this shows in on the first."""
-    seen = []
-    for shift in (0.0, 5.0):
-        trainer = Trainer.begin(ctx)
-        accelerator = trainer.accelerator
-        ((x, y),), _ = trainer.batches(1)
-        if accelerator.process_index == ctx.size - 1:
-            y = y + shift
-        told = []
-        for _ in range(4 if trainer.exact else _MEET):
-            trainer.step(loss_of(trainer.model, (x, y)))
-            with torch.no_grad():
-                probe = torch.ones(1, 6, device=accelerator.device)
-                told.append(trainer.model(probe).float().cpu())
-        seen.append(accelerator.communicator.gather_object(told)[0])
-        accelerator.end_training()
-    for step, (one, other) in enumerate(zip(*seen, strict=True), 1):
-        if not torch.equal(one, other):
-            return step
+    """Train, and again with other targets on one rank; return the step in which all others show it.
+
+    First on the last rank, then on the main one: what goes one way only is seen by one of them.
+    """
+    for count in _MEET[:1] if ctx.supports.get("exact", True) else _MEET:
+        unheard, latest = _heard(ctx, count)
+        if not unheard:
+            return latest
     raise AssertionError(
-        f"after {len(seen[0])} steps rank 0 is what it was, whatever rank {ctx.size - 1} learned: the "
-        "ranks train apart (where they meet less often, let the settings say so for the checks)"
+        f"after {count} steps {unheard}: the ranks train apart (where they meet less often, let the "
+        "settings say so for the checks)"
     )
+
+
+def _heard(ctx: CheckContext, count: int) -> tuple[str, int]:
+    """Return who hears nothing of whom in so many steps, and the step in which the last has heard."""
+    usual, latest = _outputs(ctx, count, -1), 0
+    for rank in (ctx.size - 1, 0):
+        disturbed = _outputs(ctx, count, rank)
+        for other in {*range(ctx.size)} - {rank}:
+            both = zip(usual[other], disturbed[other], strict=True)
+            heard = [step for step, (one, its) in enumerate(both, 1) if not torch.equal(one, its)]
+            if not heard:
+                return f"rank {other} is what it was, whatever rank {rank} learned", latest
+            latest = max(latest, heard[0])
+    return "", latest
+
+
+def _outputs(ctx: CheckContext, count: int, disturbed: int) -> list[list[torch.Tensor]]:
+    """Train with other targets on one rank; return of each rank what its model answers after each step."""
+    trainer = Trainer.begin(ctx)
+    accelerator = trainer.accelerator
+    ((x, y),), _ = trainer.batches(1)
+    y = y + 5.0 * (accelerator.process_index == disturbed)
+    told = []
+    for _ in range(count):
+        trainer.step(loss_of(trainer.model, (x, y)))
+        with torch.no_grad():
+            probe = torch.ones(1, 6, device=accelerator.device)
+            told.append(trainer.model(probe).float().cpu())
+    every = accelerator.communicator.gather_object(told)
+    accelerator.end_training()
+    return list(every)
 
 
 @check("backend", needs="gradients", hooks="backward clip_grad")
@@ -105,23 +134,44 @@ def gradients_meet(ctx: CheckContext) -> str:
     return when
 
 
-@check("backend", needs="exact", hooks=STEP)
+@check("backend", hooks=STEP)
 def accumulation(ctx: CheckContext) -> str:
-    """Two micro-batches per step give what one big batch gives, and so does one left at the end."""
+    """Two micro-batches per step, of any sizes, give what a big batch gives; so does one at the end."""
     trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
-    trainer.train_as_plain(6, per_step=2)
+    backend, start = trainer.accelerator.backend, trainer.weights()
+    fixed = trainer.accelerator.hooks.fixed_batch(trainer.accelerator)
+    mine, whole = trainer.batches(6, BATCH, BATCH if fixed else BATCH - 1)
+    trainer.train(mine[:1])
+    ctx.close(trainer.weights(), start, "weights inside of the first cycle", 0.0)
+    trainer.train(mine[1:])
+    if not _reduces_sums(trainer):
+        return "not exact: no step inside of a cycle"
+    got = trainer.weights()
+    ctx.close(
+        got,
+        trainer.reference(mine, whole, 2),
+        "weights, the last of two micro-batches being smaller",
+    )
     trainer.accelerator.end_training()
-    if "accumulation" in trainer.accelerator.backend.owns:
+    if "accumulation" in backend.owns:
         return "3 steps of 2 micro-batches"
+    ctx.end()
     trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
-    _, whole = trainer.batches(3)
+    mine, whole = trainer.batches(3)
     data = TensorDataset(*(torch.cat(parts) for parts in zip(*whole, strict=True)))
     loader = trainer.accelerator.prepare(DataLoader(data, batch_size=BATCH))
     for _ in range(2):
         trainer.train(loader)
-    _, weights, _ = plain_training(whole * 2, per_step=2, per_epoch=3)
-    ctx.close(trainer.weights(), weights, "weights after epochs of 3 micro-batches")
+    got, expected = trainer.weights(), trainer.reference(mine * 2, whole * 2, 2, 3)
+    ctx.close(got, expected, "weights after epochs of 3 micro-batches")
     return "3 steps of 2 micro-batches, and epochs of 3"
+
+
+def _reduces_sums(trainer: Trainer) -> bool:
+    """Whether what ranks reduce is the sum of a cycle's gradients, and not each micro-batch's own."""
+    backend = trainer.accelerator.backend
+    each = backend.reduces_gradients == "backward" and not backend.supports.get("no_sync")
+    return trainer.exact or not each
 
 
 class Branches(nn.Module):
@@ -136,7 +186,7 @@ class Branches(nn.Module):
         return self.parts[which](x)
 
 
-@check("backend", needs="exact", hooks="backward")
+@check("backend", hooks="backward")
 def branches(ctx: CheckContext) -> str | None:
     """Ranks that use different parts of a model train all of them, or all refuse to."""
     with torch.random.fork_rng(devices=[]):
@@ -156,6 +206,8 @@ def branches(ctx: CheckContext) -> str | None:
     if all(told):
         return f"refused: {refused}"
     assert not any(told), f"refused on some ranks, and on others not: {told}"
+    if not trainer.exact:
+        return "not exact: no rank refuses"
     plain = no_momentum(expected.parameters())
     for x, y in whole:
         parts = zip(torch.split(x, BATCH), torch.split(y, BATCH), strict=True)
@@ -175,11 +227,9 @@ def branches(ctx: CheckContext) -> str | None:
     return None
 
 
-@check("backend", needs="num_items", hooks="scale_gradients loss_shard")
+@check("backend", needs="num_items", hooks="scale_gradients loss_shard backward")
 def counted_items(ctx: CheckContext) -> str:
     """`accumulate(num_items=...)` over ragged micro-batches gives the mean over all items."""
-    if not ctx.supports.get("exact", True):
-        ctx.skip("it does not declare 'exact'")
     trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
     accelerator = trainer.accelerator
     mine, whole = trainer.batches(2)
@@ -188,10 +238,9 @@ def counted_items(ctx: CheckContext) -> str:
     def lengths(rank: int) -> list[int]:
         return [BATCH - rank % 2, 1 + rank % 2]
 
-    for (x, y), length in zip(mine, lengths(index), strict=True):
-        with accelerator.accumulate(trainer.model, num_items=length):
-            out = trainer.model(x[:length])
-            trainer.step(nn.functional.mse_loss(out, y[:length], reduction="sum"))
+    if not trainer.exact:
+        return _cut_otherwise(trainer, mine)
+    _count(trainer, [(x[:n], y[:n]) for (x, y), n in zip(mine, lengths(index), strict=True)])
     expected = Net(0)
     plain = sgd(expected.parameters())
     parts = [
@@ -204,6 +253,29 @@ def counted_items(ctx: CheckContext) -> str:
     plain.step()
     ctx.close(trainer.weights(), dict(expected.state_dict()), "weights")
     return f"{len(joined[0])} items"
+
+
+def _count(trainer: Trainer, batches: Sequence[Batch]) -> None:
+    """Train on sums of losses, telling how many items they are of."""
+    for x, y in batches:
+        with trainer.accelerator.accumulate(trainer.model, num_items=len(x)):
+            trainer.step(nn.functional.mse_loss(trainer.model(x), y, reduction="sum"))
+
+
+def _cut_otherwise(trainer: Trainer, mine: Sequence[Batch]) -> str:
+    """How items are cut into micro-batches makes no difference, also to one that is not exact."""
+    if not _reduces_sums(trainer):
+        trainer.ctx.skip("it is not exact, and reduces the gradients of each micro-batch")
+    ctx, seen = trainer.ctx, []
+    xs, ys = (torch.cat(parts) for parts in zip(*mine, strict=True))
+    for first in (BATCH, 1):
+        ctx.end()
+        trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
+        _count(trainer, [(xs[:first], ys[:first]), (xs[first:], ys[first:])])
+        seen.append(trainer.weights())
+    what = f"weights after {BATCH} and {BATCH} items, and after 1 and {2 * BATCH - 1}"
+    ctx.close(seen[0], seen[1], what)
+    return "not exact: the same items, cut in two ways"
 
 
 @check("backend", needs="no_sync", hooks="no_sync backward")
@@ -226,12 +298,14 @@ def no_sync(ctx: CheckContext) -> None:
     trainer.same_everywhere("a model whose no_sync was left by an exception")
 
 
-@check("backend", needs="exact", hooks="clip_grad")
+@check("backend", hooks="clip_grad")
 def clip_norm(ctx: CheckContext) -> str:
     """Clipping uses the norm of the gradients of all ranks together, and returns it as it was."""
     trainer = Trainer.begin(ctx)
     accelerator, model = trainer.accelerator, trainer.model
     norms: list[float] = []
+    if not trainer.exact:
+        return _bounds_norm(trainer, 0.01)
 
     def clip() -> None:
         norm: Any = accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -257,7 +331,7 @@ def clip_norm(ctx: CheckContext) -> str:
     return line
 
 
-@check("backend", needs="exact", hooks="clip_grad")
+@check("backend", hooks="clip_grad")
 def small_gradients(ctx: CheckContext) -> None:
     """Gradients within the bounds of clipping stay as they are."""
     trainer = Trainer.begin(ctx)
@@ -268,15 +342,52 @@ def small_gradients(ctx: CheckContext) -> None:
         if "optimizer" not in accelerator.backend.owns:
             accelerator.clip_grad_value_(model.parameters(), 1e3)
 
-    trainer.train_as_plain(3, clip)
+    mine, whole = trainer.batches(3)
+    trainer.train(mine, clip)
+    got = trainer.weights()
+    ctx.close(got, trainer.reference(mine, whole), "weights")
 
 
-@check("backend", needs="exact", hooks="clip_grad")
-def clip_value(ctx: CheckContext) -> None:
+@check("backend", hooks="clip_grad")
+def clip_value(ctx: CheckContext) -> str | None:
     """Clipping by value cuts each element of the ranks' common gradients."""
     trainer = Trainer.begin(ctx)
+    if not trainer.exact:
+        return _bounds_values(trainer, 0.001)
     clip = trainer.accelerator.clip_grad_value_
     trainer.train_as_plain(3, lambda: clip(trainer.model.parameters(), 0.1), clip_value=0.1)
+    return None
+
+
+def _bounds_norm(trainer: Trainer, limit: float) -> str:
+    """Clipping leaves no larger norm, whatever the gradients are of, and tells what it was."""
+    parameters = _with_gradients(trainer)
+    norm: Any = trainer.accelerator.clip_grad_norm_(parameters, limit)
+    kind = type(norm).__name__, norm.ndim
+    trainer.ctx.equal(kind, ("Tensor", 0), "what clip_grad_norm_ returns")
+    left = float(torch.stack([grad.norm() for grad in local_gradients(parameters)]).norm())
+    line = (
+        f"a norm of {float(norm):.3g} before, as it tells, is {left:.3g} after clipping to {limit}"
+    )
+    assert left <= 1.01 * limit < float(norm), line
+    return f"not exact: {line}"
+
+
+def _bounds_values(trainer: Trainer, limit: float) -> str:
+    """Clipping leaves no larger element, whatever the gradients are of."""
+    parameters = _with_gradients(trainer)
+    trainer.accelerator.clip_grad_value_(parameters, limit)
+    left = max(float(grad.abs().max()) for grad in local_gradients(parameters) if grad.numel())
+    line = f"the largest gradient is {left:.3g} after clipping to {limit}"
+    assert left <= 1.01 * limit, line
+    return f"not exact: {line}"
+
+
+def _with_gradients(trainer: Trainer) -> list[nn.Parameter]:
+    if "optimizer" in trainer.accelerator.backend.owns:
+        trainer.ctx.skip("it is not exact, and its engine owns the gradients")
+    trainer.accelerator.backward(loss_of(trainer.model, trainer.batches(1)[0][0]))
+    return list(trainer.model.parameters())
 
 
 @check("backend", hooks="optimizer_step prepare_scheduler")
@@ -349,7 +460,7 @@ def _lacking(ctx: CheckContext, precision: type[Precision]) -> list[str]:
     return lacking(ctx.supports, precision.name, precision.needs)
 
 
-@check("backend", needs="exact", hooks="unscale_gradients optimizer_step")
+@check("backend", hooks="unscale_gradients optimizer_step")
 def overflow(ctx: CheckContext) -> None:
     """Where one rank's gradients overflow, every rank skips the step and says so."""
     if _lacking(ctx, Float16):
@@ -365,9 +476,94 @@ def overflow(ctx: CheckContext) -> None:
     factor = float("inf") if accelerator.process_index == ctx.size - 1 else 1.0
     accelerator.backward(loss_of(trainer.model, trainer.batches(1)[0][0]) * factor)
     trainer.optimizer.step()
-    ctx.equal(accelerator.optimizer_step_was_skipped, True, "optimizer_step_was_skipped")
+    if trainer.exact or factor != 1.0:  # one that is not exact may step where nothing overflowed
+        ctx.equal(accelerator.optimizer_step_was_skipped, True, "optimizer_step_was_skipped")
     trainer.optimizer.zero_grad()
-    ctx.close(trainer.weights(), before, "weights after a skipped step", 0.0)
+    ctx.close(
+        trainer.weights(), before, "weights after a skipped step", 0.0 if trainer.exact else 1.0
+    )
+    trainer.train(trainer.batches(2)[0])
+    ctx.close(trainer.weights(), before, "weights, steps after an overflow", 1.0)
+
+
+class Image(nn.Module):
+    """A convolution and a layer, of 6 numbers; a kernel's channels and rows can be stored in two orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.conv, self.out = nn.Conv2d(3, 4, (2, 1)), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Samples [batch, 6] in, numbers [batch, 1] out."""
+        x = x.to(self.out.weight.dtype).view(-1, 3, 2, 1)
+        return self.out(torch.tanh(self.conv(x)).flatten(1))
+
+
+#: What a model is changed to -> how, and how near its training is to that in one process.
+_FORMS: dict[str, tuple[dict[str, Any], float]] = {
+    "bfloat16": ({"dtype": torch.bfloat16}, 0.03),
+    "float64": ({"dtype": torch.float64}, 1e-9),
+    "channels_last": ({"memory_format": torch.channels_last}, 1e-5),
+}
+
+
+@check("backend", hooks=f"prepare_model {STEP} model_state consolidate")
+def forms_of_models(ctx: CheckContext) -> str:
+    """Models in bfloat16, in float64 and in channels_last train as in plain PyTorch, and keep their dtype."""
+    done = []
+    for form, (change, tolerance) in _FORMS.items():
+        net = Image().to(**change)
+        if not _can_hold(ctx.accelerator().device, net.out.weight.dtype):
+            ctx.end()
+            continue
+        try:
+            trainer = Trainer.begin(ctx, net=net, accelerator=ctx.made[0])
+        except (AccelerateError, NotImplementedError) as error:  # in so many words
+            done.append(f"{form} refused: {str(error).strip().splitlines()[0]}")
+            ctx.made[0].end_training()
+            ctx.end()
+            continue
+        _keeps_form(trainer, form, Image().to(**change), tolerance)
+        done.append(form)
+        del trainer
+        ctx.end()
+    return "; ".join(done)
+
+
+def _can_hold(device: torch.device, dtype: torch.dtype) -> bool:
+    try:
+        torch.zeros(1, dtype=dtype, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def _keeps_form(trainer: Trainer, form: str, expected: Image, tolerance: float) -> None:
+    ctx, backend, dtype = trainer.ctx, trainer.accelerator.backend, expected.out.weight.dtype
+    # One that brings about full precision by itself may train in its own.
+    own = "precision" in backend.owns or "no" in (backend.supports.get("precisions") or ())
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        out = model(batch[0])
+        wide = torch.promote_types(out.dtype, torch.float32)
+        return nn.functional.mse_loss(out.to(wide), batch[1].to(wide))
+
+    mine, whole = trainer.batches(3)
+    for batch in mine:
+        trainer.step(loss(trainer.model, batch))
+    got = trainer.weights()
+    if not own:
+        ctx.equal({one.dtype for one in got.values()}, {dtype}, f"dtypes of a model in {form}")
+    plain = sgd(expected.parameters())
+    for batch in whole:
+        torch.autograd.backward(loss(expected, batch))
+        plain.step()
+        plain.zero_grad()
+    near = max(tolerance, 1e-5) if own else tolerance
+    what = f"weights of a model in {form}"
+    ctx.close(got, dict(expected.state_dict()), what, near if trainer.exact else 1e3)
 
 
 @check("backend", needs="join", hooks="join_uneven_inputs")
