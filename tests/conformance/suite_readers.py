@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import readers  # of tests/trackers
+
 
 def jsonl(directory: Path) -> dict[str, list[tuple[int | None, Any]]]:
     found: dict[str, list[tuple[int | None, Any]]] = {}
@@ -51,3 +53,11 @@ def tensorboard_config(directory: Path) -> dict[str, Any]:
     (path,) = Path(directory).rglob("hparams.json")
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return config
+
+
+def aim(directory: Path) -> Any:
+    return readers.read_aim(directory)["values"]
+
+
+def comet_ml(directory: Path) -> Any:
+    return readers.read_comet_ml(directory)["values"]

@@ -16,7 +16,7 @@ from accelerate_testing import (
 )
 
 HERE = Path(__file__).parent
-READERS = {"PYTHONPATH": str(HERE)}
+READERS = {"PYTHONPATH": f"{HERE}:{HERE.parent / 'trackers'}"}
 
 
 @pytest.mark.dist

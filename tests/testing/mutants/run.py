@@ -5,6 +5,7 @@ Run on two ranks: `run.py FOLDER [MUTANT...]`; a rank reports `{mutant: [check, 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import of_steps
 from registry import MUTANTS
 
 from accelerate_testing import CheckContext, checks_of, write_result
+from accelerate_testing.suites import leaving
 from accelerate_testing.worker import Ranks, run_check
 
 __all__ = ["of_checkpoints", "of_endings", "of_models", "of_optimizers", "of_ranks", "of_steps"]
@@ -25,6 +27,8 @@ __all__ = ["of_checkpoints", "of_endings", "of_models", "of_optimizers", "of_ran
 
 def main() -> None:
     folder, wanted = Path(sys.argv[1]), sys.argv[2:]
+    os.chdir(folder)
+    leaving._GRACE = 0.5  # what is left on purpose does not end
     found: dict[str, Any] = {}
     known = checks_of("backend")
     for name in wanted or MUTANTS:

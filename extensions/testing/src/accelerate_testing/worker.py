@@ -7,6 +7,7 @@ does not come, they give up, and whoever started them starts anew with the check
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
 import json
@@ -20,6 +21,7 @@ from typing import Any
 from accelerate_testing.checks import checks_of
 from accelerate_testing.context import CheckContext
 from accelerate_testing.results import Skip
+from accelerate_testing.suites.leaving import Started
 
 #: The exit status of ranks that gave up on one another.
 LOST = 75
@@ -31,6 +33,7 @@ def main(task_file: str) -> None:
     kind, name, folder, timeout = task["kind"], task["name"], Path(task["folder"]), task["timeout"]
     known, prelude = checks_of(kind), task["prelude"]
     ranks = Ranks(folder, timeout)
+    started = Started()
     ctx = CheckContext(kind, name, name, folder, timeout, task["options"])
     for name in task["checks"]:
         made = known[name]
@@ -41,11 +44,18 @@ def main(task_file: str) -> None:
         faulthandler.dump_traceback_later(timeout * 2, exit=False)
         line = run_check(function, ctx)
         faulthandler.cancel_dump_traceback_later()
+        started.note(name)
         ranks.say(name, line)
         if made.judge and line["error"]:
             raise SystemExit(line["trace"])
         if not ranks.all_well(name):
             ctx.abandon()
+    left = started.left()
+    ranks.say("end", left)
+    if left["threads"]:  # the interpreter would wait for them
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
@@ -58,7 +68,7 @@ def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
     except Skip as why:
         line["state"], line["detail"] = "skipped", str(why)
         ctx.end()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # The notes name plugin, hook and version.
         said = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         line["state"] = "failed"
