@@ -55,9 +55,18 @@ def tensorboard_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def aim(directory: Path) -> Any:
-    return readers.read_aim(directory)["values"]
+def wandb(directory: Path) -> Any:
+    return _joined(map(readers.wandb_run, sorted(directory.glob("wandb/offline-run-*"))))
 
 
 def comet_ml(directory: Path) -> Any:
-    return readers.read_comet_ml(directory)["values"]
+    return _joined(map(readers.comet_archive, sorted(directory.glob("comet/*.zip"))))
+
+
+def _joined(runs: Iterator[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Join what is in the files of a run, which has a new one each time that it goes on."""
+    found: dict[str, list[Any]] = {}
+    for run in runs:
+        for key, pairs in run["values"].items():
+            found.setdefault(key, []).extend(pairs)
+    return found

@@ -32,21 +32,33 @@ _DEVICES = ("/dev/", "/proc/", "/sys/")
 _NOBODY = {*sys.stdlib_module_names, "accelerate_core", "accelerate_tracking", "accelerate_testing"}
 
 
-def held_now() -> list[str]:
-    """Return the threads and processes this one has started, and the files it has open."""
-    own = psutil.Process()
+def held_now(whose: str = "") -> list[str]:
+    """Return the threads and processes this one has started, and the files it has open.
+
+    Args:
+        whose: the package whose threads count; default: those of any.
+    """
+    own, mine = psutil.Process(), {whose, *sys.stdlib_module_names}
+    threads = [
+        one for one in threading.enumerate() if not whose or _code(one).split(".")[0] in mine
+    ]
     return [
-        *(f"thread {one.name} ({one.ident})" for one in threading.enumerate()),
+        *(f"thread {one.name} ({one.ident})" for one in threads),
         *(f"process {one.name()} ({one.pid})" for one in own.children(recursive=True)),
         *(f"open file {one.path} (descriptor {one.fd})" for one in own.open_files()),
     ]
 
 
-def still_held(earlier: Sequence[str]) -> list[str]:
+def _code(thread: threading.Thread) -> str:
+    """Return the module whose code a thread runs."""
+    return str((getattr(thread, "_target", None) or type(thread)).__module__)
+
+
+def still_held(earlier: Sequence[str], whose: str = "") -> list[str]:
     """Return what is held that was not earlier; what was told to end has a little time for it."""
     until = time.monotonic() + _GRACE
     while True:
-        left = [one for one in held_now() if one not in earlier]
+        left = [one for one in held_now(whose) if one not in earlier]
         if not left or time.monotonic() > until:
             return left
         time.sleep(0.05)
@@ -93,7 +105,7 @@ class Lives:
     Args:
         measure: so many lives are the measure of what is held.
         places: where files may be left; default: the folder of the checks.
-        whose: the package whose files are told; default: those of anybody.
+        whose: the package whose threads and files count; default: those of any.
     """
 
     def __init__(
@@ -127,14 +139,14 @@ class Lives:
                 self.ctx.end()
         finally:
             _written = None
-        self._held.append(held_now())
+        self._held.append(held_now(self.whose))
 
     def check(self) -> None:
         """Fail where a later life has left anything."""
         if not self.ctx.options.get("prints", False):
             said = self._printed.getvalue()
             self.ctx.equal(said, "", "what it prints where the script prints (options: prints)")
-        left = still_held(self._held[self.measure - 1])
+        left = still_held(self._held[self.measure - 1], self.whose)
         left += [f"file {path}" for path in self._left_files()]
         assert not left, f"left of an Accelerator that has ended: {', '.join(left)}"
 
@@ -173,8 +185,7 @@ class Started:
                 continue
             one.join(max(0.0, until - time.monotonic()))
             if one.is_alive():
-                code = getattr(one, "_target", None) or type(one)
-                threads[f"thread {one.name!r} of {code.__module__}, which is no daemon"] = name
+                threads[f"thread {one.name!r} of {_code(one)}, which is no daemon"] = name
         return {"threads": threads, "processes": processes}
 
     @staticmethod
@@ -190,8 +201,7 @@ class Started:
 
 def _ends(thread: threading.Thread) -> bool:
     """Tell whether the interpreter itself ends a thread: those of executors."""
-    module = getattr(getattr(thread, "_target", None), "__module__", "")
-    return thread is threading.main_thread() or module == "concurrent.futures.thread"
+    return thread is threading.main_thread() or _code(thread) == "concurrent.futures.thread"
 
 
 @check(*SUITE_KINDS, after=True)

@@ -7,7 +7,7 @@ import pkgutil
 import struct
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,11 @@ def _in(ctx: CheckContext, name: str) -> Iterator[dict[str, Any]]:
 
     Yields the arguments of an Accelerator that logs there.
     """
-    if why := ctx.found.unusable(dict(os.environ)):
-        ctx.skip(why)
     folder = ctx.scratch(name)
     folder.mkdir(exist_ok=True)
     with chdir(folder):
+        if why := ctx.found.unusable(dict(os.environ)):
+            ctx.skip(why)
         yield {"log_with": ctx.name, "project_dir": str(folder / "logs")}
 
 
@@ -156,8 +156,11 @@ def kept(ctx: CheckContext) -> str:
     _skip_elsewhere(ctx)
     folder, reader = _marked(ctx), ctx.options.get("read")
     words = {*MARKS, str(MARKS["suite_text"][0]), "suite_note", str(CONFIG["suite_note"])}
+    if reader:
+        with suppress(Exception):  # which `read_back` tells
+            words -= set(_read(ctx, folder))
     lost = _lost(folder, sorted(words))
-    if len(lost) == len(words) and reader:
+    if reader and len(lost) == len(words):
         ctx.skip("what it writes is packed, or elsewhere: the reader is asked what it kept")
     assert not lost, (
         f"no trace of {listing(lost)} in the files of the run's directory; where it writes "
@@ -292,6 +295,11 @@ def failed_run(ctx: CheckContext) -> str | None:
     return ctx.found.failed_word or None
 
 
+def _log_once(ctx: CheckContext, word: str) -> None:
+    with _run(ctx, "once_more") as accelerator:
+        accelerator.log({word: 0.5}, step=0)
+
+
 @check("tracker", alone=True)
 def once_more(ctx: CheckContext) -> str | None:
     """A second run works as the first, leaves what that wrote, and nothing beside the run's own files."""
@@ -301,8 +309,8 @@ def once_more(ctx: CheckContext) -> str | None:
         place /= "logs"
     lives = Lives(ctx, places=[place], whose=ctx.found.__module__.partition(".")[0])
     for word in words:
-        with lives.one(), _run(ctx, "once_more") as accelerator:
-            accelerator.log({word: 0.5}, step=0)
+        with lives.one():
+            _log_once(ctx, word)
     lives.check()
     if ctx.options.get("overwrites", False):
         return "options say that a run replaces the one before"
