@@ -109,8 +109,6 @@ def test_a_tracker_that_never_returns_is_given_up_and_the_others_end(tmp_path: P
 def test_a_thread_that_a_tracker_leaves_is_named_while_the_process_waits_for_it(
     tmp_path: Path,
 ) -> None:
-    said = [line for line in run(tmp_path, "lingers").splitlines() if "waits for" in line]
-    assert said == [
-        "The process waits for threads: pump of __main__ (end_training() ends a plugin's)."
-    ]
-    assert "waits for" not in run(tmp_path, "ends")
+    said = [line for line in run(tmp_path, "lingers").splitlines() if "Waiting for" in line]
+    assert said == ["Waiting for threads: pump of __main__ (end_training() ends those of plugins)"]
+    assert "Waiting for" not in run(tmp_path, "ends")

@@ -67,9 +67,7 @@ def _name_threads() -> None:
     codes = [getattr(one, "_target", None) or type(one) for one in held]
     said = ", ".join(f"{t.name} of {c.__module__}" for t, c in zip(held, codes, strict=True))
     if said:
-        sys.stderr.write(
-            f"The process waits for threads: {said} (end_training() ends a plugin's).\n"
-        )
+        sys.stderr.write(f"Waiting for threads: {said} (end_training() ends those of plugins)\n")
 
 
 _timer = threading.Timer(2.0, _name_threads)  # who was told to end has that long
