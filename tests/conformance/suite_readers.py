@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import readers  # of tests/trackers
+
 
 def jsonl(directory: Path) -> dict[str, list[tuple[int | None, Any]]]:
     found: dict[str, list[tuple[int | None, Any]]] = {}
@@ -51,3 +53,20 @@ def tensorboard_config(directory: Path) -> dict[str, Any]:
     (path,) = Path(directory).rglob("hparams.json")
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return config
+
+
+def wandb(directory: Path) -> Any:
+    return _joined(map(readers.wandb_run, sorted(directory.glob("wandb/offline-run-*"))))
+
+
+def comet_ml(directory: Path) -> Any:
+    return _joined(map(readers.comet_archive, sorted(directory.glob("comet/*.zip"))))
+
+
+def _joined(runs: Iterator[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Join what is in the files of a run, which has a new one each time that it goes on."""
+    found: dict[str, list[Any]] = {}
+    for run in runs:
+        for key, pairs in run["values"].items():
+            found.setdefault(key, []).extend(pairs)
+    return found

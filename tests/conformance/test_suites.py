@@ -18,7 +18,7 @@ from accelerate_testing import (
 # Where a suite has `short`, the checks that may come out otherwise than in the suite above it; the
 # others are run by `make soak`.
 HERE = Path(__file__).parent
-READERS = {"PYTHONPATH": str(HERE)}
+READERS = {"PYTHONPATH": f"{HERE}:{HERE.parent / 'trackers'}"}
 
 
 @pytest.mark.dist
@@ -125,10 +125,11 @@ class TestSimple(LauncherSuite):
 _OFFLINE = {
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
-    "SWANLAB_MODE": "local",
+    "SWANLAB_MODE": "offline",
     "CLEARML_OFFLINE_MODE": "1",
-    "COMET_OFFLINE_DIRECTORY": ".",
-    "COMET_MODE": "offline",
+    "COMET_OFFLINE_DIRECTORY": "comet",
+    "COMET_START_ONLINE": "0",
+    "COMET_DISABLE_AUTO_LOGGING": "1",
     "TRACKIO_DIR": "trackio",
     "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db",
     "DVC_NO_ANALYTICS": "1",
@@ -136,17 +137,19 @@ _OFFLINE = {
 
 
 class _Offline(TrackerSuite):
-    environ = _OFFLINE
+    environ = {**_OFFLINE, **READERS}
     timeout = 60.0
 
 
 class TestWandB(_Offline):
     plugin = "wandb"
+    # Two runs of one second have one file.
+    options = {"init": {"dir": "."}, "read": "suite_readers:wandb", "resumes": False}
 
 
 class TestTrackio(_Offline):
     plugin = "trackio"
-    options = {"init": {"auto_log_gpu": False, "auto_log_cpu": False}}
+    options = {"init": {"auto_log_gpu": False, "auto_log_cpu": False}, "prints": True}
 
 
 class TestAim(_Offline):
@@ -156,15 +159,22 @@ class TestAim(_Offline):
 
 class TestCometML(_Offline):
     plugin = "comet_ml"
+    options = {"read": "suite_readers:comet_ml"}
 
 
 class TestMLflow(_Offline):
     plugin = "mlflow"
+    options = {"elsewhere": True}  # in the database that the first run has made
 
 
 class TestClearML(_Offline):
     plugin = "clearml"
-    options = {"init": {"auto_resource_monitoring": False, "auto_connect_streams": False}}
+    options = {
+        "init": {"auto_resource_monitoring": False, "auto_connect_streams": False},
+        "elsewhere": True,  # in the cache at home
+        "resumes": False,  # but of a task that a server has
+        "prints": True,
+    }
 
 
 class TestDVCLive(_Offline):
@@ -174,3 +184,4 @@ class TestDVCLive(_Offline):
 
 class TestSwanLab(_Offline):
     plugin = "swanlab"
+    options = {"prints": True}

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -33,7 +34,7 @@ from accelerate_core.errors import CheckpointError
 from accelerate_core.training.gradient_state import Served
 from accelerate_launch.simple import target_command
 from accelerate_testing import CheckContext, checks_of
-from accelerate_testing.suites import ending
+from accelerate_testing.suites import ending, leaving
 from accelerate_testing.worker import Ranks, run_check
 
 READERS = {"read": "reading:read", "read_config": "reading:read_config"}
@@ -361,6 +362,13 @@ class LeavesOneMoreThread(TallyExtension):
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 
 
+@caught_by("extension", "once_more")
+class LeavesATemporaryFile(TallyExtension):
+    @hookimpl
+    def on_end(self, accelerator):
+        tempfile.mkstemp(prefix="left_by_a_mutant")
+
+
 @passes("extension", "once_more", "two_processes")
 class HasOneWorker(TallyExtension):
     worker = None
@@ -446,6 +454,122 @@ class ConfigIsRounded(DiaryTracker):
     def store_init_configuration(self, values):
         rounded = {k: round(v) if isinstance(v, float) else v for k, v in values.items()}
         super().store_init_configuration(rounded)
+
+
+class Unread(DiaryTracker):
+    """Of which no reader is named, and which asks for no directory."""
+
+    name = "unread"
+    requires_logging_directory = False
+    suite_options: dict[str, Any] = {}
+
+    def __init__(self, project_name):
+        super().__init__(project_name)
+
+
+@passes("tracker", "kept", "once_more")
+class WritesWhereItIs(Unread):
+    pass
+
+
+@caught_by("tracker", "kept")
+class ReplacesNumbersWhereItIs(Unread):
+    def log(self, values, step=None, **kwargs):
+        super().log({k: v if isinstance(v, str) else 0.0 for k, v in values.items()}, step)
+
+
+@caught_by("tracker", "kept")
+class KeepsZerosInMemory(Unread):
+    def start(self):
+        self.file, self.seen = None, []
+
+    def store_init_configuration(self, values):
+        pass
+
+    def log(self, values, step=None, **kwargs):
+        self.seen += [dict.fromkeys(values, 0.0)]
+
+    flush = finish = lambda self: None
+
+
+@caught_by("tracker", "values")
+class RaisesAnExitAtALog(DiaryTracker):
+    def log(self, values, step=None, **kwargs):
+        raise SystemExit("no licence")
+
+
+@caught_by("tracker", "values")
+class RaisesAnExitWhereItIsReached(DiaryTracker):
+    @property
+    def tracker(self):
+        raise SystemExit("no licence")
+
+
+class Resumes(DiaryTracker):
+    name = "resumes"
+    resumes = True
+    run_id = property(lambda self: self.folder.name)
+
+
+@passes("tracker", "resumed", "once_more")
+class GoesOnInItsRun(Resumes):
+    def start(self):
+        self.folder /= self.resume_id or f"run_{time.time_ns()}"
+        super().start()
+
+
+@caught_by("tracker", "resumed")
+class IgnoresTheRunToResume(Resumes):
+    def start(self):
+        self.folder /= f"run_{time.time_ns()}"
+        super().start()
+
+
+@caught_by("tracker", "resumed")
+class BeginsTheResumedRunAnew(Resumes):
+    def start(self):
+        (self.folder / "values.csv").unlink(missing_ok=True)
+        super().start()
+
+
+@caught_by("tracker", "resumed")
+class TellsNoRunToResume(Resumes):
+    run_id = None
+
+
+@caught_by("tracker", "once_more")
+class LeavesAThreadPerRun(DiaryTracker):
+    def start(self):
+        super().start()
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+
+
+@caught_by("tracker", "once_more")
+class LeavesAProcessPerRun(DiaryTracker):
+    def start(self):
+        super().start()
+        self.child = subprocess.Popen(["sleep", "543"])
+
+
+@caught_by("tracker", "once_more")
+class WritesBesideTheRun(DiaryTracker):
+    def finish(self):
+        super().finish()
+        Path("last_run.txt").write_text("suite")
+
+
+@caught_by("tracker", "once_more")
+class WritesIntoTheHome(DiaryTracker):
+    def finish(self):
+        super().finish()
+        (Path.home() / ".left_by_a_mutant").write_text("suite")
+
+
+@caught_by("tracker", "once_more")
+class PrintsEachRun(DiaryTracker):
+    def start(self):
+        super().start()
+        print("a run has begun")
 
 
 @caught_by("tracker", "flushed")
@@ -678,6 +802,13 @@ class LeavesItsThread(DirectoryCheckpointer):
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 
 
+@caught_by("checkpointer", "ending")
+class PrintsWhereItSaves(DirectoryCheckpointer):
+    def save_state(self, target=None, **how):
+        print("saving", target)
+        return super().save_state(target, **how)
+
+
 # --- makers of loaders -------------------------------------------------------------------------------
 
 
@@ -694,7 +825,14 @@ class Makes(RecordsMaker):
 
 
 @passes(
-    "loaders", "every_sample", "order", "resume", "metrics_on_ranks", "resume_on_ranks", "slots"
+    "loaders",
+    "every_sample",
+    "order",
+    "resume",
+    "metrics_on_ranks",
+    "resume_on_ranks",
+    "slots",
+    "ending",
 )
 class MakesThemWell(Makes):
     pass
@@ -814,6 +952,13 @@ class LeavesBatchesWhereTheyAre(Makes):
             return batches
 
 
+@caught_by("loaders", "ending")
+class LeavesAWorker(Makes):
+    def make_loader(self, accelerator, loader):
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        return super().make_loader(accelerator, loader)
+
+
 @caught_by("loaders", "others")
 class TakesAnyLoader(Makes):
     def make_loader(self, accelerator, loader):
@@ -841,10 +986,11 @@ class Eight:
 
 
 def main(place: str, folder: Path, only: str = "", times: str = "1") -> None:
+    leaving._GRACE = 0.5  # what is left on purpose does not end
     ranks = Ranks(folder, 10.0)
     told: list[tuple[str, str, str, str]] = []
     environ = dict(os.environ)
-    for name, (_, kind, checks) in PLUGINS.items():
+    for name, (cls, kind, checks) in PLUGINS.items():
         known = checks_of(kind)
         for check, number in itertools.product(checks, range(int(times))):
             made = known[check]
@@ -855,7 +1001,8 @@ def main(place: str, folder: Path, only: str = "", times: str = "1") -> None:
             if kind == "extension":
                 os.environ["ACCELERATE_PLUGINS"] = name
             ending.began = ending.Began()  # as in a process of its own
-            ctx = CheckContext(kind, name, name, here, 10.0, OPTIONS.get(kind, {}))
+            options = getattr(cls, "suite_options", OPTIONS.get(kind, {}))
+            ctx = CheckContext(kind, name, name, here, 10.0, options)
             line = run_check(made.function, ctx)
             ranks.say(here.name, line)
             if not ranks.all_well(here.name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def written(folder: Path) -> dict[str, str]:
     (info / "entry_points.txt").write_text("".join(lines))
     environ = clean_environment(OMP_NUM_THREADS="1")
     environ["PYTHONPATH"] = ":".join([*paths, environ["PYTHONPATH"]])
+    environ["HOME"] = environ["TMPDIR"] = str(folder)
     return environ
 
 
@@ -183,3 +185,55 @@ def test_a_light_requirement_may_come_along(
     installed.cache_clear()
     assert result.state == ("failed" if said else "passed"), result.error
     assert said in result.error
+
+
+LINGERS = """
+import threading, time
+from subprocess import Popen
+from accelerate_tracking import GeneralTracker
+time.sleep(1.2)
+class Plugin(GeneralTracker):
+    name = "lingers"
+    api_version = (1, 0)
+    requires_logging_directory = False
+    tracker = property(lambda self: self)
+    held = None
+    def __init__(self, project_name): super().__init__()
+    def start(self):
+        if Plugin.held is None:
+            Plugin.held = Popen(["sleep", "543"]), threading.Thread(target=self.pump, name="pump")
+            Plugin.held[1].start()
+    def pump(self): time.sleep(600)
+    def store_init_configuration(self, values): ...
+    def log(self, values, step=None, **kwargs): ...
+"""
+
+
+@pytest.mark.dist
+def test_an_import_that_sleeps_and_what_outlives_the_checks_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dummies.distribution(tmp_path, "lingers", LINGERS, {"trackers": {"lingers": "Plugin"}})
+    metadata = tmp_path / "dummy_lingers-1.0.dist-info" / "METADATA"
+    metadata.write_text(
+        metadata.read_text()
+        + "Requires-Dist: accelerate-core\nRequires-Dist: accelerate-tracking\n"
+    )
+    path = f"{tmp_path}:{clean_environment()['PYTHONPATH']}"
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.cache_clear()
+    began = time.monotonic()
+    only = ["imports", "values", "exits"]
+    results = run_suite("tracker", "lingers", only=only, environ={"PYTHONPATH": path})
+    installed.cache_clear()
+    assert time.monotonic() - began < 40  # the thread holds nobody
+    told = {result.name: result for result in results}
+    assert [told[name].state for name in only] == ["failed", "passed", "failed"], results
+    assert re.search(r"importing dummy_lingers takes 1\.\d s", told["imports"].error)
+    assert "1 s are allowed: import heavy libraries when they are used" in told["imports"].error
+    for words in (
+        "thread 'pump' of dummy_lingers, which is no daemon (left by values)",
+        "process sleep 543 (left by values)",
+        "tracker lingers (dummy-lingers 1.0)",
+    ):
+        assert words in told["exits"].error

@@ -109,14 +109,17 @@ def _leveldb(path: Path, header: int) -> list[bytes]:
 
 
 def read_wandb(directory: Path) -> Found:
+    return wandb_run(_only((directory / "wandb").glob("offline-run-*")))
+
+
+def wandb_run(run: Path) -> Found:
     from wandb.proto import wandb_internal_pb2
 
-    run = _only((directory / "wandb").glob("offline-run-*"))
     until = time.monotonic() + 20  # another process writes on for a moment
     while True:
         records = []
-        for raw in _leveldb(_only(run.glob("*.wandb")), 7):
-            records.append(wandb_internal_pb2.Record.FromString(raw))
+        for path in run.glob("*.wandb"):
+            records += map(wandb_internal_pb2.Record.FromString, _leveldb(path, 7))
         if any(r.HasField("exit") for r in records) or time.monotonic() > until:
             break
         time.sleep(0.2)
@@ -237,7 +240,11 @@ def _context() -> Any:
 
 
 def read_comet_ml(directory: Path) -> Found:
-    archive = zipfile.ZipFile(_only((directory / "comet").glob("*.zip")))
+    return comet_archive(_only((directory / "comet").glob("*.zip")))
+
+
+def comet_archive(path: Path) -> Found:
+    archive = zipfile.ZipFile(path)
     found: Found = {"config": {}, "texts": {}, "images": {}}
     series = []
     files: dict[str, str] = {}

@@ -104,3 +104,11 @@ def test_a_tracker_that_never_returns_is_given_up_and_the_others_end(tmp_path: P
     (rows,) = jsonl_runs(tmp_path)
     assert [row["step"] for row in rows if row["kind"] == "log"] == list(range(20))
     assert rows[-1]["status"] == "finished"
+
+
+def test_a_thread_that_a_tracker_leaves_is_named_while_the_process_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    said = [line for line in run(tmp_path, "lingers").splitlines() if "Waiting for" in line]
+    assert said == ["Waiting for threads: pump of __main__ (end_training() ends those of plugins)"]
+    assert "Waiting for" not in run(tmp_path, "ends")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -137,6 +138,22 @@ def stuck() -> None:
         warnings.simplefilter("always")
         accelerator.end_training()
     print("SAID", [str(one.message) for one in caught])
+
+
+def lingers() -> None:
+    class Lingers(Slow):
+        name = "lingers"
+
+        def start(self) -> None:
+            super().start()
+            threading.Thread(target=self.pump, name="pump").start()
+
+        def pump(self) -> None:
+            time.sleep(4.0)
+
+    accelerator = Accelerator(cpu=True, log_with=Lingers, project_dir=".")
+    accelerator.init_trackers("project")
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -42,6 +42,12 @@ class LeavesAProcess(Sound):
 
 
 @caught_by("once_more")
+class LeavesAFileWhereItIs(Sound):
+    def on_end(self, accelerator):
+        torch.save({}, "left.pt")
+
+
+@caught_by("once_more")
 class KeepsEveryModel(Sound):
     _kept = []
 

@@ -6,6 +6,7 @@ Run on two ranks: `run.py FOLDER [MUTANT...]`; a rank reports
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from registry import MUTANTS
 from accelerate_core.contract.hooks import HOOKS
 from accelerate_testing import CheckContext, checks_of, write_result
 from accelerate_testing.checks import about, missing_capability
+from accelerate_testing.suites import leaving
 from accelerate_testing.worker import Ranks, run_check
 
 __all__ = [
@@ -44,6 +46,8 @@ def damaged(cls: type) -> list[str]:
 
 def main() -> None:
     folder, wanted = Path(sys.argv[1]), sys.argv[2:]
+    os.chdir(folder)
+    leaving._GRACE = 0.5  # what is left on purpose does not end
     found: dict[str, Any] = {}
     known = checks_of("backend")
     for name in wanted or MUTANTS:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -67,6 +68,21 @@ def install() -> None:
         sys.stderr.flush()
 
     sys.excepthook = hook
+
+
+def _name_threads() -> None:
+    """Name the threads for which the process waits at its end: nobody else does."""
+    held = [one for one in threading.enumerate() if one.is_alive() and not one.daemon]
+    codes = [getattr(one, "_target", None) or type(one) for one in held]
+    said = ", ".join(f"{t.name} of {c.__module__}" for t, c in zip(held, codes, strict=True))
+    if said:
+        sys.stderr.write(f"Waiting for threads: {said} (end_training() ends those of plugins)\n")
+
+
+_timer = threading.Timer(2.0, _name_threads)  # who was told to end has that long
+_timer.daemon = True
+# What atexit calls comes after the wait.
+threading._register_atexit(_timer.start)  # type: ignore[attr-defined]
 
 
 def happened() -> bool:

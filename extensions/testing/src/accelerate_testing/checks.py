@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     CheckFunction = Callable[[CheckContext], str | None]
 
-#: Kind of plugin -> the modules in which its checks are, in the order they run.
+#: Kind of plugin -> the modules in which its checks are, in the order they run; `leaving` comes last.
 _MODULES = {
     "backend": (
         "general", "configuring", "collectives", "preparing", "stepping", "fitting", "tuning", "saving",
@@ -35,11 +35,11 @@ SUITE_KINDS = tuple(_MODULES)
 OPTIONS = {
     "backend": ("prints",),
     "precision": ("tolerance", "prints"),
-    "tracker": ("read", "read_config", "init", "elsewhere", "overwrites"),
+    "tracker": ("read", "read_config", "init", "elsewhere", "overwrites", "resumes", "prints"),
     "launcher": (),
     "extension": ("changes_training", "not_saved", "ranks_differ", "prints"),
-    "checkpointer": ("target", "one_process", "damage"),
-    "loaders": ("make",),
+    "checkpointer": ("target", "one_process", "damage", "prints"),
+    "loaders": ("make", "prints"),
 }
 #: What a backend is taken to support if it says nothing.
 _SUPPORTED = {"compile": True, "exact": True, "several_models": True, "gradients": True}
@@ -62,6 +62,7 @@ class Check:
         hooks: those it is about, for the message of a failure.
         before: is the last of that launch, and dies by SIGKILL; the check runs in the next.
         judge: of a check that is to fail, alone in its launch: returns what is wrong with how.
+        after: nothing runs: it is about how the processes of the others have ended.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Check:
     hooks: str = ""
     before: Callable[[CheckContext], None] | None = None
     judge: Callable[[CompletedRun], str] | None = None
+    after: bool = False
 
 
 _found: dict[str, list[tuple[tuple[str, ...], Check]]] = {}
@@ -106,7 +108,7 @@ def checks_of(kind: str) -> dict[str, Check]:
             f"There are no checks of a {kind}, but of {listing(_MODULES)}.{did_you_mean(kind, _MODULES)}"
         )
     checks: dict[str, Check] = {}
-    for module in _MODULES[kind]:
+    for module in (*_MODULES[kind], "leaving"):
         importlib.import_module(f"accelerate_testing.suites.{module}")
         checks.update((made.name, made) for kinds, made in _found[module] if kind in kinds)
     return checks

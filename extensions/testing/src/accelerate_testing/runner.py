@@ -79,7 +79,7 @@ def run_suite(
     timeout: float = 20.0,
     num_processes: int = 2,
     prelude: str = "",
-    on_begin: Callable[[str], None] = lambda name: None,
+    on_run: Callable[[str], None] = lambda name: None,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Run the checks against an installed plugin.
@@ -91,7 +91,7 @@ def run_suite(
         timeout: seconds a collective may wait.
         num_processes: ranks of the checks on ranks.
         prelude: a module that the processes import before the plugin is used.
-        on_begin: told the name of a check that begins, at best.
+        on_run: told several times a second the name of the check that runs, "" before the first.
         on_result: told each result as soon as it is there.
 
     Raises:
@@ -116,7 +116,7 @@ def run_suite(
     with tempfile.TemporaryDirectory(prefix="accelerate-check-") as folder:
         session = _Session(
             kind, name, Path(folder), variables, dict(options or {}), timeout, num_processes,
-            prelude, on_begin, on_result,
+            prelude, on_run, on_result,
         )  # fmt: skip
         return session.run(chosen)
 
@@ -133,7 +133,7 @@ class _Session:
     timeout: float
     num_processes: int
     prelude: str
-    on_begin: Callable[[str], None]
+    on_run: Callable[[str], None]
     on_result: Callable[[Result], None]
     results: dict[str, Result] = field(default_factory=dict)
     #: The check that runs now, and since when.
@@ -148,15 +148,28 @@ class _Session:
     #: Launches that were ended since a check hung, and what is said of the last.
     hung: int = 0
     stuck: str = ""
+    #: What went on when the checks of a launch had ended; None as long as none have.
+    going_on: list[str] | None = None
 
     def run(self, chosen: Sequence[Check]) -> list[Result]:
-        alone = [made.name for made in chosen if made.alone]
+        alone = [made.name for made in chosen if made.alone and not made.after]
         self._launch(alone, 1)
         self._not_run(alone)
-        if rest := [made for made in chosen if not made.alone]:
+        if rest := [made for made in chosen if not (made.alone or made.after)]:
             self._skip(rest)
             self._distributed([made for made in rest if made.name not in self.results])
+        for made in chosen:
+            if made.after:
+                self._add(self._exits(made.name))
         return [self.results[made.name] for made in chosen if made.name in self.results]
+
+    def _exits(self, name: str) -> Result:
+        if self.going_on is None:
+            return Result(name, "skipped", "not run: no other check came to its end")
+        if self.going_on:
+            told = "; ".join(self.going_on)
+            return Result(name, "failed", "", f"when the checks had ended, there was still: {told}")
+        return Result(name, "passed")
 
     def _left(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if name not in self.results]
@@ -247,7 +260,25 @@ class _Session:
         watch = partial(self._watch, watched, ranks)
         run = run_command(command, environ, limit, meanwhile=watch)
         self._collect(watched, ranks)
+        self._note_end(run, self._left(watched))
         return run
+
+    def _note_end(self, run: CompletedRun, lost: Sequence[str]) -> None:
+        """Keep what goes on although a launch came to its end: each with the check that left it."""
+        paths = sorted(self.folder.glob("end.*.json"))
+        if not paths or lost:
+            return
+        self.going_on = going_on = self.going_on or []
+        after = dict[str, str]()
+        for path in paths:
+            left = json.loads(path.read_text())
+            going_on += [f"{what} (left by {name})" for what, name in left["threads"].items()]
+            after |= left["processes"]
+        for words in run.left:
+            whose = f" (left by {after[words]})" if words in after else ""
+            going_on.append(f"process {words}{whose}")
+        if run.timed_out:
+            going_on.append("a process that did not end")
 
     @property
     def _patience(self) -> float:
@@ -272,7 +303,6 @@ class _Session:
             self.now, self.since = begun[0][0], time.monotonic()
             self.pids, self.active = [int(one[1]) for one in begun], self.since
             self.looked, self.used = self.since, processor_seconds(self.pids)
-            self.on_begin(self.now)
         for name in self._left(names):
             paths = [self.folder / f"{name}.{rank}.json" for rank in range(ranks)]
             if all(path.exists() for path in paths):
@@ -283,6 +313,7 @@ class _Session:
     def _watch(self, names: Sequence[str], ranks: int) -> bool:
         """Collect what is there; let the ranks of a check that hangs tell where they stand."""
         self._collect(names, ranks)
+        self.on_run(self.now)
         self.stuck = self._hangs()
         if self.stuck and self.pids:
             for pid in self.pids:

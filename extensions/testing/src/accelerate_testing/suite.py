@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import pytest
 
 from accelerate_core.errors import ConfigurationError
 from accelerate_testing.checks import Check, check_options, checks_of
+from accelerate_testing.progress import SAY_EVERY, Progress, Tail
 from accelerate_testing.results import Result
 from accelerate_testing.runner import choose_plugin, run_suite
 
@@ -58,10 +60,43 @@ class _Suite:
             choose_plugin(cls.plugin, cls.kind)
             only = [name for name in names if name in checks_of(cls.kind)]
             how = {name: getattr(cls, name) for name in _ATTRIBUTES[1:]}
-            found = run_suite(cls.kind, cls.plugin, only=only, **how)
+            with _progress(request.config, cls.__qualname__, len(only)) as told:
+                how |= {"on_run": told.on_run, "on_result": told.on_result}
+                found = run_suite(cls.kind, cls.plugin, only=only, **how)
             cls._found = {result.name: result for result in found}
         made: Mapping[str, Result] = cls._found
         return made
+
+
+@contextmanager
+def _progress(config: pytest.Config, suite: str, total: int) -> Iterator[Progress]:
+    """Tell how far a suite is: behind what pytest has written, and in lines of their own off a terminal.
+
+    Nothing is told in a process of pytest-xdist, which has no reporter, nor in a log with `-q`.
+    """
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
+    uncaptured = capture.global_and_fixture_disabled if capture else nullcontext
+    if reporter is None:
+        yield Progress(total, lambda text: None)
+        return
+    writer = config.get_terminal_writer()
+    with uncaptured():
+        terminal = writer._file.isatty()
+        tail = Tail(writer._file, writer.fullwidth - writer.width_of_current_line - 1)
+
+    def say(text: str) -> None:
+        with uncaptured():
+            if terminal:
+                tail.show(text)
+            elif config.get_verbosity() >= 0:
+                reporter.write_line(f"{suite}: {text}")  # which begins its own line anew after it
+
+    try:
+        yield Progress(total, say, 0.0 if terminal else SAY_EVERY)
+    finally:
+        if terminal:
+            say("")
 
 
 def _refuse_misspelt(cls: type[_Suite]) -> None:
@@ -118,9 +153,10 @@ class TrackerSuite(_Suite):
 
     `options`: `init`, arguments of its constructor; `read` and `read_config`, functions
     `module:name` of a directory that read what it wrote there: `{key: [[step, value], ...]}` in
-    order (the step None where there was none), and the config as a dict; `elsewhere`, True if what
-    it writes is not in the run's directory, or packed; `overwrites`, True if a run replaces one of
-    the same name, as in a library that keeps its history elsewhere.
+    order (the step None where there was none), and the config as a dict; `elsewhere`, True if nobody
+    can read what it keeps; `overwrites`, True if a run replaces one of the same name, as in a library
+    that keeps its history elsewhere; `resumes`, False if it cannot resume where the checks run;
+    `prints`, True if it prints without being asked to.
     """
 
     kind = "tracker"
@@ -150,7 +186,8 @@ class CheckpointerSuite(_Suite):
     directory all ranks share, and `{name}` for a name (default: "{path}"); `one_process`, True if
     only one process can write there; `damage`, a generator function `module:name` of a target: it
     damages the checkpoint, yields a text such as "without model.bin", repairs it, and so on
-    (default: each file below the target is taken away, cut off, changed).
+    (default: each file below the target is taken away, cut off, changed); `prints`, True if it prints
+    without being asked to.
     """
 
     kind = "checkpointer"
@@ -162,7 +199,8 @@ class LoadersSuite(_Suite):
     `options`: `make`, a function `module:name` of `(folder, samples, batch_size, shuffle,
     drop_last)`; it returns what a script would give to `prepare`, over the samples 0, 1, ... in that
     order, in batches that are mappings with their numbers under "id" (int64, [batch]). The data may
-    be written to `folder`, which all ranks share and the main process sees first.
+    be written to `folder`, which all ranks share and the main process sees first. `prints`, True if it
+    prints without being asked to.
     """
 
     kind = "loaders"

@@ -7,6 +7,7 @@ does not come, they give up, and whoever started them starts anew with the check
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
 import json
@@ -23,6 +24,7 @@ from accelerate_testing.checks import checks_of, own_classes
 from accelerate_testing.context import CheckContext
 from accelerate_testing.results import Skip
 from accelerate_testing.standing import TELL, stood_file
+from accelerate_testing.suites.leaving import Started
 
 #: The exit status of ranks that gave up on one another.
 LOST = 75
@@ -36,6 +38,7 @@ def main(task_file: str) -> None:
     ranks = Ranks(folder, timeout)
     stood = stood_file(folder, ranks.rank).open("w", encoding="utf-8")
     faulthandler.register(TELL, stood)
+    started = Started()
     ctx = CheckContext(kind, name, name, folder, timeout, task["options"])
     for name in task["checks"]:
         made = known[name]
@@ -44,11 +47,18 @@ def main(task_file: str) -> None:
         function = made.before if task["dying"] == name else made.function
         ranks.begin(name)
         line = run_check(function, ctx)
+        started.note(name)
         ranks.say(name, line)
         if made.judge and line["error"]:
             raise SystemExit(line["trace"])
         if not ranks.all_well(name):
             ctx.abandon()
+    left = started.left()
+    ranks.say("end", left)
+    if left["threads"]:  # the interpreter would wait for them
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
@@ -61,7 +71,7 @@ def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
     except Skip as why:
         line["state"], line["detail"] = "skipped", str(why)
         ctx.end()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # The notes name plugin, hook and version.
         said = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         line["state"] = "failed"

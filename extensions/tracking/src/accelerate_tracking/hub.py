@@ -206,7 +206,7 @@ class TrackerHub(MediaVerbs):
         for tracker in self.trackers if self._state == "open" else ():
             try:
                 found = None if isinstance(tracker, BlankTracker) else tracker.run_id
-            except Exception:
+            except RAISED:
                 _logger.debug("asking %r for its run", tracker.name, exc_info=True)
                 continue
             if found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,23 +101,28 @@ def _options(text: str | None) -> dict[str, Any]:
 
 
 def _run(record: PluginRecord, total: int, quiet: bool, how: dict[str, Any]) -> list[Result]:
-    """Run the suite with a progress bar."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """Run the suite, with a line that tells how far it is."""
+    from accelerate_testing.progress import SAY_EVERY, Progress, Tail
     from accelerate_testing.runner import run_suite
 
-    columns = (
-        BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
-    )  # fmt: skip
-    with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task("starting", total=total)
+    terminal = sys.stderr.isatty()
+    tail = Tail(sys.stderr, shutil.get_terminal_size().columns - 1 if terminal else 0)
+
+    def say(text: str) -> None:
+        if terminal:
+            tail.show(text)
+        else:
+            click.echo(f"{record.name}: {text}", err=True)
+
+    if quiet:
+        return run_suite(record.kind, record.name, **how)
+    told = Progress(total, say, 0.0 if terminal else SAY_EVERY)
+    try:
         return run_suite(
-            record.kind,
-            record.name,
-            on_begin=lambda name: bar.update(task, description=name),
-            on_result=lambda result: bar.advance(task),
-            **how,
+            record.kind, record.name, on_run=told.on_run, on_result=told.on_result, **how
         )
+    finally:
+        tail.show("")
 
 
 def _print(record: PluginRecord, results: Sequence[Result]) -> None:

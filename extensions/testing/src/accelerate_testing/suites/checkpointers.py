@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import pkgutil
 import random
-import tempfile
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -22,7 +20,8 @@ from accelerate_core.plugins.discovery import find
 from accelerate_core.utils import ProjectConfiguration
 from accelerate_testing.checks import check
 from accelerate_testing.context import CheckContext, leaves, raised
-from accelerate_testing.suites.ending import held_now, script_raises, still_held
+from accelerate_testing.suites.ending import script_raises
+from accelerate_testing.suites.leaving import Lives
 from accelerate_testing.training import ResumableTrainer, held_threads
 
 
@@ -343,11 +342,9 @@ def naming(ctx: CheckContext) -> str | None:
 @check("checkpointer", alone=True)
 def ending(ctx: CheckContext) -> None:
     """After `free_memory`, `end_training` or an error no thread, process or file is left."""
-    told = []
-    folder = ctx.scratch("temporary")
-    folder.mkdir()
-    with mock.patch.object(tempfile, "tempdir", str(folder)), warnings.catch_warnings():
-        for turn in range(3):
+    lives = Lives(ctx, places=(ctx.folder, Path(_target(ctx, "ending"))))
+    for turn in range(3):
+        with lives.one(), warnings.catch_warnings():
             run = Training(ctx)
             for blocking in (True, False):
                 run.accelerator.save_state(_target(ctx, "ending"), blocking=blocking)
@@ -358,7 +355,4 @@ def ending(ctx: CheckContext) -> None:
             else:
                 script_raises(ctx, run.accelerator)
             run.accelerator.end_training()
-            ctx.end()
-            told.append(held_now())
-        left = still_held(told[0]) or ", ".join(str(path) for path in folder.rglob("*"))
-    assert not left, f"left of an Accelerator that has ended: {left}"
+    lives.check()

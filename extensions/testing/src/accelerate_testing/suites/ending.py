@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import io
 import logging
 import os
 import signal
 import sys
-import threading
-import time
 import warnings
 import weakref
 from typing import Any
 
-import psutil
 import torch
 
 from accelerate_testing.checks import changed, check
 from accelerate_testing.context import CheckContext, raised
 from accelerate_testing.processes import CompletedRun
+from accelerate_testing.suites.leaving import Lives
 from accelerate_testing.training import Trainer, loss_of
 
 TEXT = "the data of this rank cannot be read"
-#: Seconds in which what was told to end may do so.
-_GRACE = 2.0
 _OF_TORCH = (
     "get_num_threads", "are_deterministic_algorithms_enabled", "get_default_dtype", "is_grad_enabled",
     "is_inference_mode_enabled",
@@ -35,27 +29,20 @@ _OF_TORCH = (
 @check("backend", "precision", "extension", hooks="on_start on_end on_free check prepare_model")
 def once_more(ctx: CheckContext) -> None:
     """After `end_training` nothing is left, and a second Accelerator trains as the first did."""
-    seen, held = [], []
-    printed = io.StringIO()
+    seen, lives = [], Lives(ctx, measure=2)
     began.restore()  # what earlier checks left would hide that it is left again
     for turn in range(3):
-        with contextlib.redirect_stdout(printed if turn else sys.stdout):
+        with lives.one():
             losses, model = _life(ctx, turn)
-        ctx.end()
         seen.append(losses)
-        held.append(held_now())
         ctx.equal(model() is None, True, "the model is gone with its last user")
         if turn == 0:
             began.restore()  # what a library does where it is first used is its own
         for what, now in _process().items():
             ctx.equal(changed(now, began.told[what]), [], f"{what} that are not as they were")
-    if not ctx.options.get("prints", False):
-        ctx.equal(printed.getvalue(), "", "what it prints where the script prints")
     for turn in (1, 2):
         ctx.close(seen[turn], seen[0], "losses of a later Accelerator", 1e-6)
-    # What is there for the whole process, such as one worker, was there after the second turn.
-    left = still_held(held[1])
-    assert not left, f"left of an Accelerator that has ended: {left}"
+    lives.check()
 
 
 def _life(ctx: CheckContext, turn: int) -> tuple[list[float], Any]:
@@ -128,26 +115,6 @@ class Began:
 
 
 began = Began()
-
-
-def held_now() -> list[str]:
-    """Return the threads and processes this one has started, and the files it has open."""
-    own = psutil.Process()
-    return [
-        *(f"thread {one.name} ({one.ident})" for one in threading.enumerate()),
-        *(f"process {one.name()} ({one.pid})" for one in own.children(recursive=True)),
-        *(f"open file {one.path} (descriptor {one.fd})" for one in own.open_files()),
-    ]
-
-
-def still_held(earlier: list[str]) -> str:
-    """Return what is held that was not earlier; what was told to end has a little time for it."""
-    until = time.monotonic() + _GRACE
-    while True:
-        left = [one for one in held_now() if one not in earlier]
-        if not left or time.monotonic() > until:
-            return ", ".join(left)
-        time.sleep(0.05)
 
 
 @check("backend", "precision", "extension", alone=True, hooks="on_error")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import io
 import os
@@ -27,6 +28,7 @@ from accelerate_core.plugins.discovery import (
 )
 from accelerate_launch.start import Launcher
 from accelerate_testing.checks import SUITE_KINDS, changed, check, own_classes, own_hooks
+from accelerate_testing.import_time import check_import_time
 
 if TYPE_CHECKING:
     from accelerate_testing.context import CheckContext
@@ -48,8 +50,8 @@ def _record_of(ctx: CheckContext) -> PluginRecord:
 def imports(ctx: CheckContext) -> str:
     """Importing the plugin is cheap: it brings no library along and changes nothing."""
     record = _record_of(ctx)
-    if ctx.kind != "launcher":
-        import accelerate_core.accelerator  # noqa: F401
+    first = "accelerate_core" if ctx.kind == "launcher" else "accelerate_core.accelerator"
+    importlib.import_module(first)
     before, threads, environ = set(sys.modules), threading.active_count(), dict(os.environ)
     started, busy = time.perf_counter(), time.process_time()
     printed = io.StringIO()
@@ -70,6 +72,8 @@ def imports(ctx: CheckContext) -> str:
         f"use it, unless it is a light one that {record.distribution} requires: below "
         f"{_SECONDS} s, and no more than {_MODULES} modules with what it brings along"
     )
+    others = {top for top, _ in new if top[0] != "_"} - {own, *sys.stdlib_module_names}
+    check_import_time(record.target, seconds, first, others)
     ctx.equal(changed(os.environ, environ), [], "variables of the environment the import changes")
     ctx.equal(threading.active_count(), threads, "threads after the import")
     ctx.equal([str(one.message) for one in caught], [], "warnings of the import")

@@ -127,7 +127,13 @@ def _run(
     environ = child_environment(plan, clean_environment(OF_THE_USER="untouched", **more))
     others = [name for name, value in environ.items() if not isinstance(value, str)]
     ctx.equal(others, [], "variables that are no text")
-    return run_command(command, environ, timeout, meanwhile=meanwhile)
+    return _whole(run_command(command, environ, timeout, meanwhile=meanwhile))
+
+
+def _whole(run: CompletedRun) -> CompletedRun:
+    left = "; ".join(run.left)
+    assert not left, f"the launch has ended, and processes it started still run: {left}"
+    return run
 
 
 @check("launcher", alone=True)
@@ -191,7 +197,7 @@ def functions(ctx: CheckContext) -> str:
         folder, size = ctx.scratch(method), str(plan.num_processes)
         folder.mkdir()
         command = [sys.executable, str(script), str(folder), ctx.name, size, method]
-        run = run_command(command, environ, 90)
+        run = _whole(run_command(command, environ, 90))
         assert run.ok, f"launching a function by {method} failed: {run.story}"
         told = json.loads((folder / "told").read_text())
         ctx.equal(told["changed"], [], f"variables that are not as before the launch, by {method}")
@@ -294,7 +300,6 @@ def terminated(ctx: CheckContext) -> str:
     run = _run(ctx, plan, 60, send)
     assert told, f"the ranks did not start: {run.story}"
     assert not run.timed_out, "the launch goes on after SIGTERM"
-    assert not run.left, f"after SIGTERM these still run: {'; '.join(run.left)}"
     ctx.equal(run.returncode != 0, True, "exit status of a launch that was terminated")
     return f"status {run.returncode} after {run.seconds:.1f} s"
 

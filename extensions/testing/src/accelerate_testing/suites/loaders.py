@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from accelerate_core.accelerator import Accelerator
 from accelerate_testing.checks import check
 from accelerate_testing.context import CheckContext
+from accelerate_testing.suites.leaving import Lives
 
 #: Samples per batch of a rank, and of an epoch: neither a multiple of one nor of two batches.
 BATCH, SAMPLES = 4, 26
@@ -281,6 +282,22 @@ def placing(ctx: CheckContext) -> None:
             f"device_placement={place}"
         )
         ctx.end()
+
+
+@check("loaders", alone=True)
+def ending(ctx: CheckContext) -> None:
+    """After `end_training` no thread, process or file is left, also of a loop that was not finished."""
+    lives = Lives(ctx)
+    for _ in range(3):
+        with lives.one():
+            reading = LoaderCase(ctx)
+            reading.epoch()
+            for batch in reading.loader:
+                ctx.equal(len(ids_of(batch)), BATCH, "samples of a batch")
+                break
+            reading.accelerator.end_training()
+            del reading
+    lives.check()
 
 
 @check("loaders", alone=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import struct
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from accelerate_core.errors import listing
 from accelerate_testing.checks import check
 from accelerate_testing.context import CheckContext
+from accelerate_testing.suites.leaving import Lives
 
 CONFIG = {
     "lr": 0.125,
@@ -24,9 +26,11 @@ CONFIG = {
     "suite_note": "kept_in_the_config",
 }
 STEPS = 5
+#: A number that nobody else writes, the same in a float32.
+NUMBER = 27182.75
 #: What is logged to be found again: key -> value and step, words that nobody else writes.
 MARKS: dict[str, tuple[Any, int | None]] = {
-    "suite_number": (0.5, 0),
+    "suite_number": (NUMBER, 0),
     "suite_text": ("a_text_of_the_suite", 1),
     "suite_flag": (True, 2),
     "suite_negative": (-1.5, 3),
@@ -57,20 +61,25 @@ def _in(ctx: CheckContext, name: str) -> Iterator[dict[str, Any]]:
 
     Yields the arguments of an Accelerator that logs there.
     """
-    if why := ctx.found.unusable(dict(os.environ)):
-        ctx.skip(why)
     folder = ctx.scratch(name)
     folder.mkdir(exist_ok=True)
     with chdir(folder):
+        if why := ctx.found.unusable(dict(os.environ)):
+            ctx.skip(why)
         yield {"log_with": ctx.name, "project_dir": str(folder / "logs")}
 
 
 @contextmanager
-def _run(ctx: CheckContext, name: str) -> Iterator[Any]:
-    """Open a run in a directory of its own; complaints about the tracker are failures."""
+def _run(ctx: CheckContext, name: str, resume: str = "") -> Iterator[Any]:
+    """Open a run in a directory of its own, or go on in that of a checkpoint.
+
+    Complaints about the tracker are failures.
+    """
     with _in(ctx, name) as arguments, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         accelerator = ctx.accelerator(**arguments)
+        if resume:
+            accelerator.load_state(resume)
         accelerator.init_trackers("suite", CONFIG, _init(ctx))
         _runs(ctx, accelerator, "init_trackers", caught)
         yield accelerator
@@ -85,7 +94,7 @@ def _init(ctx: CheckContext) -> dict[str, Any]:
 
 def _runs(ctx: CheckContext, accelerator: Any, after: str, caught: list[Any]) -> None:
     said = [str(one.message) for one in caught if ctx.name in str(one.message)]
-    on = [tracker.name for tracker in accelerator.trackers] == [ctx.name]
+    on = type(accelerator.get_tracker(ctx.name)).__name__ != "BlankTracker"
     assert on, f"it was switched off after {after}: {' '.join(said) or 'no reason'}"
 
 
@@ -96,7 +105,7 @@ def values(ctx: CheckContext) -> None:
 
     with _run(ctx, "values") as accelerator:
         for step in range(STEPS):
-            accelerator.log({"loss": 1.0 / (step + 1), "nested": {"value": step}}, step=step)
+            _log_series(accelerator, step)
         accelerator.log({"tensor": torch.tensor(2.5), "word": "fine", "flag": True}, step=STEPS)
         accelerator.log({"not_finite": float("nan"), "beside_it": float("inf")}, step=STEPS + 1)
         accelerator.log({"without_a_step": 1})
@@ -104,15 +113,36 @@ def values(ctx: CheckContext) -> None:
         ctx.equal(own is not None, True, "the library's own run object is reached")
 
 
-def _log_marks(accelerator: Any) -> None:
-    for key, (value, step) in MARKS.items():
-        accelerator.log({key: value}, step=step)
+def _marked(ctx: CheckContext) -> Path:
+    """Return the directory of a run that got a series and all marks, which two checks look at."""
+    folder = ctx.scratch("kept")
+    if not folder.exists():
+        with _run(ctx, "kept") as accelerator:
+            for step in (*range(STEPS), None):
+                _log_series(accelerator, step)
+                for key, (value, its_step) in MARKS.items():
+                    if its_step == step:
+                        accelerator.log({key: value}, step=step)
+    return folder
+
+
+def _log_series(accelerator: Any, step: int | None) -> None:
+    if step is not None:
+        accelerator.log({"loss": 1.0 / (step + 1), "nested": {"value": step}}, step=step)
 
 
 def _lost(folder: Path, words: Iterable[str]) -> list[str]:
     """Return the words of which there is no trace in the files of a directory."""
     texts = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     return [word for word in words if not any(word.encode() in text for text in texts)]
+
+
+def _has_number(folder: Path, number: float) -> bool:
+    """Tell whether a number is in the files of a directory: as a text, a double or a float."""
+    forms = [str(number)[:-1].encode(), f"{number:e}"[:7].encode()]
+    forms += [struct.pack(form, number) for form in ("<d", ">d", "<f", ">f")]
+    texts = (path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    return any(form in text for text in texts for form in forms)
 
 
 def _skip_elsewhere(ctx: CheckContext) -> None:
@@ -124,15 +154,23 @@ def _skip_elsewhere(ctx: CheckContext) -> None:
 def kept(ctx: CheckContext) -> str:
     """Numbers, texts, bools, what has no step, and the config leave traces in the run's directory."""
     _skip_elsewhere(ctx)
-    with _run(ctx, "kept") as accelerator:
-        _log_marks(accelerator)
+    folder, reader = _marked(ctx), ctx.options.get("read")
     words = {*MARKS, str(MARKS["suite_text"][0]), "suite_note", str(CONFIG["suite_note"])}
-    lost = _lost(ctx.scratch("kept"), sorted(words))
-    if len(lost) == len(words) and not ctx.found.requires_logging_directory:
-        ctx.skip("it declares that it needs no directory, and there is nothing in it")
+    if reader:
+        with suppress(Exception):  # which `read_back` tells
+            words -= set(_read(ctx, folder))
+    lost = _lost(folder, sorted(words))
+    if reader and len(lost) == len(words):
+        ctx.skip("what it writes is packed, or elsewhere: the reader is asked what it kept")
     assert not lost, (
         f"no trace of {listing(lost)} in the files of the run's directory; where it writes "
-        'somewhere else, or packed, say so by the option {"elsewhere": true}'
+        "somewhere else, or packed, give the suite a reader, the option 'read': a function "
+        '`module:name` of the directory; or say {"elsewhere": true}, and nobody looks'
+    )
+    assert reader or _has_number(folder, NUMBER), (
+        f"the name 'suite_number' is in the files of the run's directory, and its value {NUMBER} "
+        "is not: it is another one there, or packed; the option 'read' names a function "
+        "`module:name` of the directory that reads it"
     )
     return f"{len(words)} words"
 
@@ -168,38 +206,37 @@ def read_back(ctx: CheckContext) -> str:
     """What was logged is read back from what the tracker wrote: values, steps, order, config."""
     if not ctx.options.get("read"):
         ctx.skip("options have no 'read', a function `module:name` of a directory")
-    with _run(ctx, "read_back") as accelerator:
-        for step in range(STEPS):
-            accelerator.log({"loss": 1.0 / (step + 1), "nested": {"value": step}}, step=step)
-    got = _read(ctx, "read_back")
-    for key, expected in (
-        ("loss", [[s, 1.0 / (s + 1)] for s in range(STEPS)]),
-        ("nested/value", [[s, float(s)] for s in range(STEPS)]),
-    ):
+    series = {
+        "loss": [[step, 1.0 / (step + 1)] for step in range(STEPS)],
+        "nested/value": [[step, float(step)] for step in range(STEPS)],
+    }
+    seen = [f"{STEPS} steps"]
+    folder = _marked(ctx)
+    try:
+        got = _read(ctx, folder)
+    except Exception as error:  # a reader of numbers with steps, perhaps: the traces have to do
+        with _run(ctx, "read_back") as accelerator:
+            for step in range(STEPS):
+                _log_series(accelerator, step)
+        got = _read(ctx, ctx.scratch("read_back"))
+        seen.append(f"nothing more ({type(error).__name__}: {error})")
+    for key, expected in series.items():
         pairs = [[step, _number(value)] for step, value in got.get(key, [])]
         ctx.close(pairs, expected, key, 1e-6)
-    seen = [f"{STEPS} steps"]
-    with _run(ctx, "read_marks") as accelerator:
-        _log_marks(accelerator)
-    try:
-        got = _read(ctx, "read_marks")
-    except Exception as error:  # a reader of numbers with steps, perhaps: the traces have to do
-        got = {}
-        seen.append(f"nothing more ({type(error).__name__}: {error})")
     for key in set(MARKS) & set(got):  # of the others `kept` has to find traces
         _is_mark(ctx, key, got[key])
         seen.append(key)
     if read_config := ctx.options.get("read_config"):
-        config = dict(pkgutil.resolve_name(read_config)(ctx.scratch("read_marks")))
+        config = dict(pkgutil.resolve_name(read_config)(folder))
         for key in ("lr", "suite_note"):
             ctx.equal(str(config.get(key)), str(CONFIG[key]), f"{key} of the config")
         seen.append("config")
     return ", ".join(sorted(seen))
 
 
-def _read(ctx: CheckContext, name: str) -> dict[str, list[list[Any]]]:
+def _read(ctx: CheckContext, folder: Path) -> dict[str, list[list[Any]]]:
     """Call the author's reader."""
-    got = pkgutil.resolve_name(str(ctx.options["read"]))(ctx.scratch(name))
+    got = pkgutil.resolve_name(str(ctx.options["read"]))(folder)
     return {key: [list(pair) for pair in pairs] for key, pairs in got.items()}
 
 
@@ -258,18 +295,53 @@ def failed_run(ctx: CheckContext) -> str | None:
     return ctx.found.failed_word or None
 
 
+def _log_once(ctx: CheckContext, word: str) -> None:
+    with _run(ctx, "once_more") as accelerator:
+        accelerator.log({word: 0.5}, step=0)
+
+
 @check("tracker", alone=True)
 def once_more(ctx: CheckContext) -> str | None:
-    """A second run in one process works as the first, and leaves what the first one wrote."""
+    """A second run works as the first, leaves what that wrote, and nothing beside the run's own files."""
     words = ("suite_first", "suite_second")
+    place = ctx.scratch("once_more")
+    if ctx.found.requires_logging_directory:
+        place /= "logs"
+    lives = Lives(ctx, places=[place], whose=ctx.found.__module__.partition(".")[0])
     for word in words:
-        with _run(ctx, "once_more") as accelerator:
-            accelerator.log({word: 0.5}, step=0)
+        with lives.one():
+            _log_once(ctx, word)
+    lives.check()
     if ctx.options.get("overwrites", False):
         return "options say that a run replaces the one before"
     gone = _lost(ctx.scratch("once_more"), words) == ["suite_first"]
     assert not gone, "a second run into the same directory has removed what the first wrote"
     return None
+
+
+@check("tracker", alone=True)
+def resumed(ctx: CheckContext) -> str:
+    """One that says it resumes goes on in the run of a checkpoint, which keeps what it had."""
+    if not ctx.found.resumes:
+        ctx.skip("it does not declare that it resumes")
+    if not ctx.options.get("resumes", True):
+        ctx.skip("options say that it cannot resume where the checks run")
+    saved, words = str(ctx.scratch("resumed_checkpoint")), ("suite_before", "suite_after")
+    runs = []
+    for step, word in enumerate(words):
+        with _run(ctx, "resumed", resume=saved if step else "") as accelerator:
+            runs.append(accelerator.get_tracker(ctx.name).run_id)
+            accelerator.log({word: 0.5}, step=step)
+            if step == 0:
+                accelerator.save_state(saved)
+    assert runs[0], "it declares resumes = True, and has no run_id that a checkpoint could keep"
+    ctx.equal(runs[1], runs[0], "run_id of the run that goes on in the one of a checkpoint")
+    if ctx.options.get("read"):
+        got = _read(ctx, ctx.scratch("resumed"))
+        for step, word in enumerate(words):
+            pairs = [[its, _number(value)] for its, value in got.get(word, [])]
+            ctx.close(pairs, [[step, 0.5]], f"{word} of a run that was resumed", 1e-6)
+    return str(runs[0])
 
 
 @check("tracker")
