@@ -15,7 +15,7 @@ ARGS ?=
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help quickstart test conformance faults soak lint format docs dist bench downstream gpu clean
+.PHONY: help quickstart test conformance faults soak lint format docs dist drop-in bench downstream gpu clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
@@ -27,6 +27,7 @@ help:
 	@echo "make docs         regenerate the generated pages"
 	@echo "make dist         build every wheel, install them into an empty environment and train"
 	@echo "make gpu          what wants an accelerator, in ten minutes, without a network; writes a table"
+	@echo "make drop-in      the wheel that has the name accelerate, into dist"
 	@echo "make bench        compare with the peers"
 	@echo "make downstream   the released plugins under the working core"
 	@echo "make soak         all of these, and the long forms"
@@ -90,6 +91,9 @@ dist: $(VENV)/dev.stamp
 	rm -rf dist
 	for member in $(MEMBERS); do $(BIN)/python -m build --no-isolation --outdir dist $$member || exit 1; done
 	$(BIN)/python -m pytest tests/packaging --wheels dist
+
+drop-in: $(VENV)/run.stamp
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist extensions/drop_in/accelerate
 
 # The peers and the commands that run them in pairs of processes.
 PAIR = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2

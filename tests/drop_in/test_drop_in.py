@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 USES = """
 from accelerate import Accelerator, PartialState, init_empty_weights, notebook_launcher
 from accelerate.utils import set_seed, gather, DataLoaderConfiguration, is_wandb_available
@@ -29,13 +31,14 @@ print("served", sys.argv[1:], accelerate.__version__)
 """
 
 
-def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    own = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
-        env={k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")},
+        env=own | environ,
     )
 
 
@@ -73,12 +76,18 @@ def test_a_script_runs_with_the_name_served(tmp_path: Path) -> None:
             "cannot import name 'Acelerator'",
         ),
         (
-            "import accelerate_drop_in as d; d.install(); from accelerate import MegatronLMPlugin",
+            "import accelerate_drop_in as d; d.install();"
+            "from accelerate.utils import MegatronLMPlugin; print(MegatronLMPlugin.__name__);"
+            "MegatronLMPlugin(tp_degree=2)",
             'pip install "accelerate-core[megatron]"',
         ),
         (
             "import accelerate_drop_in as d; d.install(); import accelerate.no_such",
             "No module named 'accelerate.no_such'",
+        ),
+        (
+            "import accelerate_drop_in as d; d.install(); import accelerate.utils.no_such",
+            "No module named 'accelerate.utils.no_such'",
         ),
     ],
 )
@@ -86,3 +95,76 @@ def test_what_is_not_served_says_so(code: str, said: str) -> None:
     done = python("-c", code)
     assert done.returncode == 1
     assert said in done.stderr
+
+
+ALL = """
+import importlib, importlib.metadata, os, sys
+from accelerate_drop_in.serving import names
+
+served = importlib.metadata.version("accelerate")
+assert served == importlib.import_module("accelerate").__version__ == "1.15.0.post1"
+missing = {}
+for module, known in names().items():
+    made = importlib.import_module(f"accelerate.{module}".rstrip("."))
+    assert os.path.exists(made.__file__)
+    missing |= {name: module for name in known if not hasattr(made, name)}
+print(len(missing))
+from accelerate.utils import *
+from accelerate import *
+assert Accelerator and set_seed and is_xpu_available
+import accelerate
+assert accelerate.utils.tqdm is tqdm and accelerate.memory_utils
+
+import accelerate.big_modeling
+from accelerate_big_model import dispatch
+before = dispatch.check_device_map
+accelerate.big_modeling.check_device_map = len
+assert dispatch.check_device_map is accelerate.utils.check_device_map is len
+del accelerate.big_modeling.check_device_map
+assert dispatch.check_device_map is accelerate.big_modeling.check_device_map is before
+"""
+
+
+#: Of the original's names, how many nothing of ours has so far.
+LEFT_OUT = 253
+
+
+def test_every_module_of_the_original_is_a_file_and_an_assignment_reaches_its_home() -> None:
+    done = python("-c", "import accelerate_drop_in as d; d.install()\n" + ALL)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= LEFT_OUT
+
+
+def test_processes_that_a_script_starts_have_the_name_too() -> None:
+    code = "import accelerate_drop_in as d, subprocess, sys; d.install();"
+    code += (
+        "subprocess.run([sys.executable, '-c', 'import accelerate; print(accelerate.__version__)'])"
+    )
+    assert python("-c", code).stdout == "1.15.0.post1\n"
+
+
+def test_a_wheel_has_the_name_for_libraries_that_ask_for_the_distribution(tmp_path: Path) -> None:
+    pip = ("-m", "pip", "-q", "--disable-pip-version-check")
+    how = ("--no-deps", "--no-build-isolation")
+    project = ROOT / "extensions/drop_in/accelerate"
+    assert not python(*pip, "wheel", *how, "--wheel-dir", tmp_path, project).returncode
+    (wheel,) = tmp_path.glob("accelerate-1.15.0.post1-*.whl")
+    target = tmp_path / "site"
+    assert not python(*pip, "install", *how, "--target", target, wheel).returncode
+    done = python("-c", ALL, PYTHONPATH=str(target))
+    assert done.returncode == 0, done.stderr
+    command = python(target / "bin" / "accelerate-launch", "--help", PYTHONPATH=str(target))
+    assert "--num_processes" in command.stdout, command.stderr
+    refused = (
+        "import accelerate_drop_in as d; d.install(); import accelerate; print(accelerate.__file__)"
+    )
+    assert "accelerate" in python("-c", refused, PYTHONPATH=str(target)).stdout
+
+
+def test_beside_the_original_it_refuses(tmp_path: Path) -> None:
+    there = tmp_path / "accelerate-1.15.0.dist-info"
+    there.mkdir()
+    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.15.0\n")
+    done = python("-c", "import accelerate_drop_in as d; d.install()", PYTHONPATH=str(tmp_path))
+    assert "Accelerate 1.15.0 is installed" in done.stderr
+    assert "pip uninstall accelerate" in done.stderr

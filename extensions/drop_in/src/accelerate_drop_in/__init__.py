@@ -1,122 +1,66 @@
-"""Serve the import name `accelerate` from this package, when asked.
+"""Serve the import name `accelerate` from accelerate-core, when asked.
 
     import accelerate_drop_in
     accelerate_drop_in.install()
     from accelerate import Accelerator
 
-or `python -m accelerate_drop_in script.py --its arguments`.
+or `python -m accelerate_drop_in script.py --its arguments`; or install the package `accelerate` that
+`make drop-in` builds, which needs neither.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
-import importlib.machinery
+import os
 import runpy
 import sys
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
+from importlib import metadata
+from pathlib import Path
 
 from accelerate_core.errors import AccelerateError
 
-__all__ = ["NAME", "install", "uninstall"]
+__all__ = ["NAME", "VERSION", "install", "uninstall"]
 
 NAME = "accelerate"
+#: Of the original whose names are served; what libraries ask for.
+VERSION = "1.15.0.post1"
 
-#: Where each module's names are looked up, in order.
-_HOMES = {
-    "": ("accelerate_core", "accelerate_core.utils"),
-    "accelerator": ("accelerate_core.accelerator",),
-    "big_modeling": ("accelerate_core.utils",),
-    "checkpointing": ("accelerate_checkpoint", "accelerate_core.utils"),
-    "data_loader": (
-        "accelerate_drop_in.data_loader",
-        *(
-            f"accelerate_core.data.{name}"
-            for name in ("loader", "shard", "order", "prepare", "rng")
-        ),
-    ),
-    "hooks": ("accelerate_big_model.hooks", "accelerate_core.utils"),
-    "launchers": ("accelerate_launch",),
-    "local_sgd": ("accelerate_core",),
-    "logging": ("accelerate_core.logging",),
-    "optimizer": ("accelerate_core.training.optimizer",),
-    "scheduler": ("accelerate_core.training.scheduler",),
-    "state": ("accelerate_core.state", "accelerate_core.config.enums", "accelerate_core"),
-    "tracking": ("accelerate_tracking", "accelerate_core.utils"),
-    "utils": ("accelerate_core.utils", "accelerate_core"),
-}
-
-
-class _Served(ModuleType):
-    """A module whose names are looked up here when they are used."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        failure: Exception | None = None
-        for home in self.__dict__["_homes"]:
-            try:
-                return getattr(importlib.import_module(home), name)
-            except AttributeError as error:
-                failure = failure or error
-        raise AttributeError(f"module {self.__name__!r}, served by accelerate_core: {failure}")
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        package, _, rest = fullname.partition(".")
-        if package != NAME or not _homes(rest):
-            return None
-        packaged = rest.split(".")[0] in ("", "utils")
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=packaged)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = _Served(spec.name)
-        module.__dict__["_homes"] = _homes(spec.name.partition(".")[2])
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ == NAME:
-            from accelerate_core import __version__
-
-            module.__dict__["__version__"] = __version__
-
-
-def _homes(rest: str) -> tuple[str, ...]:
-    # accelerate.utils.anything: all its names are in the one public namespace.
-    return _HOMES["utils"] if rest.startswith("utils.") else _HOMES.get(rest, ())
-
-
-_finder = _Finder()
+_SERVED = str(Path(__file__).with_name("served"))
 
 
 def install() -> None:
-    """Serve `import accelerate` from accelerate_core from now on; a second call does nothing.
+    """Serve `import accelerate` from now on, here and in processes started from here.
+
+    A second call does nothing.
 
     Raises:
-        AccelerateError: the real one is imported already.
+        AccelerateError: the original is imported already, or installed beside this package.
     """
     there = sys.modules.get(NAME)
-    if there is not None and not isinstance(there, _Served):
+    if there is not None and getattr(there, "__version__", None) != VERSION:
         raise AccelerateError(
             f"The package {NAME!r} is imported already, from {getattr(there, '__file__', '?')}. "
             "Call accelerate_drop_in.install() before anything imports it."
         )
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    for other in metadata.distributions(name=NAME):
+        if other.version != VERSION:
+            raise AccelerateError(
+                f"Hugging Face Accelerate {other.version} is installed, and libraries would find "
+                f"parts of both. Uninstall it first: pip uninstall {NAME}"
+            )
+    if _SERVED not in sys.path:
+        sys.path.insert(0, _SERVED)
+        paths = [_SERVED, *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 def uninstall() -> None:
     """Stop serving the name, and forget the modules served."""
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, _Served):
-            del sys.modules[name]
+    if _SERVED in sys.path:
+        sys.path.remove(_SERVED)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != _SERVED)
+    for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
+        del sys.modules[name]
 
 
 def main() -> None:

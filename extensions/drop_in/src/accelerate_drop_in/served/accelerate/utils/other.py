@@ -1,0 +1,5 @@
+"""`accelerate.utils.other`, served by accelerate-core."""
+
+from accelerate_drop_in.serving import serve
+
+serve(__name__)

@@ -1,0 +1,132 @@
+"""The modules of the package `accelerate`: each hands out the original's names, from their homes here.
+
+Those modules are real files below `served`, which hold nothing of their own: the names of each stand
+in `names.json`, read from the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import sys
+from importlib import resources
+from types import ModuleType
+from typing import Any
+
+from accelerate_core.errors import MissingPluginError
+
+_DATA = "accelerate_core.data"
+#: Where else a module's names are looked for, before what all packages of ours lend.
+_HOMES = {
+    "accelerator": ("accelerate_core.accelerator",),
+    "checkpointing": ("accelerate_checkpoint",),
+    "commands.accelerate_cli": ("accelerate_drop_in.commands",),
+    "commands.config": ("accelerate_drop_in.commands.config",),
+    "commands.env": ("accelerate_drop_in.commands.env",),
+    "commands.estimate": ("accelerate_drop_in.commands.estimate",),
+    "commands.launch": ("accelerate_drop_in.commands.launch",),
+    "commands.merge": ("accelerate_drop_in.commands.merge",),
+    "commands.test": ("accelerate_drop_in.commands.test",),
+    "data_loader": (
+        "accelerate_drop_in.data_loader",
+        *(f"{_DATA}.{name}" for name in ("loader", "shard", "order", "prepare", "rng")),
+    ),
+    "hooks": ("accelerate_big_model.hooks",),
+    "launchers": ("accelerate_launch",),
+    "logging": ("accelerate_core.logging",),
+    "optimizer": ("accelerate_core.training.optimizer",),
+    "scheduler": ("accelerate_core.training.scheduler",),
+    "state": ("accelerate_core.state", "accelerate_core.config.enums"),
+    "tracking": ("accelerate_tracking",),
+}
+
+
+#: What had a name before a client assigned to it.
+_originals: dict[str, Any] = {}
+
+
+@functools.cache
+def names() -> dict[str, list[str]]:
+    """Return the original's public names by module; the package itself is ""."""
+    text = resources.files(__package__).joinpath("names.json").read_text(encoding="utf-8")
+    made: dict[str, list[str]] = json.loads(text)
+    return made
+
+
+class _Absent(type):
+    """A name of a package that is not installed: it can be imported, and using it says what to install."""
+
+    told: str
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise MissingPluginError(cls.told)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MissingPluginError(cls.told)
+
+
+class Served(ModuleType):
+    """A module whose names are looked up when they are used.
+
+    An assignment reaches the modules of ours that have the name, too: clients replace functions of the
+    original so.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        known = names()[self.__name__.partition(".")[2]]
+        if name == "__all__":
+            return [one for one in known if hasattr(self, one)]
+        if name not in known:
+            if f"{self.__name__}.{name}".partition(".")[2] in names():
+                return importlib.import_module(f"{self.__name__}.{name}")
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = self._find(name)
+        ModuleType.__setattr__(self, name, value)
+        return value
+
+    def _find(self, name: str) -> Any:
+        own = _HOMES.get(self.__name__.partition(".")[2], ())
+        others = (one for homes in _HOMES.values() for one in homes if "commands" not in one)
+        for home in (*own, "accelerate_core.utils", *others):
+            try:
+                return getattr(importlib.import_module(home), name)
+            except MissingPluginError as error:
+                return _Absent(name, (), {"told": str(error), "__doc__": str(error)})
+            except AttributeError:
+                continue
+        raise AttributeError(
+            f"{self.__name__}.{name} of Hugging Face Accelerate is not served by accelerate-core"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in names()[self.__name__.partition(".")[2]]:
+            if isinstance(value, ModuleType):
+                return  # the module `tqdm` is imported, where the function has that name
+            old = getattr(self, name, None)
+            _originals.setdefault(name, old)
+            _replace(name, old, value)
+        ModuleType.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        value = vars(self)[name]
+        ModuleType.__delattr__(self, name)
+        if name in _originals:
+            _replace(name, value, _originals.pop(name))
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *names()[self.__name__.partition(".")[2]]})
+
+
+def _replace(name: str, old: Any, new: Any) -> None:
+    """Put another object in the place of one that modules of ours have under its name."""
+    for key, module in list(sys.modules.items()):
+        if key.startswith("accelerate") and vars(module).get(name) is old is not None:
+            vars(module)[name] = new
+
+
+def serve(name: str) -> None:
+    """Turn a module that is being imported into one that serves the names of the original's."""
+    sys.modules[name].__class__ = Served
