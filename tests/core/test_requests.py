@@ -267,6 +267,11 @@ class Covert(Precision):
     api_version = (1, 0)
     def covert(self, model): return model
 
+class Unable(Precision):
+    name = "unable"
+    api_version = (1, 0)
+    supports = {"complie": False}
+
 class Empty:
     name = "empty"
     api_version = (1, 0)
@@ -301,7 +306,11 @@ def slips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     backends = {**{name.lower(): name for name in names}, "renamed": "AnotherName"}
     extensions = {name.lower(): name for name in ("Empty", "Slips", "Unmarked")}
-    groups = {"backends": backends, "precisions": {"covert": "Covert"}, "extensions": extensions}
+    groups = {
+        "backends": backends,
+        "precisions": {"covert": "Covert", "unable": "Unable"},
+        "extensions": extensions,
+    }
     distribution(root, "slips", SLIPS, groups)
     return root
 
@@ -319,6 +328,7 @@ def slips(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("{'backend': 'shard'}", {}, ["data_shard", "'shard'", "returned 1", "(index, count)"]),
         ("{'backend': 'outside'}", {}, ["data_shard", "(2, 2)"]),
         ("{'mixed_precision': 'covert'}", {}, ["'covert'", "'convert'"]),
+        ("{'mixed_precision': 'unable'}", {}, ["supports", "'complie'", "'compile'"]),
         ("{}", {"ACCELERATE_PLUGINS": "empty"}, ["empty (dummy-slips 1.0)", "no hook"]),
         ("{}", {"ACCELERATE_PLUGINS": "slips"}, ["'on_strat'", "'on_start'"]),
     ],

@@ -55,6 +55,7 @@ def check_needs(precision: Any, record: PluginRecord) -> None:
     """Hold a precision to its declaration: what it does and does not declare goes wrong elsewhere."""
     label = f"the precision plugin {record.label}"
     check_words(precision, precision.needs, NEEDS, f"needs of {label}")
+    check_words(precision, precision.supports, ("compile", "mesh"), f"supports of {label}")
     own = type(precision)
     for method, words in (
         ("autocast", ("autocast",)),

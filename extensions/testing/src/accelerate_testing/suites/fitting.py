@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate_core.backend.precision import Precision
-from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, check_words
+from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT
 from accelerate_core.contract.hooks import API_VERSION
 from accelerate_core.errors import listing
 from accelerate_core.plugins.discovery import Installed, PluginRecord
@@ -178,7 +178,6 @@ def _train(trainer: Trainer, exact: bool) -> None:
 @check("precision", alone=True, hooks="convert")
 def needs(ctx: CheckContext) -> str:
     """What it does to models and optimizers is in its `needs`: backends accept it by that."""
-    check_words(ctx.found, ctx.supports, ("mesh", "compile"), f"supports of {ctx.name}")
     accelerator = ctx.accelerator(backend="single")
     net: Any = Net(0)
     before: Any = sgd(net.parameters())
