@@ -116,7 +116,7 @@ class Ranks:
 
     def all_well(self, name: str) -> bool:
         """Wait for the other ranks' lines; tell whether none failed."""
-        until = time.monotonic() + self.timeout + 10
+        until = time.monotonic() + self.timeout + 5
         paths = [self.folder / f"{name}.{rank}.json" for rank in range(self.size)]
         while not all(path.exists() for path in paths):
             if time.monotonic() > until:
