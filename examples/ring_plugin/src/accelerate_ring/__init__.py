@@ -63,6 +63,13 @@ class RingBackend(Backend):
                 dist.broadcast(tensor.detach(), src=0)
         return model
 
+    def backward(
+        self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
+    ) -> None:
+        """New gradients are a rank's own."""
+        self._averaged.clear()
+        super().backward(accelerator, loss, kwargs)
+
     def clip_grad(
         self,
         accelerator: AcceleratorView,
@@ -87,7 +94,13 @@ class RingBackend(Backend):
     def _average(self, accelerator: AcceleratorView, parameters: Sequence[torch.Tensor]) -> None:
         if accelerator.num_processes == 1:
             return
-        waiting = [p for p in parameters if p.grad is not None and id(p) not in self._averaged]
+        asked = [p for p in parameters if id(p) not in self._averaged]
+        used = torch.tensor([float(p.grad is not None) for p in asked], device=accelerator.device)
+        around_the_ring(used)
+        waiting = [p for p, ranks in zip(asked, used.tolist(), strict=True) if ranks]
+        for parameter in waiting:
+            if parameter.grad is None:  # another rank's samples took a branch that these did not
+                parameter.grad = torch.zeros_like(parameter)
         limit = self.settings.chunk_mb * 2**20
         while waiting:
             chunk, size = [], 0
