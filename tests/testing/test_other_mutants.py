@@ -191,7 +191,7 @@ LINGERS = """
 import threading, time
 from subprocess import Popen
 from accelerate_tracking import GeneralTracker
-time.sleep(1.2)
+time.sleep(1.7)
 class Plugin(GeneralTracker):
     name = "lingers"
     api_version = (1, 0)
@@ -229,8 +229,8 @@ def test_an_import_that_sleeps_and_what_outlives_the_checks_are_told(
     assert time.monotonic() - began < 40  # the thread holds nobody
     told = {result.name: result for result in results}
     assert [told[name].state for name in only] == ["failed", "passed", "failed"], results
-    assert re.search(r"importing dummy_lingers takes 1\.\d s", told["imports"].error)
-    assert "1 s are allowed: import heavy libraries when they are used" in told["imports"].error
+    assert re.search(r"importing dummy_lingers takes 1\.[789] s", told["imports"].error)
+    assert "1.5 s are allowed: import heavy libraries when they are used" in told["imports"].error
     for words in (
         "thread 'pump' of dummy_lingers, which is no daemon (left by values)",
         "process sleep 543 (left by values)",
