@@ -94,6 +94,18 @@ def test_a_precision_and_a_launcher_go_around_any_backend(
     assert first["losses"][-1] < first["losses"][0] / 2
 
 
+def test_an_option_of_a_precision_that_is_not_asked_for_is_refused(site: Path) -> None:
+    env = clean_environment(PYTHONPATH=f"{site}")
+    command = [sys.executable, "-m", "accelerate_core", "launch", "--cpu", "--dry_run"]
+    for more, status in (([], 2), (["--mixed_precision", "grid"], 0)):
+        call = [*command, "--grid_bits", "6", *more, str(SCRIPT)]
+        done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == status, done.stdout + done.stderr
+        said = " ".join(done.stderr.split())
+        assert status == 0 or "the precision 'grid', which this launch does not ask for" in said
+        assert status == 0 or "Add --mixed_precision grid" in said
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("repository", [DILOCO, FSSPEC, RECORDS], ids=lambda path: path.name)
 def test_a_repository_passes_its_own_tests(site: Path, repository: Path) -> None:

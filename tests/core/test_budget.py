@@ -20,7 +20,7 @@ LIMITS = {
     "data": (2200, 1960),
     "training": (350, 635),
     "builtin": (350, 370),
-    "distributed": (1150, 1110),
+    "distributed": (1150, 1130),
     "plugins": (1250, 880),
     "config": (850, 850),
     "contract": (570, 880),

@@ -354,3 +354,36 @@ def test_a_method_named_like_a_hook_is_one_in_an_extension_too(slips: Path) -> N
     out(getattr(Accelerator(cpu=True).backend, "started", False))
     """
     assert run(slips, code, {"ACCELERATE_PLUGINS": "unmarked"}) is True
+
+
+GRID = """
+from accelerate_core import KwargsHandler, Precision, option, settings
+
+@settings
+class GridKwargs(KwargsHandler):
+    bits: int = option(default=8, help="how many bits")
+
+class Grid(Precision):
+    name = "grid_of_tests"
+    api_version = (1, 0)
+    handlers = (GridKwargs,)
+"""
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("way", ["file", "handler"])
+def test_settings_of_a_precision_that_nothing_asks_for_are_refused(
+    tmp_path: Path, way: str, asked: bool
+) -> None:
+    distribution(tmp_path, "grid", GRID, {"precisions": {"grid_of_tests": "Grid"}})
+    arguments = "'mixed_precision': 'grid_of_tests'," if asked else ""
+    file = "grid_of_tests_config:\n  bits: 4\n" if way == "file" else ""
+    if not file:
+        arguments += "'kwargs_handlers': [__import__('dummy_grid').GridKwargs(bits=4)],"
+    found, text, _ = made(tmp_path, tmp_path, "{" + arguments + "}", file)
+    if asked:
+        assert found == "single", text
+    else:
+        assert found == "ConfigurationError"
+        assert ("grid_of_tests_config" if file else "GridKwargs") in text
+        assert not file or "'grid_of_tests', and mixed_precision is 'no'" in text

@@ -109,15 +109,18 @@ def sort_handlers(handlers: Sequence[Any] | None) -> dict[type, Any]:
 
 
 def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> None:
-    """A handler belongs to the core, to an active plugin, or to one that is installed but not active."""
+    """A handler belongs to the core, to an active plugin, or to one that is installed but not active.
+
+    One of a precision that is not active would change nothing, and the script means that it does.
+    """
     classes: tuple[type, ...] = _CORE_HANDLERS
     for plugin in active:
         classes += tuple(getattr(plugin, "handlers", ()))
         if isinstance(getattr(plugin, "Settings", None), type):
             classes += (plugin.Settings,)
-    targets = [record.target for record in installed().plugins]
-    targets += [target for target, _ in installed().exports.values()]
-    packages = {target.split(":")[0].split(".")[0] for target in targets} - {"accelerate_core"}
+    of = {record.target.split(":")[0].split(".")[0]: record.kind for record in installed().plugins}
+    lent = {target.split(":")[0].split(".")[0] for target, _ in installed().exports.values()}
+    packages = {one for one in {*of, *lent} if of.get(one) != "precision"} - {"accelerate_core"}
     for cls, handler in handlers.items():
         if not isinstance(handler, classes) and cls.__module__.split(".")[0] not in packages:
             names = [c.__name__ for c in classes]

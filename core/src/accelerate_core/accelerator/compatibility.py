@@ -13,7 +13,7 @@ from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.provenance import Because
 from accelerate_core.contract.capabilities import ACCEPTED_BY_DEFAULT, NEEDS, check_words, lacking
 from accelerate_core.errors import ConfigurationError, PluginError, listing
-from accelerate_core.plugins.discovery import PluginRecord
+from accelerate_core.plugins.discovery import PluginRecord, installed
 from accelerate_core.plugins.selection import Request
 
 
@@ -94,6 +94,17 @@ def check_device(backend: Any, record: PluginRecord, kind: str, origin: str) -> 
         f"Backend {record.label} does not run on the device type {kind!r} ({origin}); it declares "
         f"devices={listing(declared)}. {ways}."
     )
+
+
+def refuse_unasked(precision: str, sources: Sources) -> None:
+    """Refuse a section of the config file for a precision that is not the one that runs."""
+    for record in installed().of_kind("precision"):
+        section = f"{record.name}_config"
+        if sources.config and sources.config.get(section) and record.name != precision:
+            raise ConfigurationError(
+                f"{section} ({sources.config.where(section)}) belongs to the precision "
+                f"{record.name!r}, and mixed_precision is {precision!r}. Ask for it, or leave it out."
+            )
 
 
 def check_supported(

@@ -16,6 +16,7 @@ from accelerate_core.accelerator.compatibility import (
     check_needs,
     check_supported,
     parallelism,
+    refuse_unasked,
 )
 from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
@@ -176,6 +177,7 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     check_owners({k: v for k, v in lent.items() if k not in core}, selection, set(maker.settings))
     active = [plugin for _, plugin, _ in maker.plugins.plugins]
     arguments.refuse_unclaimed(maker.handlers, active)
+    refuse_unasked(precision.name, sources)
     group = maker.handlers.get(InitProcessGroupKwargs)
     made = Construction(
         because=values,

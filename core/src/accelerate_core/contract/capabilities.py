@@ -87,5 +87,5 @@ def check_declarations(backend: Any, label: str) -> None:
         meanings = "; ".join(f"{word!r}: {when}" for word, when in REDUCES_GRADIENTS.items())
         raise PluginError(
             f"{label} has reduces_gradients={said!r}. Let its class say when ranks have the gradients "
-            f"of all of them ({meanings}).{did_you_mean(str(said), REDUCES_GRADIENTS)}"
+            f"of all of them ({meanings}).{did_you_mean(str(said or ''), REDUCES_GRADIENTS)}"
         )

@@ -85,7 +85,8 @@ class ActivePlugins:
             self._manager.register(plugin, name=key)
         except pluggy.PluginValidationError as error:
             raise PluginError(
-                f"{record.label} does not keep the contract: {error}{_written_for(plugin)}"
+                f"{record.label} does not keep the contract: {error}{_written_for(plugin)}. "
+                "`accelerate-core plugins hooks NAME` shows what a hook may take."
             ) from None
         callers = self._manager.get_hookcallers(plugin) or []
         if record.kind == "extension" and not callers:

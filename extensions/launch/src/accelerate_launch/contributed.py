@@ -104,12 +104,13 @@ def refuse_unknown(name: str, known: Iterable[str]) -> None:
 
 
 def take(
-    given: Mapping[str, Any], backend: Because, environ: Mapping[str, str]
+    given: Mapping[str, Any], backend: Because, precision: Because, environ: Mapping[str, str]
 ) -> tuple[dict[str, Because], Because]:
     """Return what the options of plugins put into the environment, and the backend they ask for.
 
     Raises:
-        ConfigurationError: a value does not fit, or the option's backend is not the one asked for.
+        ConfigurationError: a value does not fit, or the option's backend or precision is not the one
+            asked for.
     """
     wanted = {
         key: value
@@ -132,7 +133,7 @@ def take(
             for variable in schema.switches:
                 if truth(environ.get(variable, "")):
                     backend = Because(schema.name, f"environment variable {variable}")
-        _check_asked_for(one, backend)
+        _check_asked_for(one, precision if schema.kind == "precision" else backend)
         if schema.section == "parallelism_config":
             made.setdefault(_MESH, Because("true", origin))
         check_value(one.field, wanted[one.key], f"{option} {wanted[one.key]}")
@@ -149,17 +150,19 @@ def _agreed(backend: Because, asked: Because) -> Because:
     return backend if backend.value is not None else asked
 
 
-def _check_asked_for(one: Contributed, backend: Because) -> None:
+def _check_asked_for(one: Contributed, asked: Because) -> None:
     schema = one.schema
-    if schema.kind != "backend" or backend.value == schema.name:
+    if schema.kind not in ("backend", "precision") or asked.value == schema.name:
         return
-    if backend.value is None and schema.name == catalog.SEVERAL_PROCESSES:
+    if asked.value is None and schema.name == catalog.SEVERAL_PROCESSES:
         return
     switch = schema.switches[0].removeprefix("ACCELERATE_").lower() if schema.switches else ""
-    way = f"--{switch} or --backend {schema.name}" if switch else f"--backend {schema.name}"
-    other = f"; {backend.origin} asks for {backend.value!r}" if backend.value is not None else ""
+    option = "--backend" if schema.kind == "backend" else "--mixed_precision"
+    way = f"--{switch} or {option} {schema.name}" if switch else f"{option} {schema.name}"
+    given = asked.value is not None and asked.origin != "default"
+    other = f"; {asked.origin} asks for {asked.value!r}" if given else ""
     raise ConfigurationError(
-        f"--{one.field.cli[0]} belongs to the backend {schema.name!r}, which this launch does not ask "
+        f"--{one.field.cli[0]} belongs to the {schema.kind} {schema.name!r}, which this launch does not ask "
         f"for{other}. Add {way}, or leave the option out."
     )
 

@@ -135,7 +135,7 @@ def decide(
     if config is not None:
         chosen["backend"] = checks.backend_of(config, chosen["backend"])
         chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
-    plugins, chosen["backend"] = take(given, chosen["backend"], environ)
+    plugins, chosen["backend"] = take(given, chosen["backend"], chosen["mixed_precision"], environ)
     for name, kind in _PLUGINS.items():
         because = chosen[name]
         if because.value is not None and because.origin != "default":
