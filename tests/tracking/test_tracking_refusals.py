@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -193,14 +194,17 @@ def test_a_tracker_that_hangs_in_finish_is_left_and_the_others_end(
     assert list(tmp_path.glob(".artifacts-*/*/*.py"))  # it may still be reading
 
 
-def test_a_tracker_with_a_connection_of_sqlite_is_fed_by_its_own_thread(tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", [None, True, False])
+def test_a_tracker_with_a_connection_of_sqlite_is_fed_by_its_own_thread(
+    tmp_path: Path, said: bool | None, recwarn: pytest.WarningsRecorder
+) -> None:
     class Sq(GeneralTracker):
         name = "sq"
         requires_logging_directory = False
 
         def __init__(self) -> None:
             super().__init__()
-            self.base = sqlite3.connect(tmp_path / "x.db")
+            self.base = sqlite3.connect(tmp_path / "x.db", check_same_thread=said is not False)
             self.base.execute("create table t (step, value)")
 
         @property
@@ -208,17 +212,22 @@ def test_a_tracker_with_a_connection_of_sqlite_is_fed_by_its_own_thread(tmp_path
             return self.base
 
         def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-            self.base.execute("insert into t values (?, ?)", (step, values["a"]))
+            here = threading.current_thread() is threading.main_thread()
+            self.base.execute("insert into t values (?, ?)", (step, here))
 
         def finish(self) -> None:
             self.base.commit()
 
+    if said is not None:
+        Sq.same_thread = said
     tracker = Sq()
     hub = TrackerHub([tracker])
     hub.init_trackers("p")
     hub.log({"a": 1.5}, step=3)
     hub.finish()
-    assert tracker.base.execute("select * from t").fetchall() == [(3, 1.5)]
+    assert tracker.base.execute("select * from t").fetchall() == [(3, said is not False)]
+    told = [str(one.message) for one in recwarn if "same_thread = True" in str(one.message)]
+    assert bool(told) is (said is None)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

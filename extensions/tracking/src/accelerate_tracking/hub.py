@@ -195,8 +195,15 @@ class TrackerHub(MediaVerbs):
         for tracker in self.trackers:
             if isinstance(tracker, BlankTracker):
                 continue
-            if any(type(it).__module__ == "sqlite3" for it in vars(tracker).values()):
-                tracker.same_thread = True  # a connection serves the thread that made it
+            own = [cls for cls in type(tracker).__mro__ if issubclass(cls, GeneralTracker)][:-1]
+            said = any("same_thread" in vars(cls) for cls in own)
+            if not said and any(type(it).__module__ == "sqlite3" for it in vars(tracker).values()):
+                tracker.same_thread = True
+                self._reporter.note(
+                    f"The tracker {tracker.name!r} has a connection of sqlite3, which serves the "
+                    "thread that made it: `log` waits for it. Let its class say same_thread = True, "
+                    "or False if the connection was made with check_same_thread=False."
+                )
             kind = InlineWriter if tracker.same_thread else TrackerWriter
             self._writers.append(kind(tracker, self._resolve, self._switch_off, self._refused))
 
