@@ -85,11 +85,17 @@ class RingBackend(Backend):
     def optimizer_step(
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
-        """Average what clipping has not averaged yet, and step."""
+        """Average what clipping has not averaged yet, and step; a closure makes gradients anew."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._average(accelerator, parameters)
-        self._averaged.difference_update(id(parameter) for parameter in parameters)
-        return super().optimizer_step(accelerator, optimizer, closure)
+
+        def averaging() -> Any:
+            loss = closure() if closure else None
+            self._average(accelerator, parameters)
+            return loss
+
+        if closure is None:
+            averaging()
+        return super().optimizer_step(accelerator, optimizer, closure and averaging)
 
     def _average(self, accelerator: AcceleratorView, parameters: Sequence[torch.Tensor]) -> None:
         if accelerator.num_processes == 1:
