@@ -60,7 +60,9 @@ def test_the_backend_of_the_readme_trains_one_model(tmp_path: Path) -> None:
         for group, its in points.items()
     }
     distribution(tmp_path, "ring", code, groups)
-    checks = "selection declarations same_start training gradients_meet accumulation learning"
+    checks = (
+        "selection declarations same_start training gradients_meet branches accumulation learning"
+    )
     only = [word for check in checks.split() for word in ("--only", check)]
     command = ["-m", "accelerate_core", "plugins", "check", "ring", "--json", *only]
     told = json.loads(run(tmp_path, *command, path=tmp_path))
