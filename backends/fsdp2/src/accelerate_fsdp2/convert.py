@@ -11,7 +11,7 @@ import yaml
 
 from accelerate_core.config.files import read_config
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.plugins import catalog
+from accelerate_core.plugins.catalog import pip_command
 from accelerate_fsdp2.settings import strategy_name
 
 #: Keys of FSDP1 that FSDP2 has no choice about.
@@ -48,7 +48,7 @@ def _default_file() -> Path:
     except ModuleNotFoundError:
         raise click.UsageError(
             "Where launch looks for its file is known to accelerate-launch, which is not installed: "
-            f"name a file with --config_file, or {catalog.pip_command('launch')}"
+            f"name a file with --config_file, or {pip_command('launch')}"
         ) from None
     return default_config_path(os.environ)
 

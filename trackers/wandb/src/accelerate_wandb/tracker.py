@@ -73,7 +73,11 @@ class WandBTracker(GeneralTracker):
             options["reinit"] = "create_new"
         elif wandb.run is not None and wandb.run.id in self._open:
             options["reinit"] = "create_new"  # that one is another Accelerator's
-        self.run: Any = wandb.init(**{**options, **self._kwargs})
+        options |= self._kwargs
+        if "dir" in options:
+            # One process of the library serves all runs: a relative one would be below its own.
+            options["dir"] = os.path.abspath(options["dir"])
+        self.run: Any = wandb.init(**options)
         self._open.add(self.run.id)
         self._last = int(self.run.step or 0)
 
