@@ -126,7 +126,7 @@ assert dispatch.check_device_map is accelerate.big_modeling.check_device_map is 
 
 
 #: Of the original's names, how many nothing of ours has so far.
-LEFT_OUT = 253
+LEFT_OUT = 222
 
 
 def test_every_module_of_the_original_is_a_file_and_an_assignment_reaches_its_home() -> None:
@@ -168,3 +168,55 @@ def test_beside_the_original_it_refuses(tmp_path: Path) -> None:
     done = python("-c", "import accelerate_drop_in as d; d.install()", PYTHONPATH=str(tmp_path))
     assert "Accelerate 1.15.0 is installed" in done.stderr
     assert "pip uninstall accelerate" in done.stderr
+
+
+NAMES = """
+import pickle, sys
+import torch
+from accelerate.commands.config import default_config_file, load_config_from_file
+from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.optimizer import move_to_device
+from accelerate.state import PartialState, do_nothing, is_initialized
+from accelerate.utils import TORCH_DISTRIBUTED_OPERATION_TYPES
+from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY, TORCH_DYNAMO_MODES
+from accelerate.utils.dataclasses import BaseEnum, get_module_class_from_name
+from accelerate.utils.fsdp_utils import get_parameters_from_modules
+from accelerate.utils.modeling import get_non_persistent_buffers
+from accelerate.utils.operations import ConvertOutputsToFp32
+from accelerate.utils.versions import torch_version
+
+assert not is_initialized() and do_nothing(1) is None
+PartialState(cpu=True)
+assert is_initialized()
+assert "MULTI_CPU" in TORCH_DISTRIBUTED_OPERATION_TYPES and torch_version.major >= 2
+assert FSDP_AUTO_WRAP_POLICY and "default" in TORCH_DYNAMO_MODES
+
+class Word(BaseEnum):
+    A = "a"
+
+assert "a" in Word and str(Word.A) == "a" and Word.list() == ["a"]
+net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+net[1].register_buffer("left_out", torch.ones(1), persistent=False)
+assert get_module_class_from_name(net, "Linear") is torch.nn.Linear
+assert get_module_class_from_name(net, "Conv2d") is None
+assert get_parameters_from_modules("0", net, "cpu") == set(net[0].parameters())
+assert get_non_persistent_buffers(net, recurse=True, fqns=True) == {"1.left_out"}
+assert pickle.loads(pickle.dumps(ConvertOutputsToFp32(torch.sigmoid)))(
+    torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
+assert move_to_device({"a": torch.ones(1)}, "meta")["a"].is_meta
+assert default_config_file.endswith(".yaml")
+read = load_config_from_file(sys.argv[1])
+assert (read.num_processes, read.mixed_precision) == (2, "no")
+launch_command(launch_command_parser().parse_args(["--cpu", "--dry_run", sys.argv[2], "--lr", "1"]))
+print("all")
+"""
+
+
+def test_names_that_clients_were_seen_to_use_do_what_they_say(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("num_processes: 2\n")
+    (tmp_path / "s.py").write_text("")
+    start = "import accelerate_drop_in as d; d.install()\n"
+    done = python("-c", start + NAMES, tmp_path / "c.yaml", tmp_path / "s.py")
+    assert done.returncode == 0, done.stderr
+    assert "s.py --lr 1" in " ".join(done.stdout.split())
+    assert done.stdout.endswith("all\n")

@@ -23,8 +23,44 @@ SAFE_WEIGHTS_NAME: Final = f"{SAFE_MODEL_NAME}.safetensors"
 SAFE_WEIGHTS_PATTERN_NAME: Final = "model{suffix}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME: Final = f"{SAFE_WEIGHTS_NAME}.index.json"
 
+FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
+
+# Versions the original asks for before it offers something.
+BETA_CP_AVAILABLE_PYTORCH_VERSION: Final = "2.6.0"
+BETA_SP_AVAILABLE_DEEPSPEED_VERSION: Final = "0.18.2"
+BETA_TP_AVAILABLE_PYTORCH_VERSION: Final = "2.3.0"
+BETA_TP_AVAILABLE_TRANSFORMERS_VERSION: Final = "4.52.0"
+DTENSOR_PYTORCH_VERSION: Final = "2.5.0"
+ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION: Final = "2.2.0"
+FSDP2_PYTORCH_VERSION: Final = "2.6.0"
+FSDP_PYTORCH_VERSION: Final = "2.1.0"
 MITA_PROFILING_AVAILABLE_PYTORCH_VERSION: Final = "2.1.0"
 XPU_PROFILING_AVAILABLE_PYTORCH_VERSION: Final = "2.4.0"
+
+# Words of its config files and command line.
+DEEPSPEED_MULTINODE_LAUNCHERS: Final = [
+    "pdsh",
+    "standard",
+    "openmpi",
+    "mvapich",
+    "mpich",
+    "nossh",
+    "slurm",
+]
+FSDP_AUTO_WRAP_POLICY: Final = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+FSDP_BACKWARD_PREFETCH: Final = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
+FSDP_SHARDING_STRATEGY: Final = [
+    *("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
+    *("HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
+]
+FSDP_STATE_DICT_TYPE: Final = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+FSDP2_STATE_DICT_TYPE: Final = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+TORCH_DYNAMO_MODES: Final = ["default", "reduce-overhead", "max-autotune"]
+CUDA_DISTRIBUTED_TYPES: Final = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
+TORCH_DISTRIBUTED_OPERATION_TYPES: Final = [
+    *CUDA_DISTRIBUTED_TYPES,
+    *(f"MULTI_{kind}" for kind in ["NPU", "MLU", "SDAA", "MUSA", "XPU", "CPU", "HPU", "NEURON"]),
+]
 
 #: The options of `python -m torch.distributed.run` that a launcher may pass on.
 TORCH_LAUNCH_PARAMS: Final = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum, EnumMeta
 from typing import ClassVar
 
 from accelerate_core.config.enums import OpenEnum
@@ -35,3 +36,22 @@ class SageMakerDistributedType(OpenEnum):
 
     _known: ClassVar[list[str]] = ["NO", "DATA_PARALLEL", "MODEL_PARALLEL"]
     _upper: ClassVar[bool] = True
+
+
+class EnumWithContains(EnumMeta):
+    """A class of enumerations in which values can be looked for: `"a" in Words`."""
+
+    def __contains__(cls, item: object) -> bool:
+        return item in cls._value2member_map_
+
+
+class BaseEnum(Enum, metaclass=EnumWithContains):
+    """An enumeration whose members are written as their values."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """Return the values."""
+        return [str(one) for one in cls]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +20,7 @@ from accelerate_core.builtin.compile import (
     within_wrappers,
 )
 from accelerate_core.distributed.process import current_user
-from accelerate_core.distributed.tree import convert_to_fp32
+from accelerate_core.distributed.tree import convert_to_fp32, send_to_device
 from accelerate_core.training.forward import unwrap_forward
 
 _PARALLEL = "torch.nn.parallel."
@@ -114,3 +115,49 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
         type(module).__module__.startswith("bitsandbytes") and "4bit" in type(module).__name__
         for module in model.modules()
     )
+
+
+class ConvertOutputsToFp32:
+    """`convert_outputs_to_fp32` as an object that can be pickled."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the class of that name among those of a model's modules, None if there is none."""
+    return next((type(one) for one in module.modules() if type(one).__name__ == name), None)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str, model: nn.Module, device: Any
+) -> set[nn.Parameter]:
+    """Return the parameters of some modules, moved to a device.
+
+    Args:
+        modules: the modules, or a regular expression that their whole names match.
+    """
+    if isinstance(modules, str):
+        wanted = re.compile(modules)
+        modules = [one for name, one in model.named_modules() if wanted.fullmatch(name)]
+    found = [one.to(device) for one in modules]
+    return {parameter for one in found for parameter in one.parameters()}
+
+
+def get_non_persistent_buffers(
+    module: nn.Module, recurse: bool = False, fqns: bool = False
+) -> set[str]:
+    """Return the names of buffers that a state dict leaves out; whole ones with `fqns`."""
+    return {
+        f"{prefix}.{name}" if fqns and prefix else name
+        for prefix, one in (module.named_modules() if recurse else [("", module)])
+        for name in one._non_persistent_buffers_set
+    }
+
+
+def move_to_device(state: Any, device: Any) -> Any:
+    """Return the state of an optimizer with its tensors on a device."""
+    return send_to_device(state, device)

@@ -33,12 +33,15 @@ _HOMES = {
         *(f"{_DATA}.{name}" for name in ("loader", "shard", "order", "prepare", "rng")),
     ),
     "hooks": ("accelerate_big_model.hooks",),
-    "launchers": ("accelerate_launch",),
+    "launchers": ("accelerate_launch", "accelerate_drop_in.state"),
     "logging": ("accelerate_core.logging",),
-    "optimizer": ("accelerate_core.training.optimizer",),
+    "optimizer": ("accelerate_core.training.optimizer", "accelerate_drop_in.models"),
     "scheduler": ("accelerate_core.training.scheduler",),
-    "state": ("accelerate_core.state", "accelerate_core.config.enums"),
+    "state": ("accelerate_drop_in.state", "accelerate_core.state", "accelerate_core.config.enums"),
     "tracking": ("accelerate_tracking",),
+    "utils.constants": ("accelerate_drop_in.constants",),
+    "utils.dataclasses": ("accelerate_drop_in.enums", "accelerate_drop_in.models"),
+    "utils.versions": ("accelerate_drop_in.versions",),
 }
 
 

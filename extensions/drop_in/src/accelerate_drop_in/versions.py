@@ -38,6 +38,12 @@ def _torch_version() -> Version:
     return Version(Version(installed_version("torch")).base_version)
 
 
+def __getattr__(name: str) -> Version:
+    if name == "torch_version":
+        return _torch_version()
+    raise AttributeError(name)
+
+
 def is_torch_version(operation: str, version: str) -> bool:
     """Compare the installed torch (its release number, without `+cpu` and the like)."""
     return compare_versions(_torch_version(), operation, version)
