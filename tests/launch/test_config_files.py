@@ -16,7 +16,7 @@ from accelerate_core.cli import cli
 from accelerate_core.config.files import parse_config, read_config
 from accelerate_core.errors import AccelerateError
 from accelerate_launch.options import LAUNCH_OPTIONS
-from accelerate_launch.planning import decide
+from accelerate_launch.planning import decide, make_plan
 
 TEMPLATES = sorted((Path(__file__).parents[2] / "examples/config_templates").glob("*.yaml"))
 
@@ -399,3 +399,21 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00debug")
     with pytest.raises(AccelerateError, match="codec can't decode byte 0xff"):
         read_config(tmp_path / "c.yaml")
+
+
+def test_what_a_file_says_reaches_libraries_that_read_variables(tmp_path: Path) -> None:
+    path, script = tmp_path / "c.yaml", tmp_path / "s.py"
+    path.write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\n"
+        "fsdp_config:\n  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n"
+    )
+    script.write_text("")
+    plan = make_plan(str(script), [], {"cpu": True}, {}, read_config(path))
+    assert {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+    }.items() <= plan.environment.items()
+    given = {"cpu": True, "mixed_precision": "no"}
+    overruled = make_plan(str(script), [], given, {}, read_config(path)).environment
+    assert overruled["ACCELERATE_MIXED_PRECISION"] == "no"

@@ -20,7 +20,7 @@ from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.schemas import PluginSchema, plugin_schemas
 
 #: Asks for a mesh whose sizes stand in the environment.
-_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
+MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def take(
                     backend = Because(schema.name, f"environment variable {variable}")
         _check_asked_for(one, precision if schema.kind == "precision" else backend)
         if schema.section == "parallelism_config":
-            made.setdefault(_MESH, Because("true", origin))
+            made.setdefault(MESH, Because("true", origin))
         check_value(one.field, wanted[one.key], f"{option} {wanted[one.key]}")
         made[one.env] = Because(str(wanted[one.key]), origin)
     return made, backend

@@ -14,10 +14,11 @@ from accelerate_core.config.lookup import Sources, look_up
 from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because
 from accelerate_core.config.schema import SettingField
 from accelerate_core.errors import ConfigurationError
+from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import find, installed
 from accelerate_launch import checks, devices, mpi
 from accelerate_launch.cluster import ClusterEnvironment, detect_cluster
-from accelerate_launch.contributed import check_sections, said_by_environment, take
+from accelerate_launch.contributed import MESH, check_sections, said_by_environment, take
 from accelerate_launch.options import LAUNCH_OPTIONS, OWN
 from accelerate_launch.paths import default_config_path, peers_config
 from accelerate_launch.plan import LaunchPlan, Target
@@ -254,19 +255,26 @@ def _threads(given: Mapping[str, Any], environ: Mapping[str, str], processes: in
 
 
 def _environment(decision: Decision, config: ConfigFile | None) -> dict[str, str]:
-    """Return what children get on top of the launcher's environment."""
+    """Return what children get on top of the launcher's environment.
+
+    What the config file says is among it: libraries in the children read variables and not our file.
+    """
     chosen = decision.chosen
-    # What the config file says to the core the children read there; what follows from it, and what
-    # is said to launch itself, they cannot.
+    ours = ("command line", checks.FOLLOWS, *([str(config.path)] if config is not None else []))
     made = {
         option.env[0]: because
         for option in LAUNCH_OPTIONS
         if option.env
-        and (
-            (because := chosen[option.name]).origin.startswith(("command line", checks.FOLLOWS))
-            or (option.name in OWN and because.value)
-        )
+        and (because := chosen[option.name]).value is not None
+        and (because.origin.startswith(ours) or (option.name in OWN and because.value))
     }
+    for name, because in decision.contributed.items():
+        if because.origin.startswith(ours) and isinstance(because.value, (str, int, float)):
+            made[name] = because
+    backend = chosen["backend"]
+    for name, extra in catalog.VARIABLES.items():
+        if backend.value == extra and name != MESH and backend.origin.startswith(ours):
+            made[name] = Because("true", backend.origin)
     made.update(decision.plugins)
     texts = {env: _text(because.value) for env, because in made.items()}
     if chosen[_THREADS].value is not None:
