@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from accelerate_big_model.device_map import get_max_memory
 from accelerate_core.errors import CheckpointError, ConfigurationError
 from accelerate_core.utils import (
     AlignDevicesHook,
@@ -633,6 +634,12 @@ def test_what_does_not_fit_into_memory_goes_to_disk(
     )
     assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
     torch.testing.assert_close(logits(loaded), expected)
+
+
+def test_limits_may_be_floats_and_are_converted_where_they_stand() -> None:
+    limits: dict[Any, Any] = {"disk": "1MB", "cpu": 2.5e4}  # transformers takes nine tenths
+    assert get_max_memory(limits) == limits == {"cpu": 25_000, "disk": 1_000_000}
+    assert isinstance(limits["cpu"], int)
 
 
 @pytest.mark.parametrize("device_map", [None, SPLIT])

@@ -142,12 +142,12 @@ def _measure_memory() -> dict[DeviceName, int]:
 
 
 def get_max_memory(
-    max_memory: Mapping[DeviceName, int | str] | None = None,
+    max_memory: Mapping[DeviceName, float | str] | None = None,
 ) -> dict[DeviceName, int]:
     """Return the bytes each device may take, accelerators first, then `mps`, `cpu`, `disk`.
 
-    Without an argument the free memory is measured. Sizes given as text (`"10GiB"`) are
-    converted.
+    Without an argument the free memory is measured. Sizes given as text (`"10GiB"`) or as a share of
+    what was measured (1.5e9) are converted, in a dict of the caller's, too: callers go on with theirs.
 
     Raises:
         ConfigurationError: a key is no device.
@@ -164,13 +164,15 @@ def get_max_memory(
                 f" 'mps', 'cpu' and 'disk'.{did_you_mean(str(key), order)}"
             )
         given[device] = convert_file_size_to_int(size)
+        if isinstance(max_memory, dict):
+            max_memory[key] = given[device]
     accelerators = sorted(key for key in given if isinstance(key, int))
     return {key: given[key] for key in [*accelerators, *order] if key in given}
 
 
 def get_balanced_memory(
     model: nn.Module,
-    max_memory: Mapping[DeviceName, int | str] | None = None,
+    max_memory: Mapping[DeviceName, float | str] | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,
@@ -296,7 +298,7 @@ def _fill(plan: _Plan, model: nn.Module, fallback: bool) -> None:
 
 def infer_auto_device_map(
     model: nn.Module,
-    max_memory: Mapping[DeviceName, int | str] | None = None,
+    max_memory: Mapping[DeviceName, float | str] | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,

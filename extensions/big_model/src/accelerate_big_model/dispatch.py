@@ -288,7 +288,7 @@ def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | Path,
     device_map: str | Mapping[str, Any] | None = None,
-    max_memory: Mapping[DeviceName, int | str] | None = None,
+    max_memory: Mapping[DeviceName, float | str] | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
     offload_folder: str | Path | None = None,
     offload_buffers: bool = False,

@@ -25,7 +25,7 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)([Bb]?)\s*", re.IGNOREC
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def convert_file_size_to_int(size: int | str) -> int:
+def convert_file_size_to_int(size: float | str) -> int:
     """Return the bytes that a size such as `"5MB"`, `"1.5GiB"` or `"200"` means.
 
     `KB`, `MB` … count in thousands, `KiB`, `MiB` … in 1024. A small `b` after the unit
@@ -34,8 +34,8 @@ def convert_file_size_to_int(size: int | str) -> int:
     Raises:
         ConfigurationError: the text is no size.
     """
-    if isinstance(size, int):
-        return size
+    if isinstance(size, (int, float)):
+        return int(size)
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ConfigurationError(
