@@ -222,6 +222,10 @@ class Detects(Base):
     @classmethod
     def detcet(cls, request): ...
 
+class Compiles(Base):
+    name = "compiles"
+    compile_at = "befor"
+
 class Meant(Base):
     name = "meant"
     not_hooks = ("prepare_modle",)
@@ -295,6 +299,7 @@ def slips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = [
         "Method",
         "Detects",
+        "Compiles",
         "Meant",
         "Newer",
         "Key",
@@ -320,6 +325,7 @@ def slips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("{'backend': 'method'}", {}, ["'prepare_modle'", "'prepare_model'", "not_hooks"]),
         ("{'backend': 'detects'}", {}, ["'detcet'", "'detect'"]),
+        ("{'backend': 'compiles'}", {}, ["compile_at", "'befor'", "Did you mean 'before'?"]),
         ("{'backend': 'key'}", {}, ["supports", "'no_synk'", "Did you mean 'no_sync'?"]),
         ("{'backend': 'word'}", {}, ["owns", "'acumulation'", "Did you mean 'accumulation'?"]),
         ("{'backend': 'accepts'}", {}, ["accepts", "'autocasts'", "Did you mean 'autocast'?"]),
@@ -386,4 +392,50 @@ def test_settings_of_a_precision_that_nothing_asks_for_are_refused(
     else:
         assert found == "ConfigurationError"
         assert ("grid_of_tests_config" if file else "GridKwargs") in text
-        assert not file or "'grid_of_tests', and mixed_precision is 'no'" in text
+        assert not file or "'grid_of_tests', which nothing asks for" in text
+
+
+GREEDY = """
+from accelerate_core import Backend, Claim
+
+class Greedy(Backend):
+    name = "greedy"
+    api_version = (1, 0)
+    reduces_gradients = "never"
+
+    @classmethod
+    def detect(cls, request):
+        return Claim(100000, "it is here")
+
+class Looks:
+    name = "looks"
+    api_version = (1, 0)
+
+    def on_start(self, accelerator): ...
+"""
+
+
+@pytest.mark.parametrize("trigger", ["HOME", "num_processes", "always"])
+def test_what_asks_for_nothing_outbids_no_request_and_is_told(tmp_path: Path, trigger: str) -> None:
+    groups = {"backends": {"greedy": "Greedy"}, "triggers": {trigger: "Greedy"}}
+    distribution(tmp_path, "greedy", GREEDY, groups)
+    asked = "num_processes: 1\nfsdp_config:\n  fsdp_version: 2\n"
+    assert made(tmp_path, tmp_path, "{}", asked, HOME=str(tmp_path))[0] == "fsdp2"
+    found, _, warned = made(tmp_path, tmp_path, "{}", "num_processes: 1\n", HOME=str(tmp_path))
+    assert found == "greedy"
+    assert "without having been asked for" in warned
+
+
+def test_a_section_of_an_extension_that_nothing_asks_for_is_refused(tmp_path: Path) -> None:
+    distribution(tmp_path, "looks", GREEDY, {"extensions": {"looks": "Looks"}})
+    file = "looks_config:\n  keep: head\n"
+    found, text, _ = made(tmp_path, tmp_path, "{}", file)
+    assert found == "ConfigurationError"
+    assert "'looks', which nothing asks for. Name it in ACCELERATE_PLUGINS" in text
+    assert made(tmp_path, tmp_path, "{}", file, ACCELERATE_PLUGINS="looks")[0] == "single"
+
+
+def test_a_request_that_says_neither_yes_nor_no_is_an_error(tmp_path: Path) -> None:
+    found, text, _ = made(tmp_path, tmp_path, ACCELERATE_USE_FSDP="maybe")
+    assert found == "ConfigurationError"
+    assert "ACCELERATE_USE_FSDP='maybe' is not a switch" in text

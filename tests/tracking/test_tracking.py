@@ -623,3 +623,24 @@ def test_a_rank_with_blank_trackers_reads_no_tensor() -> None:
     hub.init_trackers("p")
     # Reading a meta tensor would raise; a device tensor would make the step wait.
     hub.log({"a": torch.empty((), device="meta")})
+
+
+def test_a_tracker_that_interrupts_its_thread_holds_nobody() -> None:
+    class Interrupts(Memory):
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    hub = make_hub(Interrupts())
+    hub.init_trackers("p")
+    hub.log({"a": 1})
+    with pytest.warns(RuntimeWarning, match="KeyboardInterrupt"):
+        hub.finish()
+
+
+def test_a_tracker_of_a_newer_contract_may_have_methods_of_its_own() -> None:
+    class Newer(Memory):
+        api_version = (1, 7)
+
+        def log_imagess(self) -> None: ...
+
+    assert Newer.api_version > (1, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from accelerate_core.backend.precision import Precision
@@ -96,14 +96,20 @@ def check_device(backend: Any, record: PluginRecord, kind: str, origin: str) -> 
     )
 
 
-def refuse_unasked(precision: str, sources: Sources) -> None:
-    """Refuse a section of the config file for a precision that is not the one that runs."""
-    for record in installed().of_kind("precision"):
+def refuse_unasked(active: Collection[str], sources: Sources) -> None:
+    """Refuse a section of the config file for a precision or an extension that does not run.
+
+    Args:
+        active: labels of the plugins that do.
+    """
+    ways = {"precision": "mixed_precision", "extension": "ACCELERATE_PLUGINS"}
+    for record in [one for kind in ways for one in installed().of_kind(kind)]:
         section = f"{record.name}_config"
-        if sources.config and sources.config.get(section) and record.name != precision:
+        if sources.config and sources.config.get(section) and record.label not in active:
             raise ConfigurationError(
-                f"{section} ({sources.config.where(section)}) belongs to the precision "
-                f"{record.name!r}, and mixed_precision is {precision!r}. Ask for it, or leave it out."
+                f"{section} ({sources.config.where(section)}) belongs to the {record.kind} "
+                f"{record.name!r}, which nothing asks for. Name it in {ways[record.kind]}, or leave "
+                "the section out."
             )
 
 

@@ -48,8 +48,9 @@ from accelerate_core.plugins.discovery import (
 )
 from accelerate_core.plugins.manager import PARTS, ActivePlugins, Part, blame_methods, blaming
 from accelerate_core.plugins.selection import (
+    DETECTED,
+    RULES,
     Request,
-    Strength,
     check_arguments,
     check_owners,
     select,
@@ -177,7 +178,7 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     check_owners({k: v for k, v in lent.items() if k not in core}, selection, set(maker.settings))
     active = [plugin for _, plugin, _ in maker.plugins.plugins]
     arguments.refuse_unclaimed(maker.handlers, active)
-    refuse_unasked(precision.name, sources)
+    refuse_unasked({one.label for one, _, _ in maker.plugins.plugins}, sources)
     group = maker.handlers.get(InitProcessGroupKwargs)
     made = Construction(
         because=values,
@@ -199,7 +200,9 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
         handlers=maker.handlers,
         timeout=arguments.timeout(values["process_group_timeout"].value, group),
     )
-    if selection.active[0].asked is Strength.DETECTED and "always" in record.triggers:
+    usual = (RULES["backend"].usual, catalog.SEVERAL_PROCESSES)
+    named = selection.wanted.value is not None
+    if not named and selection.active[0].asked is DETECTED and record.name not in usual:
         made.unasked = (
             f"The backend {record.label} is active without having been asked for: {selection.because}. "
             f"ACCELERATE_DISABLED_PLUGINS={record.name} keeps it out."

@@ -82,6 +82,7 @@ def check_declarations(backend: Any, label: str) -> None:
     check_words(backend, accepts, NEEDS, f"supports['accepts'] of {label}")
     check_words(backend, backend.supports, SUPPORTS, f"supports of {label}")
     check_words(backend, backend.owns, OWNS, f"owns of {label}")
+    check_words(backend, [backend.compile_at], ("before", "after", "own"), f"compile_at of {label}")
     said = getattr(backend, "reduces_gradients", None)
     if said not in REDUCES_GRADIENTS:
         meanings = "; ".join(f"{word!r}: {when}" for word, when in REDUCES_GRADIENTS.items())

@@ -158,7 +158,7 @@ def _as_stateful(loader: Any) -> Any:
     except ImportError as error:
         raise MissingPluginError(
             "use_stateful_dataloader=True needs torchdata, which is not installed. "
-            'Run: pip install "accelerate-core[stateful]"'
+            'Run: pip install "torchdata>=0.10"'
         ) from error
     if isinstance(loader, StatefulDataLoader):
         return loader

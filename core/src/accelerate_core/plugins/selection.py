@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.provenance import Because, variable_origin
-from accelerate_core.config.truth import truth
+from accelerate_core.config.truth import switch, truth
 from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import (
     AccelerateError,
@@ -75,6 +75,9 @@ class Strength(IntEnum):
         first = origin.split(" ")[0]
         where = {"constructor": cls.ARGUMENT, "command": cls.OPTION, "environment": cls.ENVIRONMENT}
         return where.get(first, cls.FILE)
+
+
+DETECTED = Strength.DETECTED
 
 
 class Fired(NamedTuple):
@@ -349,7 +352,11 @@ def fired_triggers(request: Request) -> dict[str, Fired]:
     """Return the triggers that this request fires, each with what fired it.
 
     A trigger's name is a constructor argument, an environment variable, a key
-    of the config file, `multi_process` (more than one process), or `always`.
+    of the config file, `multi_process` (more than one process), or `always`. Variables of others, and
+    keys with a value that is no section and no yes, ask for nothing: by them a plugin detects.
+
+    Raises:
+        ConfigurationError: a variable `ACCELERATE_USE_...` says neither yes nor no.
     """
     fired: dict[str, Fired] = {}
     for name in installed().triggers:
@@ -364,9 +371,13 @@ def fired_triggers(request: Request) -> dict[str, Fired]:
             fired[name] = Fired(f"constructor argument {name}", Strength.ARGUMENT)
         elif text != "" and truth(text) is not False:
             origin = variable_origin(name, request.environ)
-            fired[name] = Fired(f"{origin}={text}", Strength.of(origin))
+            if name.startswith("ACCELERATE_USE_"):
+                switch(text, f"{origin[0].upper()}{origin[1:]}={text!r}")
+            asks = name.startswith("ACCELERATE_")
+            fired[name] = Fired(f"{origin}={text}", Strength.of(origin) if asks else DETECTED)
         elif request.config is not None and _asked_by_file(name, request.config):
-            fired[name] = Fired(request.config.where(name), Strength.FILE)
+            asks = request.config[name] is True or isinstance(request.config[name], dict)
+            fired[name] = Fired(request.config.where(name), Strength.FILE if asks else DETECTED)
     return fired
 
 

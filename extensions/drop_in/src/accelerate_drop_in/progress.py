@@ -28,7 +28,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         library: Any = importlib.import_module("tqdm.auto")
     except ImportError as error:
         raise MissingPluginError(
-            'Progress bars need tqdm. Install it with: pip install "accelerate-core[tqdm]"',
+            'Progress bars need tqdm. Install it with: pip install "tqdm>=4.66"',
             name="tqdm",
         ) from error
     if main_process_only and _local_index() != 0:

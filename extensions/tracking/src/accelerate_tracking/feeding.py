@@ -153,6 +153,9 @@ class TrackerWriter:
         refused: told the entry and the exception of one that the library did not take.
     """
 
+    #: What ends a hand-over: in a thread of our own nothing else can be meant for the script.
+    raised: tuple[type[BaseException], ...] = (BaseException,)
+
     def __init__(
         self,
         tracker: GeneralTracker,
@@ -254,7 +257,7 @@ class TrackerWriter:
             return
         try:
             self._hand_over(group)
-        except RAISED as error:
+        except self.raised as error:
             if len(group) > 1:
                 for entry in group:
                     if not self.broken:
@@ -309,7 +312,7 @@ class TrackerWriter:
         self._unflushed = False
         try:
             self.durable = self.tracker.flush() is not False
-        except RAISED as error:
+        except self.raised as error:
             self._give_up("flush", error)
 
     def _give_up(self, stage: str, error: BaseException) -> None:
@@ -319,6 +322,8 @@ class TrackerWriter:
 
 class InlineWriter(TrackerWriter):
     """Feeds a tracker whose library is bound to the thread that made it: at the call."""
+
+    raised = RAISED
 
     def _begin(self) -> None:
         self._awaited.set()  # the step waits: no rest

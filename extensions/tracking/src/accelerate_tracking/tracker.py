@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from packaging.requirements import Requirement
 
 from accelerate_core.builtin.no_tracking import Nothing
-from accelerate_core.contract.hooks import check_near_miss
+from accelerate_core.contract.hooks import check_near_miss, is_newer
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.distributed.process import running
 from accelerate_core.errors import TrackerError
@@ -159,6 +159,8 @@ class GeneralTracker:
         _check_declared(cls)
         known = {*dir(GeneralTracker), "tracker", *(f"log_{verb}" for verb in VERBS)}
         for name in vars(cls).keys() - known - {"name", "not_hooks", *_FLAGS, *cls.not_hooks}:
+            if cls.api_version is not None and is_newer(cls):
+                continue
             if not name.startswith("_") and callable(vars(cls)[name]):
                 check_near_miss(name, known, f"The tracker class {cls.__qualname__}")
             elif isinstance(vars(cls)[name], bool):
