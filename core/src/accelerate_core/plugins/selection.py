@@ -352,8 +352,8 @@ def fired_triggers(request: Request) -> dict[str, Fired]:
     """Return the triggers that this request fires, each with what fired it.
 
     A trigger's name is a constructor argument, an environment variable, a key
-    of the config file, `multi_process` (more than one process), or `always`. Variables of others, and
-    keys with a value that is no section and no yes, ask for nothing: by them a plugin detects.
+    of the config file, `multi_process` (more than one process), or `always`. Variables of others that
+    say no yes, and keys with neither a yes nor a section, ask for nothing: by them a plugin detects.
 
     Raises:
         ConfigurationError: a variable `ACCELERATE_USE_...` says neither yes nor no.
@@ -373,7 +373,7 @@ def fired_triggers(request: Request) -> dict[str, Fired]:
             origin = variable_origin(name, request.environ)
             if name.startswith("ACCELERATE_USE_"):
                 switch(text, f"{origin[0].upper()}{origin[1:]}={text!r}")
-            asks = name.startswith("ACCELERATE_")
+            asks = name.startswith("ACCELERATE_") or truth(text)
             fired[name] = Fired(f"{origin}={text}", Strength.of(origin) if asks else DETECTED)
         elif request.config is not None and _asked_by_file(name, request.config):
             asks = request.config[name] is True or isinstance(request.config[name], dict)
