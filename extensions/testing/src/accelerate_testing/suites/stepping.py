@@ -542,8 +542,9 @@ def _can_hold(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _keeps_form(trainer: Trainer, form: str, expected: Image, tolerance: float) -> None:
     ctx, backend, dtype = trainer.ctx, trainer.accelerator.backend, expected.out.weight.dtype
-    # One that brings about full precision by itself may train in its own.
-    own = "precision" in backend.owns or "no" in (backend.supports.get("precisions") or ())
+    # An engine, and one that brings about full precision by itself, may train in their own.
+    own = bool({"precision", "optimizer"} & {*backend.owns})
+    own = own or "no" in (backend.supports.get("precisions") or ())
 
     def loss(model: Any, batch: Batch) -> torch.Tensor:
         out = model(batch[0])
