@@ -463,7 +463,7 @@ def test_stateful_keeps_the_subclass_and_needs_torchdata(monkeypatch):
     assert loader.describe() == "mint loader"
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     monkeypatch.setitem(__import__("sys").modules, "torchdata.stateful_dataloader", None)
-    with pytest.raises(MissingPluginError, match=r'pip install "accelerate-core\[stateful\]"'):
+    with pytest.raises(MissingPluginError, match=r'pip install "torchdata>=0.10"'):
         prepare_data_loader(DataLoader(range(4)), None, 1, 0, use_stateful_dataloader=True)
 
 

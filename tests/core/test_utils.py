@@ -427,7 +427,7 @@ def test_a_bar_is_drawn_by_one_process(
 
 def test_a_missing_bar_library_has_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(ImportError, match=r'pip install "accelerate-core\[tqdm\]"'):
+    with pytest.raises(ImportError, match=r'pip install "tqdm>=4.66"'):
         utils.tqdm([1])
 
 
