@@ -363,7 +363,7 @@ def test_a_method_named_like_a_hook_is_one_in_an_extension_too(slips: Path) -> N
 
 
 GRID = """
-from accelerate_core import KwargsHandler, Precision, option, settings
+from accelerate_core import Backend, KwargsHandler, Precision, option, settings
 
 @settings
 class GridKwargs(KwargsHandler):
@@ -373,6 +373,11 @@ class Grid(Precision):
     name = "grid_of_tests"
     api_version = (1, 0)
     handlers = (GridKwargs,)
+
+class Beside(Backend):
+    name = "beside"
+    api_version = (1, 0)
+    reduces_gradients = "never"
 """
 
 
@@ -393,6 +398,13 @@ def test_settings_of_a_precision_that_nothing_asks_for_are_refused(
         assert found == "ConfigurationError"
         assert ("grid_of_tests_config" if file else "GridKwargs") in text
         assert not file or "'grid_of_tests', which nothing asks for" in text
+
+
+def test_a_handler_of_a_package_that_brings_more_than_a_precision_is_taken(tmp_path: Path) -> None:
+    groups = {"precisions": {"grid_of_tests": "Grid"}, "backends": {"beside": "Beside"}}
+    distribution(tmp_path, "grid", GRID, groups)
+    given = "{'kwargs_handlers': [__import__('dummy_grid').GridKwargs(bits=4)]}"
+    assert made(tmp_path, tmp_path, given)[0] == "single"
 
 
 GREEDY = """

@@ -108,6 +108,10 @@ def sort_handlers(handlers: Sequence[Any] | None) -> dict[type, Any]:
     return sorted_
 
 
+def _package(target: str) -> str:
+    return target.split(":")[0].split(".")[0]
+
+
 def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> None:
     """A handler belongs to the core, to an active plugin, or to one that is installed but not active.
 
@@ -118,9 +122,11 @@ def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> Non
         classes += tuple(getattr(plugin, "handlers", ()))
         if isinstance(getattr(plugin, "Settings", None), type):
             classes += (plugin.Settings,)
-    of = {record.target.split(":")[0].split(".")[0]: record.kind for record in installed().plugins}
-    lent = {target.split(":")[0].split(".")[0] for target, _ in installed().exports.values()}
-    packages = {one for one in {*of, *lent} if of.get(one) != "precision"} - {"accelerate_core"}
+    records, exports = installed().plugins, installed().exports.values()
+    others = {_package(one.target) for one in records if one.kind != "precision"}
+    precisions = {_package(one.target) for one in records if one.kind == "precision"} - others
+    packages = others | {_package(target) for target, _ in exports}
+    packages -= {"accelerate_core", *precisions}
     for cls, handler in handlers.items():
         if not isinstance(handler, classes) and cls.__module__.split(".")[0] not in packages:
             names = [c.__name__ for c in classes]

@@ -51,6 +51,11 @@ def install() -> None:
     _installed = True
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr without a descriptor
         faulthandler.enable()
+    # What atexit calls comes after the wait for threads; this is called before, where Python has it.
+    if (register := getattr(threading, "_register_atexit", None)) is not None:
+        timer = threading.Timer(2.0, _name_threads)  # who was told to end has that long
+        timer.daemon = True
+        register(timer.start)
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -77,12 +82,6 @@ def _name_threads() -> None:
     said = ", ".join(f"{t.name} of {c.__module__}" for t, c in zip(held, codes, strict=True))
     if said:
         sys.stderr.write(f"Waiting for threads: {said} (end_training() ends those of plugins)\n")
-
-
-_timer = threading.Timer(2.0, _name_threads)  # who was told to end has that long
-_timer.daemon = True
-# What atexit calls comes after the wait.
-threading._register_atexit(_timer.start)  # type: ignore[attr-defined]
 
 
 def happened() -> bool:

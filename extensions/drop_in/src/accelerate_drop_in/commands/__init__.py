@@ -9,8 +9,7 @@ def run(*command: str) -> None:
     """Run a command of accelerate-core with what this process was given behind its name."""
     from accelerate_core.cli import cli
 
-    name = " ".join(["accelerate", *command])
-    cli.main(args=[*command, *sys.argv[1:]], prog_name="accelerate" if command else name)
+    cli.main(args=[*command, *sys.argv[1:]], prog_name="accelerate")
 
 
 def main() -> None:
