@@ -88,7 +88,7 @@ def test_a_terminal_shows_the_check_that_runs_and_nothing_of_it_stays(
     said = on_terminal([*command, *how], tmp_path)
     assert re.search(r"check [123] of 3, (imports|metadata|one_process), \d+ s", said)
     seen = shown(said)
-    assert "check" not in seen
+    assert not re.search(r"check \d of", seen)  # the folder of the tests may be named so, too
     assert "3 passed" in seen
     if how == ("-v", "-s"):
         assert re.search(r"TestSimple::test_imports PASSED$", seen, re.MULTILINE)
