@@ -19,7 +19,8 @@ from accelerate_core.errors import MissingPluginError
 _DATA = "accelerate_core.data"
 #: Where else a module's names are looked for, before what all packages of ours lend.
 _HOMES = {
-    "accelerator": ("accelerate_core.accelerator",),
+    "": ("accelerate_drop_in.accelerator",),
+    "accelerator": ("accelerate_drop_in.accelerator", "accelerate_core.accelerator"),
     "checkpointing": ("accelerate_checkpoint",),
     "commands.accelerate_cli": ("accelerate_drop_in.commands",),
     "commands.config": ("accelerate_drop_in.commands.config",),
