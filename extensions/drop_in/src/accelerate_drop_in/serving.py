@@ -24,7 +24,8 @@ _CONFIG, _ESTIMATE, _PARSERS = (
 _DATA = "accelerate_core.data"
 #: Where else a module's names are looked for, before what all packages of ours lend.
 _HOMES = {
-    "accelerator": ("accelerate_core.accelerator",),
+    "": ("accelerate_drop_in.accelerator",),
+    "accelerator": ("accelerate_drop_in.accelerator", "accelerate_core.accelerator"),
     "checkpointing": ("accelerate_drop_in.checkpointing",),
     **{
         f"commands.{name}": (f"accelerate_drop_in.commands.{name}", _PARSERS, _CONFIG)
