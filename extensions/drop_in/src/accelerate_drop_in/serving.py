@@ -1,7 +1,7 @@
 """The modules of the package `accelerate`: each hands out the original's names, from their homes here.
 
-Those modules are real files below `served`, which hold nothing of their own: the names of each stand
-in `names.json`, read from the original.
+Those modules are real files below `served`, which hold nothing of their own but scripts that tests
+launch: the names of each stand in `names.json`, read from the original.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import re
 import sys
 from importlib import resources
 from types import ModuleType
@@ -38,12 +39,19 @@ _HOMES = {
     "optimizer": ("accelerate_core.training.optimizer", "accelerate_drop_in.models"),
     "scheduler": ("accelerate_core.training.scheduler",),
     "state": ("accelerate_drop_in.state", "accelerate_core.state", "accelerate_core.config.enums"),
+    "test_utils": ("accelerate_drop_in.testing.helpers", "accelerate_drop_in.testing.training"),
+    "test_utils.testing": ("accelerate_drop_in.testing.helpers",),
+    "test_utils.training": ("accelerate_drop_in.testing.training",),
     "tracking": ("accelerate_tracking",),
     "utils.constants": ("accelerate_drop_in.constants",),
     "utils.dataclasses": ("accelerate_drop_in.enums", "accelerate_drop_in.models"),
     "utils.versions": ("accelerate_drop_in.versions",),
 }
+#: Homes that are not those of names of other modules.
+_APART = re.compile(r"\.(commands|testing)\b")
 
+#: Have private members of the original only once these have been added.
+_PRIVATE = {"Accelerator", "AcceleratorState", "GradientState", "PartialState"}
 
 #: What had a name before a client assigned to it.
 _originals: dict[str, Any] = {}
@@ -91,8 +99,10 @@ class Served(ModuleType):
         return value
 
     def _find(self, name: str) -> Any:
+        if name in _PRIVATE:
+            importlib.import_module("accelerate_drop_in.private")
         own = _HOMES.get(self.__name__.partition(".")[2], ())
-        others = (one for homes in _HOMES.values() for one in homes if "commands" not in one)
+        others = (one for homes in _HOMES.values() for one in homes if not _APART.search(one))
         for home in (*own, "accelerate_core.utils", *others):
             try:
                 return getattr(importlib.import_module(home), name)
