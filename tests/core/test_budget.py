@@ -35,7 +35,7 @@ PARTS = {
     "builtin": r"builtin|logging",
     "distributed": r"distributed",
     "plugins": r"plugins|cli",
-    "config": r"config",
+    "config": r"config|truth",
     "contract": r"contract|backend|errors",
 }
 DEPENDENCIES = {"torch", "pluggy", "packaging", "pydantic", "PyYAML"}

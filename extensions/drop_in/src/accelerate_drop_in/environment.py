@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate_core.config.truth import OFF, ON, flag, truth
 from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.truth import OFF, ON, flag, truth
 from accelerate_launch.affinity import set_numa_affinity
 from accelerate_launch.mpi import FLAVOURS
 
