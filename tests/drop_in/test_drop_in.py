@@ -26,7 +26,7 @@ from accelerate.launchers import debug_launcher
 from accelerate.local_sgd import LocalSGD
 import accelerate.utils
 a = accelerate.Accelerator(cpu=True)
-assert type(a).__module__.startswith("accelerate_core.")
+assert type(a).__module__ == "accelerate_drop_in.accelerator"
 print("served", sys.argv[1:], accelerate.__version__)
 """
 
@@ -227,3 +227,39 @@ def test_names_that_clients_were_seen_to_use_do_what_they_say(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "s.py --lr 1" in " ".join(done.stdout.split())
     assert done.stdout.endswith("all\n")
+
+
+RESUMES = """
+import inspect, sys, torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+
+seen = []
+for options in ({}, {}, {"restore_positions": True}, {"use_stateful_dataloader": True}):
+    a = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    loader = a.prepare(torch.utils.data.DataLoader(torch.arange(6.0), 1))
+    resume = 0
+    if seen:
+        a.load_state(sys.argv[1])
+        resume = 4
+    seen.append([])
+    for step, batch in enumerate(loader):
+        if step < resume and not any(options.values()):
+            continue
+        seen[-1].append(int(batch))
+        a.backward(torch.ones(1, requires_grad=True).sum())
+        if step == 3 and not resume:
+            a.save_state(sys.argv[1])
+            break
+assert seen == [[0, 1, 2, 3], [4, 5], [4, 5], [4, 5]], seen
+assert "mixed_precision" in inspect.signature(Accelerator).parameters
+print("resumed")
+"""
+
+
+def test_positions_are_restored_only_where_a_script_asks_for_it(tmp_path: Path) -> None:
+    start = "import accelerate_drop_in as d; d.install()\n"
+    done = python("-c", start + RESUMES, tmp_path / "state")
+    assert done.returncode == 0, done.stderr
+    assert "resumed" in done.stdout
+    assert "Warning" not in done.stderr, done.stderr

@@ -1,7 +1,7 @@
 """The modules of the package `accelerate`: each hands out the original's names, from their homes here.
 
-Those modules are real files below `served`, which hold nothing of their own: the names of each stand
-in `names.json`, read from the original.
+Those modules are real files below `served`, which hold nothing of their own but scripts that tests
+launch: the names of each stand in `names.json`, read from the original.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import re
 import sys
 from importlib import resources
 from types import ModuleType
@@ -23,7 +24,8 @@ _CONFIG, _ESTIMATE, _PARSERS = (
 _DATA = "accelerate_core.data"
 #: Where else a module's names are looked for, before what all packages of ours lend.
 _HOMES = {
-    "accelerator": ("accelerate_core.accelerator",),
+    "": ("accelerate_drop_in.accelerator",),
+    "accelerator": ("accelerate_drop_in.accelerator", "accelerate_core.accelerator"),
     "checkpointing": ("accelerate_drop_in.checkpointing",),
     **{
         f"commands.{name}": (f"accelerate_drop_in.commands.{name}", _PARSERS, _CONFIG)
@@ -44,6 +46,9 @@ _HOMES = {
     "optimizer": ("accelerate_drop_in.by_hand", "accelerate_drop_in.models"),
     "scheduler": ("accelerate_drop_in.by_hand",),
     "state": ("accelerate_drop_in.state", "accelerate_core.state", "accelerate_core.config.enums"),
+    "test_utils": ("accelerate_drop_in.testing.helpers", "accelerate_drop_in.testing.training"),
+    "test_utils.testing": ("accelerate_drop_in.testing.helpers",),
+    "test_utils.training": ("accelerate_drop_in.testing.training",),
     "tracking": ("accelerate_drop_in.tracking", "accelerate_tracking"),
     "utils.ao": ("accelerate_drop_in.fp8",),
     "utils.bnb": ("accelerate_drop_in.quantization",),
@@ -60,7 +65,11 @@ _HOMES = {
     "utils.transformer_engine": ("accelerate_drop_in.fp8",),
     "utils.versions": ("accelerate_drop_in.versions",),
 }
+#: Homes that are not those of names of other modules.
+_APART = re.compile(r"\.(commands|testing)\b")
 
+#: Have private members of the original only once these have been added.
+_PRIVATE = {"Accelerator", "AcceleratorState", "GradientState", "PartialState"}
 
 #: What had a name before a client assigned to it.
 _originals: dict[str, Any] = {}
@@ -109,13 +118,15 @@ class Served(ModuleType):
         return value
 
     def _find(self, name: str) -> Any:
+        if name in _PRIVATE:
+            importlib.import_module("accelerate_drop_in.private")
         module = self.__name__.partition(".")[2]
         if (reason := left_out(module, name)) is not None:
             raise ImportError(f"{self.__name__}.{name} is not served: {reason}", name=name)
         if (missing := absent(module, name)) is not None:
             return _Absent(name, (), {"told": missing, "__doc__": missing})
         own = _HOMES.get(module, ())
-        others = (one for homes in _HOMES.values() for one in homes if "commands" not in one)
+        others = (one for homes in _HOMES.values() for one in homes if not _APART.search(one))
         for home in (*own, "accelerate_core.utils", *others):
             try:
                 return getattr(importlib.import_module(home), name)
