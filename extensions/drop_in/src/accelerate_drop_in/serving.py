@@ -92,7 +92,7 @@ class _Absent(type):
         raise MissingPluginError(cls.told)
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         raise MissingPluginError(cls.told)
 
