@@ -15,13 +15,14 @@ ARGS ?=
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help quickstart test conformance faults soak lint format docs dist drop-in bench downstream gpu clean
+.PHONY: help quickstart test conformance faults clients clients-recorded soak lint format docs dist drop-in bench downstream gpu clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
 	@echo "make test         the tests (ARGS='-k name' for some)"
 	@echo "make conformance  the suite on every plugin of ours, and the rest of the author's kit"
 	@echo "make faults       kills, signals, ranks that fail, two machines and a cut cable"
+	@echo "make clients      Trainer and others on the drop-in, beside what they gave with the original"
 	@echo "make lint         ruff, mypy, import layers, generated docs"
 	@echo "make format       let ruff format the tree"
 	@echo "make docs         regenerate the generated pages"
@@ -60,8 +61,9 @@ quickstart: $(VENV)/run.stamp
 # Folders with a door of their own; .ci/run goes through all of them.
 CONFORMANCE := tests/conformance tests/testing
 FAULTS := tests/faults tests/machines
+CLIENTS := tests/clients
 test: $(VENV)/dev.stamp
-	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS)) $(ARGS)
+	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS)) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
 	$(PYTEST) --dist loadscope -m "not soak" $(CONFORMANCE) $(ARGS)
@@ -70,7 +72,24 @@ conformance: $(VENV)/dev.stamp
 faults: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "not soak" $(FAULTS) $(ARGS)
 
-soak: $(VENV)/dev.stamp
+# Each in an environment of its own over the one above: `ours` has the drop-in's wheel under the name
+# accelerate, `theirs` the original, which only recording needs.
+CLIENTS_MADE := build/clients
+$(CLIENTS_MADE)/%.stamp: $(VENV)/dev.stamp $(CLIENTS)/requirements.txt $(CLIENTS)/environment.py
+	$(BIN)/python $(CLIENTS)/environment.py $(CLIENTS_MADE)/$* $(FROM)
+	@touch $@
+$(CLIENTS_MADE)/ours.stamp: FROM = extensions/drop_in/accelerate
+$(CLIENTS_MADE)/ours.stamp: $(shell find extensions/drop_in/accelerate extensions/drop_in/src/*/served -type f -not -name '*.pyc')
+$(CLIENTS_MADE)/theirs.stamp: FROM = accelerate==1.15.0
+
+# One at a time: a client on two processes has both cores.
+clients: $(CLIENTS_MADE)/ours.stamp
+	$(BIN)/python -m pytest -m "not soak" $(CLIENTS) $(ARGS)
+
+clients-recorded: $(CLIENTS_MADE)/theirs.stamp
+	$(BIN)/python $(CLIENTS)/record.py $(ARGS)
+
+soak: $(VENV)/dev.stamp $(CLIENTS_MADE)/ours.stamp
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/dev.stamp
@@ -90,7 +109,7 @@ docs: $(VENV)/dev.stamp
 dist: $(VENV)/dev.stamp
 	rm -rf dist
 	for member in $(MEMBERS); do $(BIN)/python -m build --no-isolation --outdir dist $$member || exit 1; done
-	$(BIN)/python -m pytest tests/packaging --wheels dist
+	$(BIN)/python -m pytest tests/packaging --ignore tests/packaging/test_downstream.py --wheels dist
 
 drop-in: $(VENV)/run.stamp
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist extensions/drop_in/accelerate

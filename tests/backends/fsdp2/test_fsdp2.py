@@ -22,6 +22,14 @@ def runs():
     return {}
 
 
+@pytest.mark.parametrize("case", case_names(HERE / "peer_worker.py"))
+def test_functions_of_the_peer(runs, case):
+    if "peer" not in runs:
+        environment = {"OMP_NUM_THREADS": "1"}
+        runs["peer"] = run_workers(HERE / "peer_worker.py", 2, timeout=120, env=environment)
+    check_case(runs["peer"], case)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("worker", "case"), CASES, ids=[case for _, case in CASES])

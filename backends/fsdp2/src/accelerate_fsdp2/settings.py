@@ -80,7 +80,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
     state_dict_type: Any = option(
         default=None,
         help="SHARDED_STATE_DICT, or FULL_STATE_DICT as of one process",
-        choices=(*_STATE, "LOCAL_STATE_DICT"),
+        choices=_STATE,
         ask="How are checkpoints written?",
     )
     state_dict_config: Any = option(default=None, help="older: see state_dict_type")

@@ -253,7 +253,7 @@ def _take_usual(made: Selection, usual: str, request: Request) -> None:
 
 def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
     """Import those that a trigger asks for, and let them claim."""
-    disabled = disabled_names(request.environ)
+    disabled, kept_out = disabled_names(request.environ), []
     named = [one.record for one in made.considered]
     for record in installed().of_kind(made.kind):
         hits = [made.fired[name] for name in sorted(record.triggers) if name in made.fired]
@@ -262,6 +262,7 @@ def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
             hits.append(Fired(own, Strength.FILE))
         if record.name in disabled:
             one = Considered(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
+            kept_out += [(hit.strength, record.name, hit.because) for hit in hits]
         elif record.name == rule.usual or record in named:
             continue
         elif not hits:
@@ -273,6 +274,9 @@ def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
     if not rule.several:
         top = max((one.asked for one in answers), default=Strength.DETECTED)
         _refuse_missing(request, top)
+        asked, name, because = max(kept_out, default=(top, "", ""))
+        if asked > top:  # refused, as by name
+            find(made.kind, name, because=because, environ=request.environ)
         answers = [one for one in answers if one.asked == top]
     for one in answers:
         if one.error is not None and one.asked > Strength.DETECTED:

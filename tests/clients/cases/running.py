@@ -1,0 +1,99 @@
+"""Run the cases of a file one after the other: importing a client's library is what costs.
+
+A file registers functions with `case`, which return what must be equal, and ends with `main()`. Run
+as `FILE OUT.json [CASE...]` on every rank, rank 0 writes what its cases returned after each of them; a
+case that raises leaves its traceback. Nothing here is ours: it runs with either `accelerate`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+torch.set_num_threads(1)
+RANK = int(os.environ.get("RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+#: The processes on which a case runs; default: one and two.
+ON: dict[str, tuple[int, ...]] = {}
+CASES: dict[str, Callable[[Path], Mapping[str, Any]]] = {}
+
+
+def case(*on: int) -> Callable[[Any], Any]:
+    """Register a function that takes a folder of its own, the same on all ranks."""
+
+    def register(function: Any) -> Any:
+        CASES[function.__name__] = function
+        ON[function.__name__] = on or (1, 2)
+        return function
+
+    return register
+
+
+def weights(model: torch.nn.Module) -> dict[str, float]:
+    """Return the norm of each parameter, and of all together."""
+    norms = {name: float(p.detach().double().norm()) for name, p in model.named_parameters()}
+    return {"all": sum(n * n for n in norms.values()) ** 0.5, **dict(list(norms.items())[:4])}
+
+
+def lines(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a Trainer's log without what a clock says."""
+    timed = ("runtime", "per_second", "time", "total_flos")
+    return [
+        {key: value for key, value in line.items() if not any(word in key for word in timed)}
+        for line in history
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value if isinstance(value, (str, bool, int, float, type(None))) else str(value)
+
+
+def reset(environment: Mapping[str, str]) -> None:
+    """Forget the last case, as the tests of the clients themselves do it."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.collect()
+
+
+def main() -> None:
+    out, *names = sys.argv[1:]
+    environment = dict(os.environ)
+    made: dict[str, Any] = {}
+    # Named after the file asked for, so that all ranks mean the same.
+    with tempfile.TemporaryDirectory() as own:
+        shared = Path(f"{out}.files") if WORLD > 1 else Path(own)
+        for name in names or [one for one in CASES if WORLD in ON[one]]:
+            folder = shared / name
+            folder.mkdir(parents=True, exist_ok=True)
+            began = time.perf_counter()
+            try:
+                made[name] = _plain(CASES[name](folder))
+            except Exception:
+                made[name] = {"error": traceback.format_exc()}
+                print(made[name]["error"], file=sys.stderr, flush=True)
+            made[name]["seconds"] = round(time.perf_counter() - began, 2)
+            place = Path(out) if RANK == 0 else Path(f"{out}.{RANK}")
+            place.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+            reset(environment)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

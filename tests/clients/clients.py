@@ -1,0 +1,103 @@
+"""Start the cases in an environment, read what they returned, and compare it with what is recorded."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from launched import clean_environment
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[1] / "build" / "clients"
+RECORDED = HERE / "recorded"
+#: How far a number may be from the recorded one, and for large ones relative to it.
+TOLERANCE = 1e-5
+TIMEOUT = 900
+
+
+def groups() -> list[str]:
+    """Return the files of cases."""
+    return sorted(
+        p.stem for p in (HERE / "cases").glob("*.py") if p.stem not in ("running", "tiny")
+    )
+
+
+def run(environment: str, group: str, processes: int, cases: Sequence[str] = ()) -> dict[str, Any]:
+    """Run a file's cases on so many processes; return what rank 0 got, or an error of any rank."""
+    python = ENVIRONMENTS / environment / "bin" / "python"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        command = [str(python)]
+        if processes > 1:
+            command += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={processes}",
+            ]
+        command += [str(HERE / "cases" / f"{group}.py"), str(out), *cases]
+        environ = clean_environment(
+            OMP_NUM_THREADS="1",
+            CUDA_VISIBLE_DEVICES="",
+            HF_HUB_OFFLINE="1",
+            HF_HOME=folder,
+            TOKENIZERS_PARALLELISM="false",
+            TQDM_DISABLE="1",
+            PATH=f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        )
+        with Path(folder, "log").open("w+") as log:
+            process = subprocess.Popen(
+                command, env=environ, cwd=folder, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                code: Any = process.wait(TIMEOUT)
+            except subprocess.TimeoutExpired:
+                code = f"not ended after {TIMEOUT} s"
+                os.killpg(process.pid, signal.SIGKILL)
+            log.seek(0)
+            said = log.read()
+        made: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+        for other in Path(folder).glob("out.json.[0-9]*"):
+            for name, one in json.loads(other.read_text()).items():
+                if "error" in one:
+                    made.setdefault(name, {}).setdefault("error", f"{other.suffix}: {one['error']}")
+    for name in cases:
+        made.setdefault(name, {"error": f"exit status {code}:\n{said[-6000:]}"})
+    if not made:
+        raise RuntimeError(f"{group} on {processes} returned nothing ({code}):\n{said[-6000:]}")
+    return made
+
+
+def recorded(group: str, processes: int) -> dict[str, Any]:
+    """Return what the original returned."""
+    place = RECORDED / f"{group}-{processes}.json"
+    made: dict[str, Any] = json.loads(place.read_text()) if place.exists() else {}
+    return made
+
+
+def differences(ours: Any, theirs: Any, where: str = "") -> Iterator[tuple[float, str]]:
+    """Yield how far each number is off, infinite for what is not alike at all, and where it stands."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for key in {**theirs, **ours}:
+            if key in ours and key in theirs:
+                yield from differences(ours[key], theirs[key], f"{where}.{key}")
+            else:
+                yield math.inf, f"{where}.{key} is {'missing' if key in theirs else 'added'}"
+    elif isinstance(theirs, list) and isinstance(ours, list) and len(ours) == len(theirs):
+        for index, pair in enumerate(zip(ours, theirs)):
+            yield from differences(*pair, f"{where}[{index}]")
+    elif isinstance(theirs, float) and isinstance(ours, float | int):
+        if math.isnan(theirs) or math.isnan(ours):
+            off = 0.0 if math.isnan(theirs) and math.isnan(ours) else math.inf
+        else:
+            off = abs(ours - theirs) / max(1.0, abs(theirs))
+        yield off, f"{where}: {ours!r}, recorded {theirs!r}"
+    else:
+        yield 0.0 if ours == theirs else math.inf, f"{where}: {ours!r}, recorded {theirs!r}"

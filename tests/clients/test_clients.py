@@ -1,0 +1,62 @@
+"""Clients that import `accelerate`, unchanged, get from ours what they got from the original."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from clients import ENVIRONMENTS, TOLERANCE, differences, groups, recorded, run
+from conftest import ROWS
+
+pytestmark = pytest.mark.skipif(
+    not (ENVIRONMENTS / "ours").exists(), reason="`make clients` makes the clients' environment"
+)
+#: What .ci/run goes through; everything else is soak.
+SHORT = {
+    "trainer": ("basic", "accumulation", "evaluation"),
+    "from_pretrained": ("auto",),
+}
+CASES = [
+    pytest.param(
+        (group, processes, case),
+        id=f"{group}-{processes}-{case}",
+        marks=[] if case in SHORT.get(group, ()) else [pytest.mark.soak],
+    )
+    for group in groups()
+    for processes in (1, 2)
+    for case in recorded(group, processes)
+]
+
+
+@pytest.fixture(scope="session")
+def ran(request: pytest.FixtureRequest) -> Any:
+    """Return a function that runs a file's cases, all that are asked for in one launch."""
+    asked = defaultdict(list)
+    for item in request.session.items:
+        if "client" in getattr(getattr(item, "callspec", None), "params", ()):
+            group, processes, case = item.callspec.params["client"]  # type: ignore[attr-defined]
+            asked[group, processes].append(case)
+    made: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def get(group: str, processes: int) -> dict[str, Any]:
+        key = (group, processes)
+        if key not in made:
+            made[key] = run("ours", group, processes, asked[key])
+        return made[key]
+
+    return get
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("client", CASES)
+def test_a_client_gets_what_it_got_from_the_original(
+    client: tuple[str, int, str], ran: Any, request: pytest.FixtureRequest
+) -> None:
+    group, processes, case = client
+    ours, theirs = ran(group, processes)[case], recorded(group, processes)[case]
+    assert "error" not in ours, ours["error"]
+    ours.pop("seconds"), theirs.pop("seconds")
+    off, where = max(differences(ours, theirs))
+    request.config.stash[ROWS].append((f"{group}-{processes}-{case}", off, where))
+    assert off <= TOLERANCE, [one for one in differences(ours, theirs) if one[0] > TOLERANCE][:8]
