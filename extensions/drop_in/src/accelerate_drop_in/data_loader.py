@@ -34,6 +34,7 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
     *,
     read_ahead: bool = True,
     comm: Communicator | None = None,
@@ -54,6 +55,7 @@ def prepare_data_loader(
         slice_fn_for_dispatch: `(data, tensor_slice, process_index=, num_processes=)` -> part.
         use_seedable_sampler, data_seed: shuffle by a seed and the epoch instead of a generator.
         use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
+        torch_device_mesh: ranks that differ in its `tp`, `cp` or `sp` only get the same samples.
         read_ahead: when dispatching, read the next step on a thread while this one is worked on;
             False for a dataset that only the thread that made it may use.
         comm: how the ranks communicate; without it, and outside a process group, they do not.
@@ -67,6 +69,10 @@ def prepare_data_loader(
     """
     count = current_runtime().num_processes if num_processes is None else num_processes
     index = current_runtime().process_index if process_index is None else process_index
+    alike = [one for one in ("tp", "cp", "sp") if one in _names_of(torch_device_mesh)]
+    for name in alike:
+        size = torch_device_mesh[name].size()
+        count, index = count // size, index // size
     if put_on_device and device is None:
         device = current_runtime().device
     config = DataLoaderConfiguration(
@@ -91,6 +97,10 @@ def prepare_data_loader(
         **options,
     )
     return prepare_loader(dataloader, settled)
+
+
+def _names_of(mesh: Any) -> tuple[str, ...]:
+    return () if mesh is None else mesh.mesh_dim_names or ()
 
 
 def _default_communicator(count: int) -> Communicator | None:
