@@ -7,6 +7,7 @@ from typing import Any
 from accelerate_core import Accelerator, AcceleratorState, GradientState, PartialState
 from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process
+from accelerate_core.training.optimizer import AcceleratedOptimizer
 
 #: Runtimes that were reset: what they started is ended when Python exits.
 _left: list[process.Runtime] = []
@@ -59,6 +60,9 @@ def add() -> None:
     lists["_custom_objects"] = attribute("_saving.registered", "")
     added: dict[Any, dict[str, Any]] = {
         Accelerator: lists,
+        AcceleratedOptimizer: {
+            "_is_overflow": attribute("_was_skipped", "", settable=True),
+        },
         PartialState: {"_reset_state": classmethod(_reset_all)},
         AcceleratorState: {"_reset_state": classmethod(_reset_accelerators)},
         GradientState: {
@@ -67,7 +71,7 @@ def add() -> None:
         },
     }
     for cls, members in added.items():
-        if cls is not Accelerator:
+        if "_reset_state" in members:
             members["_shared_state"] = _Shared(cls is not PartialState)
         for name, member in members.items():
             setattr(cls, name, member)
