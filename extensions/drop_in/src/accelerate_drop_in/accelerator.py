@@ -4,7 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from accelerate_core import accelerator
+from accelerate_core.errors import ConfigurationError, listing
+from accelerate_drop_in.by_hand import shown
+from accelerate_drop_in.models import without_containers
+
+
+def _refuse_offloaded(model: Any) -> None:
+    """Refuse quantized weights that are in part on the CPU or disk.
+
+    Raises:
+        ConfigurationError: the model has such.
+    """
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    for bits in (8, 4):
+        if places & {"cpu", "disk"} and getattr(model, f"is_loaded_in_{bits}bit", False):
+            raise ConfigurationError(
+                f"The model is loaded in {bits} bits, and CPU or disk offload of it cannot be "
+                f"trained; its device map has {listing(sorted(places))}."
+            )
 
 #: What the original takes by position, after what ours does.
 _BY_POSITION = (
@@ -31,6 +51,51 @@ class Accelerator(accelerator.Accelerator):
         config = self.dataloader_config
         if config.restore_positions is None:
             config.restore_positions = config.use_stateful_dataloader
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepare objects, which have the mark of the original's after it."""
+        for one in args:
+            _refuse_offloaded(one)
+        made = super().prepare(*args, device_placement=device_placement)
+        for group in (self.models, self.optimizers, self.schedulers, self.loaders):
+            for one in group:
+                shown(one)._is_accelerate_prepared = True
+        return made
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> Any:
+        """Share one loader out between the ranks that read different data."""
+        return shown(
+            super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        )
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> torch.nn.Module:
+        """Prepare one model.
+
+        Raises:
+            ConfigurationError: it has quantized weights, and parts of it on the CPU or disk.
+        """
+        _refuse_offloaded(model)
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def unwrap_model(
+        self,
+        model: torch.nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
+    ) -> torch.nn.Module:
+        """Return the user's own model inside a prepared one, or one in torch's own containers."""
+        inner = without_containers(model)
+        return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
 
 
 Accelerator.__init__.__wrapped__ = accelerator.Accelerator.__init__  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ instances.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -230,6 +231,26 @@ def _plain(dataset: Any, stateful: bool, **kwargs: Any) -> Any:
     return StatefulDataLoader(dataset, **kwargs)
 
 
+@functools.cache
+def _read_as(kind: Any, read: Any) -> Any:
+    return type(kind.__name__, (kind,), {"__class__": property(lambda _: read)})
+
+
+def shown(loader: Any) -> Any:
+    """Give a loader of `prepare` the class that the original's has: `isinstance` asks for it.
+
+    It counts as one of the class that it reads, and on one process as a dispatcher if it was to be.
+    """
+    if isinstance(loader, CoreLoader):
+        kind, read = type(loader), type(loader.base)
+        if loader.options.config.dispatch_batches and kind is loaders.DataLoaderShard:
+            kind = loaders.DataLoaderDispatcher
+        if read is not DataLoader and issubclass(read, DataLoader) and not issubclass(read, kind):
+            kind = _read_as(kind, read) if kind.__module__ == loaders.__name__ else kind
+        object.__setattr__(loader, "__class__", kind)
+    return loader
+
+
 class DataLoaderShard(DataLoaderStateMixin):
     """A loader for a rank whose part its dataset or sampler makes already.
 
@@ -318,7 +339,7 @@ class DataLoaderDispatcher(DataLoaderStateMixin):
 
 def _started(loader: CoreLoader, skip_batches: int, iteration: int) -> CoreLoader:
     loader.iteration = iteration
-    return loader.skipping(skip_batches) if skip_batches else loader
+    return shown(loader.skipping(skip_batches) if skip_batches else loader)  # type: ignore[no-any-return]
 
 
 # --- optimizers and schedulers ------------------------------------------------------------------

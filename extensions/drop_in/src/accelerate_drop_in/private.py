@@ -14,6 +14,7 @@ from accelerate_core import (
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process
+from accelerate_core.training.optimizer import AcceleratedOptimizer
 
 #: Runtimes that were reset: what they started is ended when Python exits.
 _left: list[process.Runtime] = []
@@ -90,6 +91,9 @@ def add() -> None:
     lists["_custom_objects"] = attribute("_saving.registered", "")
     added: dict[Any, dict[str, Any]] = {
         Accelerator: lists,
+        AcceleratedOptimizer: {
+            "_is_overflow": attribute("_was_skipped", "", settable=True),
+        },
         PartialState: {"_reset_state": classmethod(_reset_all)},
         AcceleratorState: {"_reset_state": classmethod(_reset_accelerators)},
         GradientState: {

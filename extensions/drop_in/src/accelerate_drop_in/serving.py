@@ -79,6 +79,17 @@ _PRIVATE = {
     *("Accelerator", "AcceleratorState", "GradientState", "PartialState", "ParallelismConfig"),
     *("DataLoaderShard", "DataLoaderDispatcher"),
 }
+#: Have one home, whichever module they are asked of.
+_ONE_HOME = dict.fromkeys(
+    ("ParallelismConfig", "TorchDynamoPlugin"), ("accelerate_drop_in.settings",)
+)
+#: Private functions that clients import.
+_PRIVATE_NAMES = {
+    "_refuse_recurrent_layers_under_sequence_parallelism": (
+        *("accelerate_fsdp2.sequence", "refuse_recurrent"),
+    ),
+    "_validate_launch_command": ("accelerate_drop_in.launching", "validate_launch_command"),
+}
 
 #: What had a name before a client assigned to it.
 _originals: dict[str, Any] = {}
@@ -119,6 +130,9 @@ class Served(ModuleType):
         if name == "__all__":
             return [one for one in known if left_out(module, one) is None and hasattr(self, one)]
         if name not in known:
+            if name in _PRIVATE_NAMES:
+                home, inner = _PRIVATE_NAMES[name]
+                return getattr(importlib.import_module(home), inner)
             if f"{self.__name__}.{name}".partition(".")[2] in names():
                 return importlib.import_module(f"{self.__name__}.{name}")
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -134,7 +148,7 @@ class Served(ModuleType):
             raise ImportError(f"{self.__name__}.{name} is not served: {reason}", name=name)
         if (missing := absent(module, name)) is not None:
             return _Absent(name, (), {"told": missing, "__doc__": missing})
-        own = _HOMES.get(module, ())
+        own = _ONE_HOME.get(name) or _HOMES.get(module, ())
         others = (one for homes in _HOMES.values() for one in homes if not _APART.search(one))
         for home in (*own, "accelerate_core.utils", *others):
             try:
