@@ -109,7 +109,7 @@ docs: $(VENV)/dev.stamp
 dist: $(VENV)/dev.stamp
 	rm -rf dist
 	for member in $(MEMBERS); do $(BIN)/python -m build --no-isolation --outdir dist $$member || exit 1; done
-	$(BIN)/python -m pytest tests/packaging --wheels dist
+	$(BIN)/python -m pytest tests/packaging --ignore tests/packaging/test_downstream.py --wheels dist
 
 drop-in: $(VENV)/run.stamp
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist extensions/drop_in/accelerate

@@ -112,13 +112,18 @@ from accelerate_core import Accelerator
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import rows
 row = next(r for r in rows(planned_run(os.environ)) if r["name"] == "backend3")
-out([Accelerator().backend.name, row["state"], attempt(lambda: Accelerator(backend="backend3"))])
+asked, named = attempt(Accelerator), attempt(lambda: Accelerator(backend="backend3"))
+stronger = Accelerator(backend="single").backend.name
+del os.environ["ACCELERATE_USE_DUMMY3"]
+out([Accelerator().backend.name, stronger, row["state"], asked, named])
 """
     )
     env = {"ACCELERATE_USE_DUMMY3": "1", "ACCELERATE_DISABLED_PLUGINS": "other, backend3"}
-    name, state, named = dummies.run(fifty, code, env)
-    assert (name, state, named[0]) == ("single", "disabled", "PluginError")
-    assert "ACCELERATE_DISABLED_PLUGINS" in named[1]
+    *names, state, asked, named = dummies.run(fifty, code, env)
+    assert (names, state) == (["single", "single"], "disabled")
+    assert asked[0] == named[0] == "PluginError"
+    assert "ACCELERATE_DISABLED_PLUGINS keeps out the backend plugin 'backend3'" in asked[1]
+    assert "asked for by environment variable ACCELERATE_USE_DUMMY3" in asked[1]
 
 
 def test_every_kind_of_trigger_fires(tmp_path: Path) -> None:

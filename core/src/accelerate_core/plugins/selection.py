@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.provenance import Because, variable_origin
-from accelerate_core.config.truth import switch, truth
 from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import (
     AccelerateError,
@@ -31,6 +30,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
+from accelerate_core.truth import switch, truth
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _take_usual(made: Selection, usual: str, request: Request) -> None:
 
 def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
     """Import those that a trigger asks for, and let them claim."""
-    disabled = disabled_names(request.environ)
+    disabled, kept_out = disabled_names(request.environ), []
     named = [one.record for one in made.considered]
     for record in installed().of_kind(made.kind):
         hits = [made.fired[name] for name in sorted(record.triggers) if name in made.fired]
@@ -262,6 +262,7 @@ def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
             hits.append(Fired(own, Strength.FILE))
         if record.name in disabled:
             one = Considered(record, "disabled", "ACCELERATE_DISABLED_PLUGINS")
+            kept_out += [(hit.strength, record.name, hit.because) for hit in hits]
         elif record.name == rule.usual or record in named:
             continue
         elif not hits:
@@ -273,6 +274,9 @@ def _ask_for_claims(made: Selection, rule: Rule, request: Request) -> None:
     if not rule.several:
         top = max((one.asked for one in answers), default=Strength.DETECTED)
         _refuse_missing(request, top)
+        asked, name, because = max(kept_out, default=(top, "", ""))
+        if asked > top:  # refused, as by name
+            find(made.kind, name, because=because, environ=request.environ)
         answers = [one for one in answers if one.asked == top]
     for one in answers:
         if one.error is not None and one.asked > Strength.DETECTED:

@@ -1,0 +1,76 @@
+"""The private members of the original that clients use, added to the core's classes that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate_core import Accelerator, AcceleratorState, GradientState, PartialState
+from accelerate_core.delegation import attribute
+from accelerate_core.distributed import process
+
+#: Runtimes that were reset: what they started is ended when Python exits.
+_left: list[process.Runtime] = []
+
+
+class _Shared:
+    """`_shared_state`: what all instances of a state have, empty before the first one is made."""
+
+    def __init__(self, needs_accelerator: bool) -> None:
+        self.needs_accelerator = needs_accelerator
+
+    def __get__(self, one: Any, owner: Any) -> dict[str, Any]:
+        runtime = process.running()
+        if runtime is None or (self.needs_accelerator and process.current_user() is None):
+            return {}
+        return dict(vars(runtime))
+
+
+def _reset_all(cls: Any) -> None:
+    """Forget the processes; the next state or Accelerator finds them again, and its own device."""
+    if (runtime := process.running()) is not None:
+        _left.append(runtime)
+    process._end_globals()
+    process._current = None
+
+
+def _reset_accelerators(cls: Any, reset_partial_state: bool = False) -> None:
+    """Forget the Accelerators, and with `reset_partial_state` the processes."""
+    if (runtime := process.running()) is not None:
+        runtime.users.clear()
+        runtime.unended = 0
+    if reset_partial_state:
+        _reset_all(cls)
+
+
+def _keep(cls: Any) -> None:
+    """Do nothing: each Accelerator has a gradient state of its own."""
+
+
+def _set_sync_gradients(self: GradientState, sync_gradients: bool) -> None:
+    """Say whether gradients are synchronised from now on."""
+    self.sync_gradients = sync_gradients
+
+
+def add() -> None:
+    """Add them."""
+    lists = {f"_{one}": attribute(f"_prepared.{one}", "") for one in ("models", "optimizers")}
+    lists["_schedulers"] = attribute("_prepared.schedulers", "")
+    lists["_dataloaders"] = attribute("_prepared.loaders", "")
+    lists["_custom_objects"] = attribute("_saving.registered", "")
+    added: dict[Any, dict[str, Any]] = {
+        Accelerator: lists,
+        PartialState: {"_reset_state": classmethod(_reset_all)},
+        AcceleratorState: {"_reset_state": classmethod(_reset_accelerators)},
+        GradientState: {
+            "_reset_state": classmethod(_keep),
+            "_set_sync_gradients": _set_sync_gradients,
+        },
+    }
+    for cls, members in added.items():
+        if cls is not Accelerator:
+            members["_shared_state"] = _Shared(cls is not PartialState)
+        for name, member in members.items():
+            setattr(cls, name, member)
+
+
+add()

@@ -1,0 +1,1 @@
+"""What tests of code on Accelerate share: `accelerate.test_utils`."""

@@ -1,0 +1,127 @@
+"""Run the original's own tests through the import name served here: `make soak`, or by hand.
+
+    python tests/drop_in/peer_tests.py [FOLDER] [--python OURS] [--original THEIRS] [--only NAME ...]
+
+FOLDER is the original's unpacked source distribution; without it pip fetches it. OURS is an interpreter
+that has the drop-in and not the original. THEIRS, which has the original, records which tests pass for
+itself into `peer_tests.json`; without it that record is used. Test files run one after the other, each
+in a process and a copy of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+RECORD = Path(__file__).with_suffix(".json")
+VERSION = "1.15.0"
+#: Of one test, and of a file of them, in seconds.
+LIMIT, FILE_LIMIT = 240, 1500
+#: What is not wanted to pass, by the start of its name, with the reason.
+EXPECTED: dict[str, str] = {}
+
+
+def source(folder: Path | None, work: Path) -> Path:
+    """Return the folder with the original's tests."""
+    if folder is None:
+        command = f"pip download -q --no-deps --no-binary :all: -d {work} accelerate=={VERSION}"
+        subprocess.run([sys.executable, "-m", *command.split()], check=True)
+        with tarfile.open(next(work.glob("*.tar.gz"))) as archive:
+            archive.extractall(work, filter="data")
+        folder = next(work.glob("accelerate-*/"))
+    return folder / "tests"
+
+
+def run(python: str, tests: Path, work: Path, only: list[str]) -> dict[str, str]:
+    """Run each file; return by test what it said: "" if it passed, "skipped", or its error."""
+    said: dict[str, str] = {}
+    for file in sorted(tests.glob("test_*.py")):
+        if only and file.stem not in only:
+            continue
+        place = work / "run"
+        shutil.copytree(tests, place / "tests")
+        report = work / "report.xml"
+        environment = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", COLUMNS="80")
+        environment["PATH"] = f"{Path(python).parent}{os.pathsep}{environment['PATH']}"
+        command = f"-m pytest -q -p no:cacheprovider --timeout {LIMIT} --junitxml {report}"
+        with open(work / f"{file.stem}.log", "w", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                [python, *command.split(), f"tests/{file.name}"],
+                cwd=place,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                process.wait(FILE_LIMIT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(place)
+        if report.exists():
+            said.update(read(report, file.stem))
+            report.unlink()
+        else:
+            tail = (work / f"{file.stem}.log").read_text(encoding="utf-8").splitlines()[-1:]
+            said[file.stem] = f"ended with {process.returncode}: {''.join(tail)}"
+        counted = [text for name, text in said.items() if name.split("::")[0] == file.stem]
+        print(f"{file.stem}: {counted.count('')} of {len(counted)} pass", flush=True)
+    return said
+
+
+def read(report: Path, file: str) -> dict[str, str]:
+    said: dict[str, str] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        inside = str(case.get("classname")).rpartition(file)[2].strip(".")
+        name = "::".join(part for part in (file, inside, case.get("name")) if part)
+        text = ""
+        for found in case:
+            if found.tag in ("failure", "error"):
+                text = " ".join((found.get("message") or found.text or "failed").split())[:300]
+            elif found.tag == "skipped":
+                text = text or "skipped"
+        said[name] = said.get(name) or text
+    return said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--original")
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--keep", type=Path, help="a folder for the logs")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = given.keep or Path(temporary)
+        work.mkdir(exist_ok=True)
+        tests = source(given.folder, work)
+        if given.original:
+            theirs = run(given.original, tests, work, given.only)
+            passing = sorted(name for name, text in theirs.items() if not text)
+            RECORD.write_text(json.dumps(passing, indent=1) + "\n", encoding="utf-8")
+            return 0
+        passing = json.loads(RECORD.read_text(encoding="utf-8"))
+        passing = [name for name in passing if not given.only or name.split("::")[0] in given.only]
+        ours = run(given.python, tests, work, given.only)
+    rest = {name: ours.get(name, "not collected") for name in passing}
+    rest = {name: text for name, text in rest.items() if text}
+    expected = {
+        name: why for name in rest for start, why in EXPECTED.items() if name.startswith(start)
+    }
+    print(f"\npass for itself: {len(passing)}; of these through ours: {len(passing) - len(rest)}")
+    for name, text in rest.items():
+        print(f"  {name}\n      {(expected.get(name) and 'expected: ' + expected[name]) or text}")
+    return int(len(rest) > len(expected))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
