@@ -6,6 +6,10 @@ import os
 import shutil
 import sys
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 from worker import PG_TIMEOUT, RANK, SIZE, case, flat, run_cases, same_on_ranks, scratch
 
+from accelerate_checkpoint import rendezvous
 from accelerate_core import Accelerator
 from accelerate_core.errors import CheckpointError
-from accelerate_core.utils import ProjectConfiguration
+from accelerate_core.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 
 
 class Box:
@@ -202,8 +207,6 @@ def another_number_of_processes_goes_on() -> None:
             shutil.copytree(theirs, copy)
         accelerator, *parts = make(copy)
         accelerator.wait_for_everyone()
-        import warnings
-
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             accelerator.load_state()
@@ -213,6 +216,116 @@ def another_number_of_processes_goes_on() -> None:
         expected = torch.load(folder / f"{other}_{counted}.pt")
         torch.testing.assert_close(flat(parts[0]), expected, rtol=1e-12, atol=1e-12)
         accelerator.end_training()
+
+
+@contextmanager
+def told() -> Iterator[list[warnings.WarningMessage]]:
+    """Collect what is said about saves that not all ranks make."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        every: list[warnings.WarningMessage] = []
+        yield every
+    every += [one for one in said if "main process" in str(one.message)]
+
+
+@case
+def the_main_process_saves_alone() -> None:
+    if SIZE == 1:
+        return
+    rendezvous.ALONE, folder = 1.0, scratch("alone")
+    accelerator, *parts = make(folder, steps=1)
+    hooked: list[str] = []
+    accelerator.register_save_state_pre_hook(lambda *a: hooked.append(a[2]))
+    with told() as said:
+        for number in range(3):
+            train(accelerator, *parts, 2, counted=False)
+            begun = time.monotonic()
+            if accelerator.is_main_process:
+                line = sys._getframe().f_lineno + 1
+                accelerator.save_state(blocking=number != 1)
+                assert (time.monotonic() - begun > 0.5) == (number == 0), "it waits once"
+    accelerator.wait_for_checkpoint()
+    assert len(hooked) == (3 if RANK == 0 else 0)
+    if RANK == 0:
+        (one,) = said
+        assert (one.filename, one.lineno) == (__file__, line), one
+        assert "not by rank 1 within 1 s" in str(one.message)
+    weights, draws = flat(parts[0]), torch.get_rng_state()
+    # All of them, at once, at another line: the numbers go on.
+    with told() as said:
+        directory = accelerator.save_state()
+    assert not said
+    assert Path(directory).name == "checkpoint_3"
+    assert (Path(directory) / "random_states_1.pkl").exists()
+    # One that the main process makes alone, and one of all behind it, with nothing in between.
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    with told() as said:
+        if accelerator.is_main_process:
+            accelerator.save_state(folder / "own")
+        accelerator.save_state(folder / "all")
+    assert len(said) == (RANK == 0)
+    accelerator.wait_for_everyone()
+    there = [(folder / name / "random_states_1.pkl").exists() for name in ("own", "all")]
+    assert there == [False, True]
+    train(accelerator, *parts, 2, counted=False)
+    torch.manual_seed(7 + RANK)
+    own = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as loading:
+        warnings.simplefilter("always")
+        accelerator.load_state(folder / "checkpoints/checkpoint_2")
+    assert torch.equal(flat(parts[0]), weights)
+    assert torch.equal(torch.get_rng_state(), draws if RANK == 0 else own)
+    assert ["saved by 1 process" in str(one.message) for one in loading] == [True] * (RANK == 0)
+    train(accelerator, *parts, 2, counted=False)
+    assert same_on_ranks(flat(parts[0]))
+    accelerator.end_training()
+
+
+@case
+def a_rank_that_comes_late_is_told() -> None:
+    if SIZE == 1:
+        return
+    rendezvous.ALONE = 0.5
+    folder = scratch("late")
+    accelerator, *parts = make(folder, steps=1)
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    with told() as said:
+        for number in range(3):
+            train(accelerator, *parts, 2, counted=False)
+            time.sleep(2 * RANK * (number < 2))
+            directory = accelerator.save_state(folder / f"{number}")
+            assert directory == str(folder / f"{number}")
+    assert [(one.filename, "alone" in str(one.message)) for one in said] == [(__file__, True)]
+    accelerator.wait_for_everyone()
+    there = [(folder / f"{number}" / "random_states_1.pkl").exists() for number in range(3)]
+    assert there == [False, True, True], "it waits longer at a line where they were only late"
+    assert same_on_ranks(flat(parts[0]))
+    accelerator.end_training()
+
+
+@case
+def a_part_of_the_state_is_not_saved_alone() -> None:
+    if SIZE == 1:
+        return
+    rendezvous.SHARDED, folder = 0.5, scratch("sharded")
+    accelerator = Accelerator(
+        cpu=True, process_group_timeout=PG_TIMEOUT, fsdp_plugin=FullyShardedDataParallelPlugin()
+    )
+    model = accelerator.prepare(nn.Linear(4, 4))
+    for save in (accelerator.save_state, partial(accelerator.save_model, model)):
+        time.sleep(1.5 * RANK)  # it comes when the main process has given up
+        with pytest.raises(CheckpointError, match=r"checkpoint_worker.py:\d+ .*not by rank 1"):
+            save(folder / "state")
+        assert not (folder / "state").exists()
+        accelerator.wait_for_everyone()
+        save(folder / "state")
+        accelerator.wait_for_everyone()
+        assert (folder / "state").exists()
+        accelerator.wait_for_everyone()
+        if RANK == 0:
+            shutil.rmtree(folder / "state")
+        accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

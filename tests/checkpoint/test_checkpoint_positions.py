@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_core import Accelerator
-from accelerate_core.utils import ProjectConfiguration, set_seed
+from accelerate_core.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
 EPOCHS, BATCHES = 3, 4
 
@@ -112,3 +113,50 @@ def test_a_position_in_other_data_is_not_taken_over(tmp_path: Path) -> None:
     more.accelerator.prepare(DataLoader(TensorDataset(torch.arange(3))))
     with pytest.warns(UserWarning, match="positions of 1 loaders, and 2 are prepared"):
         more.accelerator.load_state()
+
+
+def test_a_script_that_skips_by_itself_too_is_told(tmp_path: Path) -> None:
+    def make() -> tuple[Accelerator, torch.nn.Module, Any]:
+        accelerator = Accelerator(cpu=True)
+        net = torch.nn.Linear(1, 1)
+        data = DataLoader(torch.arange(12.0)[:, None], 2)
+        return accelerator, *accelerator.prepare(net, data)
+
+    def loop(start: int, stop: int) -> int:
+        """Return how many steps were done; the script counts by itself where it is."""
+        done = 0
+        for step, batch in enumerate(loader):
+            if step < start:
+                continue
+            accelerator.backward(net(batch).sum())
+            done += 1
+            if step + 1 == stop:
+                break
+        return done
+
+    accelerator, net, loader = make()
+    assert loop(0, 4) == 4
+    accelerator.save_state(tmp_path / "s")
+    accelerator, net, loader = make()
+    accelerator.load_state(tmp_path / "s")
+    with pytest.warns(UserWarning, match="behind batch 4 .* without a backward") as said:
+        assert loop(4, 6) == 0, "skipped twice"
+    (one,) = said
+    assert (one.filename, one.lineno) == (__file__, loop.__code__.co_firstlineno + 3)
+    # What fits is not told, and what does not is.
+    for skipped, told in ((4, 0), (3, 1)):
+        accelerator.load_state(tmp_path / "s")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            left = accelerator.skip_first_batches(loader, skipped)
+            (accelerator.backward(net(batch).sum()) for batch in left)
+        assert len(said) == told, [str(one.message) for one in said]
+        assert [one.filename for one in said] == [__file__] * told
+    accelerator.load_state(tmp_path / "s")
+    assert loop(0, 6) == 2, "exact resuming asks for no skipping"
+    # Or positions are left alone, as the scripts of others expect it.
+    config = DataLoaderConfiguration(restore_positions=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    net, loader = accelerator.prepare(net, DataLoader(torch.arange(12.0)[:, None], 2))
+    accelerator.load_state(tmp_path / "s")
+    assert loop(4, 6) == 2

@@ -119,6 +119,7 @@ def test_a_repository_passes_its_own_tests(site: Path, repository: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 def test_diloco_passes_the_suite(site: Path) -> None:
     env = clean_environment(PYTHONPATH=str(site))

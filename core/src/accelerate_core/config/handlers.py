@@ -99,6 +99,8 @@ class DataLoaderConfiguration:
     data_seed: int | None = option(default=None, help="seed of the seedable sampler")
     non_blocking: bool = option(default=False, help="copy batches to the device asynchronously")
     use_stateful_dataloader: bool = option(default=False, help="use torchdata's StatefulDataLoader")
+    #: None means yes; of the import name `accelerate`: if use_stateful_dataloader.
+    restore_positions: bool | None = option(default=None, help="load_state goes on in the epoch")
     read_ahead: bool = option(
         default=True, help="when dispatching, read the next step on a thread meanwhile"
     )

@@ -23,8 +23,14 @@ from accelerate_core.data.rng import find_generator, synchronize_rng_states
 from accelerate_core.data.steps import Item, check_rank
 from accelerate_core.delegation import itself
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, warn
 from accelerate_core.training.gradient_state import GradientState, Served
+
+_RESTORED = "load_state put this loader behind batch {} of its epoch (counted over all ranks)."
+_NOTHING_DONE = (
+    " The rest of the epoch passed without a backward. If the script skips by itself what was seen, "
+    "that is done twice: leave it out, or set DataLoaderConfiguration(restore_positions=False)."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +258,12 @@ class CoreLoader(DataLoader[Any]):
 
     def skipping(self, num_batches: int) -> CoreLoader:
         """Return this loader without the first `num_batches` batches of every iteration."""
+        at, seen = self._position, self._position.batches
+        begun = at.owner is not None or at.ended
+        if not begun and seen not in (0, num_batches * self._source.per_step):
+            warn(
+                f"{_RESTORED.format(seen)} skip_first_batches({num_batches}) counts from its start."
+            )
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__, _skip=num_batches, _runs=[], _served=Served())
         return clone
@@ -310,6 +322,8 @@ class CoreLoader(DataLoader[Any]):
 
     def _noted(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
         position, per_step = self._position, self._source.per_step
+        state = self.gradient_state or GradientState(num_steps=1)
+        restored, before = 0 if self._skip else position.batches, state.backwards
         self._runs.append(served)
         try:
             for batch, served.last, served.real, data_state in self._on_device(items):
@@ -322,6 +336,8 @@ class CoreLoader(DataLoader[Any]):
             if position.owner is served:
                 position.kept_workers = False
                 position.start_of(position.epoch + 1)
+                if restored and state.backwards == before and torch.is_grad_enabled():
+                    warn(_RESTORED.format(restored) + _NOTHING_DONE)
         finally:
             self._runs[:] = [run for run in self._runs if run is not served]
 

@@ -24,6 +24,8 @@ class Background:
 
     def open(self, collectives: Any) -> Any:
         """Return collectives for the ranks' threads; None where they cannot have any."""
+        if collectives.size == 1:
+            return collectives
         if self._collectives is None:
             self._collectives = collectives.duplicate()
         return self._collectives

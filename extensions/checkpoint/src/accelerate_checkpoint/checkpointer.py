@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ from accelerate_checkpoint.manifest import MANIFEST, Manifest, problems
 from accelerate_checkpoint.model import save_object, save_weights
 from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.preemption import Preemption, read_signals
+from accelerate_checkpoint.rendezvous import Call, Rendezvous
 from accelerate_checkpoint.replay import CycleStart
 from accelerate_checkpoint.save import Writer, write_state
 from accelerate_checkpoint.training_state import TrainingState
@@ -67,7 +69,7 @@ class DirectoryCheckpointer:
         self._numbering = Numbering(state)
         self._cycle_start = None if state.gives_gradients else CycleStart(state)
         if self._signals:
-            self._preemption = Preemption(state, self._signals, self.wait, self.save_state)
+            self._preemption = Preemption(state, self._signals, self.wait, self._save)
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -85,7 +87,32 @@ class DirectoryCheckpointer:
 
         Raises:
             CheckpointError: on every rank, if any of them failed; what stood before still stands.
+                On the main process, if it alone called this and holds a part of the state only.
         """
+        state = self._state
+        options = output_dir, safe_serialization, blocking, max_shard_size, save_model_func_kwargs
+        target = str(self._target(output_dir))
+        if self._together("save_state", target, state.whole_on_main):
+            return self._save(*options)
+        if state.process.process_index:
+            return target  # the main process has saved without this rank
+        with state.alone():
+            return self._save(*options)
+
+    def _together(self, verb: str, target: str, whole: bool) -> bool:
+        """Return whether all ranks save, and not the main process alone."""
+        meeting, events = Rendezvous.of(self._state.process), self._state.events
+        call = Call.here(verb, target, (events.steps, events.backwards))
+        return meeting is None or meeting.together(call, whole)
+
+    def _save(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        blocking: bool = True,
+        max_shard_size: int | str = "10GB",
+        save_model_func_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         self.wait()
         state, background, numbered = self._state, self.background, self._numbering.automatic
         beside = None if blocking else background.open(state.collectives)
@@ -125,16 +152,9 @@ class DirectoryCheckpointer:
 
     def _begin(self, output_dir: Any) -> SaveInProgress:
         """Make the directory that all ranks write into."""
-        state, trouble = self._state, None
+        state, target, trouble = self._state, self._target(output_dir), None
         if self._numbering.automatic:
             target, trouble = self._numbering.next()
-        elif output_dir is not None:
-            target = target_of(output_dir)
-        else:
-            raise CheckpointError(
-                "save_state needs an output_dir, or "
-                "ProjectConfiguration(automatic_checkpoint_naming=True)."
-            )
         saving = SaveInProgress(target, state.collectives.broadcast_object(secrets.token_hex(6)))
         if state.saves_here and trouble is None:
             try:
@@ -144,6 +164,17 @@ class DirectoryCheckpointer:
                 trouble = f"{target} cannot be written: {error}"
         _raise_any(state.collectives.gather_object(trouble), target)
         return saving
+
+    def _target(self, output_dir: Any) -> Path:
+        """Return where to save; what the number is with automatic naming, rank 0 knows."""
+        if self._numbering.automatic:
+            return self._numbering.root / f"checkpoint_{self._state.project.iteration}"
+        if output_dir is not None:
+            return target_of(output_dir)
+        raise CheckpointError(
+            "save_state needs an output_dir, or "
+            "ProjectConfiguration(automatic_checkpoint_naming=True)."
+        )
 
     def _finish(
         self,
@@ -250,11 +281,14 @@ class DirectoryCheckpointer:
         """Write the weights of a model once, where `load_checkpoint_in_model` finds them.
 
         Raises:
-            CheckpointError: the path is a file, or the model has weights on the meta device.
+            CheckpointError: the path is a file, or the model has weights on the meta device; or it
+                is sharded, and the main process alone called this.
         """
         directory = Path(save_directory)
         if directory.is_file():
             raise CheckpointError(f"save_model needs a directory, and {directory} is a file.")
+        if self._state.is_sharded(model):
+            self._together("save_model", str(directory), False)
         weights = self._state.whole_model_state(model)
         if any(t.device.type == "meta" for t in weights.values() if isinstance(t, torch.Tensor)):
             raise CheckpointError(

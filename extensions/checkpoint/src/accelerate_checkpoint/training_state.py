@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from accelerate_checkpoint import rng_state
-from accelerate_core import GradientState
+from accelerate_core import Backend, GradientState
 from accelerate_core.contract.parts import RunParts
 
 #: Under this key a rank's state has what no other library would read.
@@ -88,6 +89,28 @@ class TrainingState:
         """Whether this rank writes what is written once (per machine, if so configured)."""
         per_machine, process = self.project.save_on_each_node, self.process
         return (process.local_process_index if per_machine else process.process_index) == 0
+
+    @property
+    def whole_on_main(self) -> bool:
+        """Whether the main process holds all that is written once, and asks nobody for it."""
+        backend: Any = type(self._accelerator.backend)
+        hooks = ("model_state", "optimizer_state", "save_state")
+        return all(getattr(backend, hook) is getattr(Backend, hook) for hook in hooks)
+
+    def is_sharded(self, model: torch.nn.Module) -> bool:
+        """Whether a model's parameters are here in part: as DTensors, or empty as ZeRO-3 has them."""
+        parameters = self.inner(model).parameters()
+        return any(hasattr(one, "placements") or not one.numel() for one in parameters)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let this process save without the others."""
+        every = self.collectives
+        self.collectives = replace(every, rank=0, size=1)
+        try:
+            yield
+        finally:
+            self.collectives = every
 
     # --- what the backend and the plugins keep ------------------------------------------------
 
@@ -166,7 +189,7 @@ class TrainingState:
         else:
             if saved_by != count:
                 self.note_once(
-                    f"The checkpoint was saved by {saved_by} processes and is loaded by {count}: "
+                    f"The checkpoint was saved by {saved_by} process(es) and is loaded by {count}: "
                     "the position in the data is carried over; ranks that were not there keep "
                     "their own random states."
                 )
@@ -190,6 +213,8 @@ class TrainingState:
 
     def _load_positions(self, states: Sequence[Any]) -> None:
         """Put the loaders where they stood; one of other data stays at its beginning."""
+        if self._prepared.dataloader_config.restore_positions is False:
+            return
         loaders = self._prepared.loaders
         if len(states) != len(loaders):
             self.note_once(
@@ -299,7 +324,7 @@ class TrainingState:
         return {
             "step": max(steps, default=0),
             "epoch": max(epochs, default=0),
-            "world_size": self.process.num_processes,
+            "world_size": self.collectives.size,
             "mesh": None
             if mesh is None
             else {str(name): int(mesh[name].size()) for name in (mesh.mesh_dim_names or ())},

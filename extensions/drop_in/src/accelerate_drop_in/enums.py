@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, EnumMeta
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from accelerate_core.config.enums import OpenEnum
 
@@ -20,6 +20,10 @@ class DynamoBackend(OpenEnum):
 
     _known: ClassVar[list[str]] = ["NO", "EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS", "TVM"]
     _upper: ClassVar[bool] = True
+
+
+#: Kinds of work that a profiler looks at.
+ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 
 
 class RNGType(OpenEnum):

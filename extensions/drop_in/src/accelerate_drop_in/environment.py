@@ -12,11 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate_core.config.truth import OFF, ON, flag, truth
 from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.truth import OFF, ON, flag, truth
+from accelerate_launch.affinity import set_numa_affinity
 from accelerate_launch.mpi import FLAVOURS
 
 logger = logging.getLogger(__name__)
+
+#: What the original keeps apart, to not look the CPUs up again; here it is no different.
+override_numa_affinity = set_numa_affinity
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -167,6 +171,18 @@ def get_gpu_info() -> tuple[list[str], int]:
     return [name_of(i) if name_of else kind for i in range(count)], count
 
 
+def get_driver_version() -> str:
+    """Return the version of NVIDIA's driver.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: nvidia-smi is not there, or finds no device.
+    """
+    import subprocess
+
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.check_output(command, text=True, timeout=60).split("\n")[0].strip()
+
+
 def get_current_device_type() -> tuple[str, str]:
     """Return the device type and the peer's word for many of them: `("cpu", "MULTI_CPU")`."""
     import torch
@@ -194,3 +210,13 @@ def check_cuda_fp8_capability() -> bool:
     import torch
 
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+USE_TORCH_XLA = parse_flag_from_env("USE_TORCH_XLA", default=True)
+
+
+def is_torch_distributed_available() -> bool:
+    """Say whether this torch has torch.distributed."""
+    import torch
+
+    return torch.distributed.is_available()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate_big_model.tensors import default_device
+from accelerate_big_model.tensors import align_module_device, default_device, has_offloaded_params
 from accelerate_core.builtin.compile import (
     is_compiled_module,
     strip_compiled,
@@ -161,3 +161,51 @@ def get_non_persistent_buffers(
 def move_to_device(state: Any, device: Any) -> Any:
     """Return the state of an optimizer with its tensors on a device."""
     return send_to_device(state, device)
+
+
+#: Layers that layerwise casting casts.
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    nn.Linear,
+)
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Say whether a module is a list of blocks of one class."""
+    blocks = list(module) if isinstance(module, nn.ModuleList) else []
+    return bool(blocks) and all(isinstance(block, type(blocks[0])) for block in blocks)
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Say whether a module holds such a list, or is one."""
+    return any(map(is_repeated_blocks, module.modules()))
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return over how many ranks transformers has distributed a model's layers, None if it has not."""
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    told = config.get("tp_size") if isinstance(config, dict) else getattr(config, "tp_size", None)
+    size: int | None = getattr(model, "tp_size", None)
+    return size if size is not None else told
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: MutableMapping[str, Any],
+    device_to_put_offload: int | str | torch.device = "cpu",
+) -> MutableMapping[str, Any]:
+    """Put the weights of an offloaded module into a state dict that has their names; return it.
+
+    Args:
+        module_name: whole name of one of its weights, such as "layer.weight".
+        device_to_put_offload: where the weights come to.
+    """
+    holder = module_name.rpartition(".")[0]
+    place = device_to_put_offload if has_offloaded_params(module) else None
+    with align_module_device(module, place):
+        for name, value in module.state_dict().items():
+            if f"{holder}.{name}" in state_dict:
+                state_dict[f"{holder}.{name}"] = value
+    return state_dict

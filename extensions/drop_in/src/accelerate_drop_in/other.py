@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+import functools
+import importlib
 import logging
 import platform
 from collections import deque
@@ -101,7 +104,29 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     file: only for files whose author is trusted.
     """
     kwargs.setdefault("weights_only", True)
-    return torch.load(f, map_location=map_location, **kwargs)
+    with torch.serialization.safe_globals(_safe_globals()):
+        return torch.load(f, map_location=map_location, **kwargs)
+
+
+@functools.cache
+def _safe_globals() -> list[Any]:
+    """Return of what arrays consist, which random states of the original hold."""
+    try:
+        numpy: Any = importlib.import_module("numpy")
+    except ImportError:
+        return []
+    return [
+        *(numpy._core.multiarray._reconstruct, numpy.ndarray, numpy.dtype),
+        *(codecs.encode, numpy.dtypes.UInt32DType),
+    ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TORCH_SAFE_GLOBALS":
+        return _safe_globals()
+    if name == "np_core":
+        return importlib.import_module("numpy._core")
+    raise AttributeError(name)
 
 
 def save(

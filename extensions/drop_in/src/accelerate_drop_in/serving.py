@@ -16,35 +16,53 @@ from types import ModuleType
 from typing import Any
 
 from accelerate_core.errors import MissingPluginError
+from accelerate_drop_in.absent import absent, left_out
 
+_CONFIG, _ESTIMATE, _PARSERS = (
+    f"accelerate_drop_in.commands.{name}" for name in ("config", "estimate", "parsers")
+)
 _DATA = "accelerate_core.data"
 #: Where else a module's names are looked for, before what all packages of ours lend.
 _HOMES = {
-    "accelerator": ("accelerate_core.accelerator",),
-    "checkpointing": ("accelerate_checkpoint",),
-    "commands.accelerate_cli": ("accelerate_drop_in.commands",),
-    "commands.config": ("accelerate_drop_in.commands.config",),
-    "commands.env": ("accelerate_drop_in.commands.env",),
-    "commands.estimate": ("accelerate_drop_in.commands.estimate",),
-    "commands.launch": ("accelerate_drop_in.commands.launch",),
-    "commands.merge": ("accelerate_drop_in.commands.merge",),
-    "commands.test": ("accelerate_drop_in.commands.test",),
+    "": ("accelerate_drop_in.accelerator",),
+    "accelerator": ("accelerate_drop_in.accelerator", "accelerate_core.accelerator"),
+    "checkpointing": ("accelerate_drop_in.checkpointing",),
+    **{
+        f"commands.{name}": (f"accelerate_drop_in.commands.{name}", _PARSERS, _CONFIG)
+        for name in ("config", "env", "estimate", "launch", "merge", "test")
+    },
+    "commands.tpu": (_CONFIG,),
+    "commands.utils": (_PARSERS,),
+    "commands.accelerate_cli": ("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),
     "data_loader": (
+        "accelerate_drop_in.by_hand",
         "accelerate_drop_in.data_loader",
         *(f"{_DATA}.{name}" for name in ("loader", "shard", "order", "prepare", "rng")),
     ),
     "hooks": ("accelerate_big_model.hooks",),
+    "inference": ("accelerate_drop_in.inference",),
     "launchers": ("accelerate_launch", "accelerate_drop_in.state"),
     "logging": ("accelerate_core.logging",),
-    "optimizer": ("accelerate_core.training.optimizer", "accelerate_drop_in.models"),
-    "scheduler": ("accelerate_core.training.scheduler",),
+    "optimizer": ("accelerate_drop_in.by_hand", "accelerate_drop_in.models"),
+    "scheduler": ("accelerate_drop_in.by_hand",),
     "state": ("accelerate_drop_in.state", "accelerate_core.state", "accelerate_core.config.enums"),
     "test_utils": ("accelerate_drop_in.testing.helpers", "accelerate_drop_in.testing.training"),
     "test_utils.testing": ("accelerate_drop_in.testing.helpers",),
     "test_utils.training": ("accelerate_drop_in.testing.training",),
-    "tracking": ("accelerate_tracking",),
-    "utils.constants": ("accelerate_drop_in.constants",),
-    "utils.dataclasses": ("accelerate_drop_in.enums", "accelerate_drop_in.models"),
+    "tracking": ("accelerate_drop_in.tracking", "accelerate_tracking"),
+    "utils.ao": ("accelerate_drop_in.fp8",),
+    "utils.bnb": ("accelerate_drop_in.quantization",),
+    "utils.constants": ("accelerate_drop_in.constants", "accelerate_drop_in.models"),
+    "utils.dataclasses": (
+        *("accelerate_drop_in.enums", "accelerate_drop_in.models", "accelerate_drop_in.fp8"),
+    ),
+    "utils.environment": ("accelerate_drop_in.environment",),
+    "utils.imports": ("accelerate_drop_in.environment",),
+    "utils.launch": ("accelerate_drop_in.launching",),
+    "utils.modeling": ("accelerate_drop_in.placement", "accelerate_drop_in.models"),
+    "utils.operations": ("accelerate_drop_in.trees", "accelerate_drop_in.verbs"),
+    "utils.other": ("accelerate_drop_in.other", "accelerate_drop_in.models"),
+    "utils.transformer_engine": ("accelerate_drop_in.fp8",),
     "utils.versions": ("accelerate_drop_in.versions",),
 }
 #: Homes that are not those of names of other modules.
@@ -87,9 +105,10 @@ class Served(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        known = names()[self.__name__.partition(".")[2]]
+        module = self.__name__.partition(".")[2]
+        known = names()[module]
         if name == "__all__":
-            return [one for one in known if hasattr(self, one)]
+            return [one for one in known if left_out(module, one) is None and hasattr(self, one)]
         if name not in known:
             if f"{self.__name__}.{name}".partition(".")[2] in names():
                 return importlib.import_module(f"{self.__name__}.{name}")
@@ -101,15 +120,22 @@ class Served(ModuleType):
     def _find(self, name: str) -> Any:
         if name in _PRIVATE:
             importlib.import_module("accelerate_drop_in.private")
-        own = _HOMES.get(self.__name__.partition(".")[2], ())
+        module = self.__name__.partition(".")[2]
+        if (reason := left_out(module, name)) is not None:
+            raise ImportError(f"{self.__name__}.{name} is not served: {reason}", name=name)
+        if (missing := absent(module, name)) is not None:
+            return _Absent(name, (), {"told": missing, "__doc__": missing})
+        own = _HOMES.get(module, ())
         others = (one for homes in _HOMES.values() for one in homes if not _APART.search(one))
         for home in (*own, "accelerate_core.utils", *others):
             try:
                 return getattr(importlib.import_module(home), name)
             except MissingPluginError as error:
-                return _Absent(name, (), {"told": str(error), "__doc__": str(error)})
+                missing = missing or str(error)
             except AttributeError:
                 continue
+        if missing is not None:
+            return _Absent(name, (), {"told": missing, "__doc__": missing})
         raise AttributeError(
             f"{self.__name__}.{name} of Hugging Face Accelerate is not served by accelerate-core"
         )

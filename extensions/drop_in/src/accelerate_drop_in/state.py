@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from accelerate_core import PartialState
@@ -20,3 +21,19 @@ def do_nothing(*_: Any, **__: Any) -> None:
 def test_launch() -> None:
     """Look whether processes of this kind can be started."""
     PartialState()
+
+
+class ThreadLocalSharedDict(threading.local):
+    """A dict that is shared by the instances of a class, in one thread; a descriptor."""
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: dict[Any, Any] = {}
+
+    def __get__(self, obj: object, objtype: type | None = None) -> dict[Any, Any]:
+        return self._storage
+
+    def __set__(self, obj: object, value: dict[Any, Any]) -> None:
+        self._storage = value
+
+
+SharedDict = dict

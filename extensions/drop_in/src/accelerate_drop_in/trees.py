@@ -149,3 +149,20 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         return torch.cat([leaf, last.repeat(counts)], dim=dim)
 
     return recursively_apply(pad, tensor, error_on_other_type=True)
+
+
+def get_shape(data: Any) -> Any:
+    """Return the tree with every tensor's shape as a list."""
+    return recursively_apply(lambda leaf: list(leaf.shape), data)
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Say whether a value is a tensor on an Intel GPU."""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
+
+
+_DTYPES = (torch.float, torch.double, torch.half, torch.bfloat16, torch.uint8, torch.int8)
+_MORE_DTYPES = (torch.int16, torch.int32, torch.int64, torch.bool)
+#: Numbers by which dtypes are sent.
+TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in enumerate(_DTYPES + _MORE_DTYPES, start=1)}
+TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}

@@ -5,18 +5,22 @@ Without an Accelerator they use this process's own, started by whoever needs it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
+from accelerate_big_model.tensors import find_device
 from accelerate_core.data import rng
 from accelerate_core.distributed import collectives
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.tree import get_data_structure
 from accelerate_core.errors import ConfigurationError, DistributedOperationException
 from accelerate_core.state import current_communicator
-from accelerate_drop_in.trees import initialize_tensors
+from accelerate_drop_in.trees import TENSOR_TYPE_TO_INT, get_shape, initialize_tensors
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def gather(tensor: Any) -> Any:
@@ -115,3 +119,62 @@ def synchronize_rng_states(
         generator: the one that `"generator"` means.
     """
     rng.synchronize_rng_states(rng_types, generator, current_communicator())
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    """Return the shape of a tensor that one process has, and the number of its dtype.
+
+    See `TENSOR_INT_TO_DTYPE` for the numbers.
+    """
+    own = None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
+    told = [one for one in current_communicator().gather_object(own) if one is not None]
+    if len(told) != 1:
+        raise DistributedOperationException(
+            f"gather_tensor_shape: exactly one process has to pass a tensor, but {len(told)} did."
+        )
+    shape, number = told[0]
+    return torch.tensor(shape, dtype=torch.int, device=current_communicator().device), number
+
+
+def verify_operation(function: _F) -> _F:
+    """Decorate a collective: with `debug`, shapes and devices are compared before it begins.
+
+    Raises:
+        DistributedOperationException: they differ between processes, when it is called.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        comm = current_communicator()
+        if comm.size > 1 and comm.debug:
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            found = find_device(tensor)
+            if found is not None and found.type != comm.device.type:
+                raise DistributedOperationException(
+                    f"{function.__name__}: a tensor is on {found}, and this process uses "
+                    f"{comm.device}. Move it there first."
+                )
+            shapes = comm.gather_object(get_shape(tensor))
+            if any(one != shapes[0] for one in shapes):
+                listed = "; ".join(f"process {rank}: {one}" for rank, one in enumerate(shapes))
+                raise DistributedOperationException(
+                    f"{function.__name__}: shapes differ between processes: {listed}."
+                )
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def chained_operation(function: _F) -> _F:
+    """Decorate a function that runs collectives: their errors say that it was called, too."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            raise DistributedOperationException(
+                f"{function.__module__}.{function.__name__} failed: {error}"
+            ) from error
+
+    return named  # type: ignore[return-value]

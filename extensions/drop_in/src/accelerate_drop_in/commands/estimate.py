@@ -1,10 +1,104 @@
-"""`accelerate estimate-memory`."""
+"""`accelerate estimate-memory`, and its numbers for programs."""
 
 from __future__ import annotations
 
+import argparse
+from typing import Any
+
+from accelerate_big_model.estimate import largest_layer, shapes_of
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_drop_in.commands import run
+from accelerate_drop_in.commands.parsers import CustomArgumentParser
+
+#: By how much of float32 a dtype is smaller.
+_SHRINK = {"float32": 1, "float16": 2, "int8": 4, "int4": 8}
 
 
 def main() -> None:
     """Run `accelerate-core estimate-memory`."""
     run("estimate-memory")
+
+
+def add_timm_hub_prefix(model_name: str) -> str:
+    """Return a model's name as timm takes it: names on the hub begin with `hf-hub:`."""
+    return f"hf-hub:{model_name}" if "/" in model_name and ":" not in model_name else model_name
+
+
+def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return a parser of the arguments of `accelerate estimate-memory`."""
+    what = "Show the memory that a model takes."
+    if subparsers is not None:
+        parser = subparsers.add_parser("estimate-memory", description=what)
+        parser.set_defaults(func=estimate_command)
+    else:
+        parser = CustomArgumentParser("accelerate estimate-memory", description=what)
+    parser.add_argument("model_name", help="a checkpoint, its folder, or a name on the hub")
+    parser.add_argument("--library_name", help="accepted: shapes need no library")
+    parser.add_argument(
+        "--dtypes", nargs="+", default=[*_SHRINK], choices=[*_SHRINK], help="types of the weights"
+    )
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="let code of the model's folder run"
+    )
+    made: argparse.ArgumentParser = parser
+    return made
+
+
+def estimate_training_usage(
+    bytes: int, mixed_precision: str, msamp_config: str | None = None
+) -> dict[str, int]:
+    """Return what training with Adam takes besides activations.
+
+    Args:
+        bytes: the weights in float32.
+        mixed_precision: the dtype that is computed in.
+        msamp_config: not known here.
+
+    Returns:
+        Bytes of model, gradients, optimizer, and of a step as a whole; -1 where nothing is trained.
+    """
+    if mixed_precision == "float32":
+        return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}
+    if mixed_precision in ("float16", "bfloat16", "fp8") and msamp_config is None:
+        gradients = bytes + bytes // 2
+        return {
+            "model": bytes,
+            "optimizer": bytes * 2,
+            "gradients": gradients,
+            "step": bytes * 2,
+        }
+    return dict.fromkeys(("model", "optimizer", "gradients", "step"), -1)
+
+
+def gather_data(args: argparse.Namespace) -> list[list[Any]]:
+    """Return a row for each dtype: its name, bytes of the largest layer, of all, and of training.
+
+    Raises:
+        ConfigurationError: there is no such model or dtype.
+    """
+    shapes = shapes_of(args.model_name, trust_remote_code=args.trust_remote_code)
+    total, (_, largest) = sum(shapes.values()) * 4, largest_layer(shapes)
+    rows: list[list[Any]] = []
+    for dtype in args.dtypes:
+        if dtype not in _SHRINK:
+            raise ConfigurationError(
+                f"{dtype!r} is no dtype here; allowed are {listing(_SHRINK)}."
+                f"{did_you_mean(dtype, _SHRINK)}"
+            )
+        part = _SHRINK[dtype]
+        usage = estimate_training_usage(total, dtype)
+        rows.append([dtype, largest * 4 / part, total / part, usage])
+    return rows
+
+
+def estimate_command(args: argparse.Namespace) -> None:
+    """Show what `estimate_command_parser` was asked for."""
+    words = [args.model_name, "--dtypes", ",".join(args.dtypes)]
+    words += ["--trust_remote_code"] if args.trust_remote_code else []
+    from accelerate_core.cli import cli
+
+    try:
+        cli.main(args=["estimate-memory", *words], prog_name="accelerate")
+    except SystemExit as end:
+        if end.code:
+            raise

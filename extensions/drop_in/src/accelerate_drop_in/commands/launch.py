@@ -1,14 +1,16 @@
-"""`accelerate launch`, from the command line and from programs that launch with it."""
+"""`accelerate launch`, and its launchers for programs that have parsed the options themselves."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
-from typing import Any
+import subprocess
 
-from accelerate_core.cli import cli
 from accelerate_drop_in.commands import run
+from accelerate_drop_in.commands.parsers import launch_command
+from accelerate_drop_in.enums import DynamoBackend
+from accelerate_drop_in.launching import prepare_simple_launcher_cmd_env
+
+DYNAMO_BACKENDS = [str(one) for one in DynamoBackend.list()]
 
 
 def main() -> None:
@@ -16,32 +18,22 @@ def main() -> None:
     run("launch")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Keeps what it is given: options and script are those of `accelerate-core launch`."""
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[Any, list[str]]:
-        made = namespace if namespace is not None else argparse.Namespace()
-        made.arguments = [*(sys.argv[1:] if args is None else args)]
-        return made, []
+def clean_option(option: str) -> str | None:
+    """Return the name of an option, None of what is none."""
+    return option[2:].replace("-", "_") if option.startswith("--") else None
 
 
-def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return a parser of the arguments of `launch`, for `launch_command`."""
-    if subparsers is not None:
-        subparsers.add_parser("launch").set_defaults(func=launch_command)
-    return _Parser("accelerate launch", add_help=False)
-
-
-def launch_command(args: argparse.Namespace) -> None:
-    """Launch what `launch_command_parser` was given.
+def simple_launcher(args: argparse.Namespace) -> None:
+    """Launch what `args` say, and wait for it.
 
     Raises:
-        SystemExit: with the launch's status, if it failed.
+        subprocess.CalledProcessError: it failed.
     """
-    try:
-        cli.main(args=["launch", *args.arguments], prog_name="accelerate")
-    except SystemExit as end:
-        if end.code:
-            raise
+    if hasattr(args, "arguments"):
+        launch_command(args)
+        return
+    command, environment = prepare_simple_launcher_cmd_env(args)
+    subprocess.run(command, env=environment, check=True)
+
+
+multi_gpu_launcher = deepspeed_launcher = simple_launcher

@@ -1,0 +1,312 @@
+"""Loaders, optimizers and schedulers that a script makes itself, as `prepare` would make them.
+
+The classes have the names and arguments of the original's; what `prepare` returns counts as their
+instances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from accelerate_core.data import loader as loaders
+from accelerate_core.data.loader import CoreLoader
+from accelerate_core.delegation import attribute
+from accelerate_core.distributed.process import current_runtime
+from accelerate_core.distributed.tree import send_to_device
+from accelerate_core.errors import MissingPluginError
+from accelerate_core.state import current_communicator
+from accelerate_core.training import optimizer as optimizers
+from accelerate_core.training import scheduler as schedulers
+from accelerate_core.training.gradient_state import GradientState
+from accelerate_drop_in.data_loader import prepare_data_loader
+
+
+class _Prepared(type):
+    """A class of which those of the core are instances, too."""
+
+    core: Any = ()
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.core) or super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.core) or super().__subclasscheck__(subclass)
+
+
+# --- loaders ------------------------------------------------------------------------------------
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """Return what decides a loader's order, within the samplers around it."""
+    batches = dataloader.sampler
+    batches = batches if isinstance(batches, BatchSampler) else dataloader.batch_sampler
+    return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+
+
+class DataLoaderStateMixin(metaclass=_Prepared):
+    """What a loader knows of its end. Those of `prepare` count as its instances."""
+
+    core: Any = CoreLoader
+    end_of_dataloader = False
+    remainder = -1
+
+    def reset(self) -> None:
+        """Forget the last iteration."""
+        self.end_of_dataloader, self.remainder = False, -1
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self.reset()
+
+    def end(self) -> None:
+        """End it."""
+
+
+class DataLoaderAdapter:
+    """Holds a loader made of a dataset, and counts as one of its class.
+
+    Args:
+        dataset: what is read.
+        use_stateful_dataloader: hold torchdata's `StatefulDataLoader`.
+        batch_sampler, kwargs: of the loader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self.base_dataloader = _plain(
+            dataset, use_stateful_dataloader, batch_sampler=batch_sampler, **kwargs
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The held loader's: `isinstance` says what it could be used as."""
+        return type(self.base_dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.base_dataloader)
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (type(self), self.__dict__)
+
+
+def _rebuilt(cls: type, state: dict[str, Any]) -> Any:
+    made: Any = object.__new__(cls)
+    made.__dict__.update(state)
+    return made
+
+
+class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader without its first `skip_batches` batches; see also `skip_first_batches`."""
+
+    core = ()
+
+    def __init__(
+        self,
+        dataset: Any,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.skip_batches = skip_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.base_dataloader, self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(len(self.base_dataloader) - self.skip_batches, 0)
+
+
+def _plain(dataset: Any, stateful: bool, **kwargs: Any) -> Any:
+    if not stateful:
+        return DataLoader(dataset, **kwargs)
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError as error:
+        raise MissingPluginError(
+            'use_stateful_dataloader needs torchdata. Install it with: pip install "torchdata>=0.8"'
+        ) from error
+    return StatefulDataLoader(dataset, **kwargs)
+
+
+CoreLoader.base_dataloader = attribute("base", "The loader that is read.")  # type: ignore[attr-defined]
+
+
+class DataLoaderShard(DataLoaderStateMixin):
+    """A loader for a rank whose part its dataset or sampler makes already.
+
+    Args:
+        dataset: what is read.
+        device: where batches go; they stay where they are if None.
+        rng_types: generators whose state rank 0 shares at the start of every iteration.
+        synchronized_generator: the one that "generator" means; the sampler's own if None.
+        skip_batches: how many are left out at the start of every iteration.
+        use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
+        torch_device_mesh: not needed here.
+        iteration: the epoch of the next iteration.
+        kwargs: of the loader.
+    """
+
+    core = loaders.DataLoaderShard
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        dataset: Any,
+        device: torch.device | str | None = None,
+        rng_types: Sequence[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> CoreLoader:
+        shares = rng_types is not None and current_runtime().num_processes > 1
+        made = prepare_data_loader(
+            _plain(dataset, use_stateful_dataloader, **kwargs),
+            device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=device is not None,
+            rng_types=rng_types,
+            non_blocking=_non_blocking,
+            gradient_state=GradientState(),
+            order_comm=current_communicator() if shares else None,
+        )
+        if synchronized_generator is not None:
+            made.synchronized_generator = synchronized_generator
+        return _started(made, skip_batches, iteration)
+
+
+class DataLoaderDispatcher(DataLoaderStateMixin):
+    """A loader that rank 0 reads for all.
+
+    Args:
+        split_batches: a batch is that of all ranks together.
+        slice_fn: `(data, tensor_slice, process_index=, num_processes=)` -> part of a batch.
+        dataset, skip_batches, use_stateful_dataloader, torch_device_mesh, iteration, kwargs: as of
+            `DataLoaderShard`.
+    """
+
+    core = loaders.DataLoaderDispatcher
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> CoreLoader:
+        made = prepare_data_loader(
+            _plain(dataset, use_stateful_dataloader, **kwargs),
+            split_batches=split_batches,
+            put_on_device=True,
+            dispatch_batches=True,
+            slice_fn_for_dispatch=slice_fn,
+            non_blocking=_non_blocking,
+            gradient_state=GradientState(),
+        )
+        object.__setattr__(made, "__class__", cls.core)  # on one process there is no difference
+        return _started(made, skip_batches, iteration)
+
+
+def _started(loader: CoreLoader, skip_batches: int, iteration: int) -> CoreLoader:
+    loader.iteration = iteration
+    return loader.skipping(skip_batches) if skip_batches else loader
+
+
+# --- optimizers and schedulers ------------------------------------------------------------------
+
+
+class AcceleratedOptimizer(optimizers.AcceleratedOptimizer, metaclass=_Prepared):
+    """An optimizer that steps at the end of an accumulation cycle only.
+
+    Args:
+        optimizer: what steps.
+        device_placement: put its state on the device of this process.
+        scaler: a gradient scaler that steps it.
+    """
+
+    core = optimizers.AcceleratedOptimizer
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None
+    ) -> None:
+        super().__init__(
+            optimizer, gradient_state=GradientState(), step=self._stepped, zero_grad=_zero_grad
+        )
+        self.scaler = scaler
+        if device_placement and optimizer.state:
+            state = send_to_device(optimizer.state_dict(), current_runtime().device)
+            optimizer.load_state_dict(state)
+
+    def _stepped(self, optimizer: Any, closure: Callable[[], Any] | None) -> bool:
+        """Step; tell whether the step was taken."""
+        arguments = () if closure is None else (closure,)
+        if self.scaler is None:
+            optimizer.step(*arguments)
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer, *arguments)
+        self.scaler.update()
+        return bool(self.scaler.get_scale() >= before)
+
+
+def _zero_grad(optimizer: Any, set_to_none: bool) -> None:
+    optimizer.zero_grad(set_to_none=set_to_none)
+
+
+class AcceleratedScheduler(schedulers.AcceleratedScheduler, metaclass=_Prepared):
+    """A scheduler that steps when its optimizers do, once for each process.
+
+    Args:
+        scheduler: what steps.
+        optimizers: those of `AcceleratedOptimizer` that it waits for.
+        step_with_optimizer: False steps as called.
+        split_batches: batches are those of all ranks together, so it steps once.
+    """
+
+    core = schedulers.AcceleratedScheduler
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Any,
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+    ) -> None:
+        super().__init__(
+            scheduler,
+            optimizers,
+            gradient_state=GradientState(),
+            num_processes=current_runtime().num_processes,
+            step_with_optimizer=step_with_optimizer,
+            split_batches=split_batches,
+        )

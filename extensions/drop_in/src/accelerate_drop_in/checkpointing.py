@@ -1,0 +1,152 @@
+"""Files of a run's state as Hugging Face Accelerate names them, written and read object by object.
+
+`Accelerator.save_state` writes whole checkpoints; these are for scripts that have no Accelerator.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate_checkpoint.rng_state import capture, restore
+from accelerate_core.distributed.process import current_runtime
+from accelerate_core.errors import CheckpointError, ConfigurationError, listing, warn
+from accelerate_drop_in import constants
+from accelerate_drop_in.other import load, save
+
+_Path = str | os.PathLike[str]
+
+
+def _numbered(name: str, number: int) -> str:
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}_{number}{dot}{suffix}" if number else name
+
+
+def save_accelerator_state(
+    output_dir: _Path,
+    model_states: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    step: int,
+    scaler: Any = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> Path:
+    """Write weights, optimizers, schedulers, loaders, scaler and random states; return the folder.
+
+    Args:
+        model_states: state dicts.
+        process_index: rank of this process, whose random states are its own.
+        step: returned by `load_accelerator_state`.
+        save_on_each_node: the first process of each machine writes, not only the main one.
+        safe_serialization: weights as safetensors; False: as torch writes them.
+    """
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = constants.SAFE_WEIGHTS_NAME if safe_serialization else constants.WEIGHTS_NAME
+    for number, state in enumerate(model_states):
+        path = folder / _numbered(name, number)
+        save(state, path, save_on_each_node, safe_serialization=safe_serialization)
+    for name, owners in (
+        (f"{constants.OPTIMIZER_NAME}.bin", optimizers),
+        (f"{constants.SCHEDULER_NAME}.bin", schedulers),
+        ("dl_state_dict.bin", dataloaders),
+        (constants.SCALER_NAME, [scaler] if scaler is not None else []),
+    ):
+        for number, owner in enumerate(owners):
+            if hasattr(owner, "state_dict"):
+                save(owner.state_dict(), folder / _numbered(name, number), save_on_each_node)
+    states = {"step": step, **capture([current_runtime().device])}
+    torch.save(states, folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl")
+    return folder
+
+
+def load_accelerator_state(
+    input_dir: _Path,
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    scaler: Any = None,
+    map_location: str | None = None,
+    load_kwargs: Mapping[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Read what `save_accelerator_state` or Hugging Face Accelerate wrote.
+
+    Args:
+        map_location: where optimizer states go, "cpu" or "on_device".
+        load_kwargs: for `torch.load`.
+        load_model_func_kwargs: for the models' `load_state_dict`.
+
+    Returns:
+        `{"step": ...}`, or nothing where it was not saved.
+
+    Raises:
+        ConfigurationError: no such `map_location`.
+        CheckpointError: a file is not there.
+    """
+    if map_location not in (None, "cpu", "on_device"):
+        raise ConfigurationError(
+            f"map_location={map_location!r} is not known; allowed are 'cpu' and 'on_device'."
+        )
+    place = current_runtime().device if map_location == "on_device" else torch.device("cpu")
+    folder, how = Path(input_dir), dict(load_kwargs or {})
+    for number, model in enumerate(models):
+        path = folder / _numbered(constants.SAFE_WEIGHTS_NAME, number)
+        if path.exists():
+            from safetensors.torch import load_model
+
+            load_model(model, path, device=str(place), **load_model_func_kwargs)
+        else:
+            state = _read(folder / _numbered(constants.WEIGHTS_NAME, number), map_location=place)
+            model.load_state_dict(state, **load_model_func_kwargs)
+    for name, owners in (
+        (f"{constants.OPTIMIZER_NAME}.bin", optimizers),
+        (f"{constants.SCHEDULER_NAME}.bin", schedulers),
+        (constants.SCALER_NAME, [scaler] if scaler is not None else []),
+    ):
+        for number, owner in enumerate(owners):
+            path = folder / _numbered(name, number)
+            owner.load_state_dict(_read(path, map_location=place, **how))
+    for number, loader in enumerate(dataloaders):
+        path = folder / _numbered("dl_state_dict.bin", number)
+        if hasattr(loader, "load_state_dict") and path.exists():
+            loader.load_state_dict(load(path, **how))
+    return _random_states(folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl")
+
+
+def _random_states(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        warn(f"There are no random states in {path}; those of this process stay as they are.")
+        return {}
+    states = load(path)
+    if missed := restore(states):
+        warn(f"Random states in {path} could not be set here: {listing(missed)}.")
+    return {"step": states["step"]} if "step" in states else {}
+
+
+def _read(path: Path, **how: Any) -> Any:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not there.")
+    return load(path, **how)
+
+
+def save_custom_state(
+    obj: Any, path: _Path, index: int = 0, save_on_each_node: bool = False
+) -> None:
+    """Write an object's `state_dict()` to `custom_checkpoint_{index}.pkl` in a folder."""
+    save(obj.state_dict(), Path(path, f"custom_checkpoint_{index}.pkl"), save_on_each_node)
+
+
+def load_custom_state(obj: Any, path: _Path, index: int = 0) -> None:
+    """Read it again; the file may hold any object, and runs code of whoever wrote it."""
+    file = Path(path, f"custom_checkpoint_{index}.pkl")
+    obj.load_state_dict(_read(file, map_location="cpu", weights_only=False))

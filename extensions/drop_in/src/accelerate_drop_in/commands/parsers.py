@@ -1,0 +1,97 @@
+"""Parsers and functions of the original's commands, for programs that run them without a shell.
+
+A parser keeps what it is given: options are those of our commands, which read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from accelerate_core.cli import cli
+
+
+class _Dashes:
+    """Takes options with dashes where they have underscores."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
+        """Add an argument, as argparse does."""
+        also = [one.replace("_", "-") for one in args if one.startswith("--") and "_" in one]
+        return super().add_argument(*args, *also, **kwargs)  # type: ignore[misc]
+
+
+class CustomArgumentGroup(_Dashes, argparse._ArgumentGroup):
+    """A group of a `CustomArgumentParser`."""
+
+
+class CustomArgumentParser(_Dashes, argparse.ArgumentParser):
+    """A parser whose options may be written with dashes or underscores."""
+
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> CustomArgumentGroup:
+        """Add a group of the same kind."""
+        group = CustomArgumentGroup(self, *args, **kwargs)
+        self._action_groups.append(group)
+        return group
+
+
+class CustomHelpFormatter(argparse.HelpFormatter):
+    """The help of a parser; ours hides nothing."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Keeps what it is given in `arguments`."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        made = namespace if namespace is not None else argparse.Namespace()
+        made.arguments = [*(sys.argv[1:] if args is None else args)]
+        return made, []
+
+
+def _command(*words: str) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Return the parser of one of our commands, and what runs it."""
+
+    def command(args: argparse.Namespace) -> None:
+        try:
+            cli.main(args=[*words, *args.arguments], prog_name="accelerate")
+        except SystemExit as end:
+            if end.code:
+                raise
+
+    def parser(subparsers: Any = None) -> argparse.ArgumentParser:
+        made = _Parser(f"accelerate {' '.join(words)}", add_help=False)
+        if subparsers is not None:
+            subparsers._name_parser_map[words[-1]] = made
+            made.set_defaults(func=command)
+        return made
+
+    command.__doc__ = f"Run `accelerate {' '.join(words)}` with what its parser was given."
+    parser.__doc__ = f"Return a parser of the arguments of `accelerate {' '.join(words)}`."
+    return parser, command
+
+
+config_command_parser, config_command = _command("config")
+env_command_parser, env_command = _command("env")
+launch_command_parser, launch_command = _command("launch")
+merge_command_parser, merge_command = _command("merge-weights")
+test_command_parser, test_command = _command("test")
+to_fsdp2_command_parser, to_fsdp2_command = _command("to-fsdp2")
+get_config_parser = config_command_parser
+
+
+def _sub_parser(word: str) -> Callable[[Any, Any], argparse.ArgumentParser]:
+    def add(parser: Any, parents: Any) -> argparse.ArgumentParser:
+        made, run = _command("config", word)
+        found: argparse.ArgumentParser = made(parser)
+        found.set_defaults(func=run)
+        return found
+
+    add.__doc__ = f"Add `config {word}` to a command's subparsers; `parents` are not needed."
+    return add
+
+
+default_command_parser = _sub_parser("default")
+update_command_parser = _sub_parser("update")

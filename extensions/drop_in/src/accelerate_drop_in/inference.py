@@ -1,0 +1,160 @@
+"""Inference on several devices, each with its part of the layers, by torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from accelerate_big_model.device_map import calculate_maximum_sizes, infer_auto_device_map
+from accelerate_core import PartialState
+from accelerate_core.distributed.tree import send_to_device
+from accelerate_core.errors import ConfigurationError
+from accelerate_drop_in.trees import ignorant_find_batch_size, pad_input_tensors
+from accelerate_drop_in.verbs import copy_tensor_to_devices
+
+
+def generate_device_map(
+    model: nn.Module,
+    num_processes: int = 1,
+    no_split_module_classes: Sequence[str] | None = None,
+    max_memory: dict[Any, Any] | None = None,
+) -> dict[str, Any]:
+    """Return a device map with about the same share of the weights for every process.
+
+    Args:
+        max_memory: bytes for each process instead of equal shares.
+    """
+    whole: Any = {"no_split_module_classes": no_split_module_classes, "clean_result": False}
+    if num_processes == 1:
+        return infer_auto_device_map(model, **whole)
+    if max_memory is None:
+        size, (largest, _) = calculate_maximum_sizes(model)
+        # A tenth more, and a layer: what does not fit is the next one's, and nothing may be left.
+        max_memory = dict.fromkeys(
+            range(num_processes), int((size + largest) / num_processes * 1.1) + 1
+        )
+    return infer_auto_device_map(model, max_memory=max_memory, **whole)
+
+
+def find_pippy_batch_size(
+    args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> int | None:
+    """Return the batch size of the first input that has one."""
+    sizes = map(ignorant_find_batch_size, [*(args or ()), *(kwargs or {}).values()])
+    return next((size for size in sizes if size is not None), None)
+
+
+def build_pipeline(
+    model: nn.Module,
+    split_points: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    num_chunks: int,
+) -> Any:
+    """Cut a model and return the schedule that runs this process's stage.
+
+    Args:
+        split_points: modules that begin a stage.
+        args, kwargs: what one micro-batch looks like.
+        num_chunks: micro-batches of a batch.
+
+    Raises:
+        ConfigurationError: there are not as many stages as processes.
+    """
+    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+
+    state = PartialState()
+    if len(split_points) + 1 != state.num_processes:
+        raise ConfigurationError(
+            f"{len(split_points)} split points make {len(split_points) + 1} stages, and there are "
+            f"{state.num_processes} processes: give one less than processes."
+        )
+    spec = dict.fromkeys(split_points, SplitPoint.BEGINNING)
+    pipe = pipeline(model, mb_args=args, mb_kwargs=kwargs, split_spec=spec)
+    stage = pipe.build_stage(state.process_index, device=state.device)
+    return ScheduleGPipe(stage, num_chunks)
+
+
+def pippy_forward(
+    forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a pipeline: the first process's inputs go in, the last one has the output.
+
+    Args:
+        num_chunks: a batch is filled up to a multiple of so many samples.
+        gather_output: give the output to every process.
+
+    Raises:
+        ConfigurationError: no input of the first process has a batch size.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return forward(*args, **kwargs)
+    output = None
+    if state.is_main_process:
+        size = find_pippy_batch_size(args, kwargs)
+        if size is None:
+            raise ConfigurationError("No input of the pipeline is a tensor with a batch dimension.")
+        if size % num_chunks:
+            args = pad_input_tensors(args, size, num_chunks)
+            kwargs = pad_input_tensors(kwargs, size, num_chunks)
+        forward(*args, **kwargs)
+    elif state.is_last_process:
+        output = forward()
+    else:
+        forward()
+    return copy_tensor_to_devices(output) if gather_output else output
+
+
+def prepare_pippy(
+    model: nn.Module,
+    split_points: str | list[str] | None = "auto",
+    no_split_module_classes: list[str] | None = None,
+    example_args: tuple[Any, ...] | None = (),
+    example_kwargs: dict[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool | None = False,
+) -> nn.Module:
+    """Let every process compute its part of a model's layers; return the model.
+
+    Args:
+        split_points: modules that begin the part of the next process; "auto" finds equal shares.
+        no_split_module_classes: classes whose modules stay in one part.
+        example_args, example_kwargs: inputs as one process would get, for tracing.
+        num_chunks: micro-batches of a batch; as many as processes by default.
+        gather_output: give the output to every process, not the last one alone.
+
+    Raises:
+        ConfigurationError: the split points do not fit the number of processes.
+    """
+    state = PartialState()
+    chunks = num_chunks or state.num_processes
+    if split_points == "auto":
+        placed = generate_device_map(model, state.num_processes, no_split_module_classes)
+        firsts: dict[Any, str] = {}
+        for name, process in placed.items():
+            firsts.setdefault(process, name)
+        split_points = [name for process, name in firsts.items() if process != 0]
+    points = list(split_points or ())
+    schedule = build_pipeline(
+        model,
+        points,
+        send_to_device(example_args or (), "cpu"),
+        send_to_device(example_kwargs, "cpu"),
+        chunks,
+    )
+    original: Any = model.forward
+    shown: Any = model
+    shown.hf_split_points = points
+    shown._original_forward, shown._original_call = original, model.__call__
+    shown.pippy_stage = schedule
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return pippy_forward(schedule.step, chunks, bool(gather_output), *args, **kwargs)
+
+    model.forward = forward
+    return model
