@@ -160,7 +160,8 @@ def shown(loader: Any) -> Any:
     It counts as one of the class that it reads, and on one process as a dispatcher if it was to be.
     """
     if isinstance(loader, CoreLoader):
-        kind, read = type(loader), type(loader.base)
+        kind: Any = type(loader)
+        read: Any = type(loader.base)
         if loader.options.config.dispatch_batches and kind is loaders.DataLoaderShard:
             kind = loaders.DataLoaderDispatcher
         if read is not DataLoader and issubclass(read, DataLoader) and not issubclass(read, kind):
@@ -169,6 +170,9 @@ def shown(loader: Any) -> Any:
     return loader
 
 
+CoreLoader.use_stateful_dataloader = property(  # type: ignore[attr-defined]
+    lambda self: hasattr(type(self.base), "load_state_dict")
+)
 CoreLoader.base_dataloader = attribute("base", "The loader that is read.")  # type: ignore[attr-defined]
 
 

@@ -31,6 +31,8 @@ _HOMES = {
         f"commands.{name}": (f"accelerate_drop_in.commands.{name}", _PARSERS, _CONFIG)
         for name in ("config", "env", "estimate", "launch", "merge", "test")
     },
+    "commands.config.config_args": (_CONFIG, "accelerate_drop_in.constants"),
+    "commands.to_fsdp2": ("accelerate_drop_in.commands.to_fsdp2", _PARSERS),
     "commands.tpu": (_CONFIG,),
     "commands.utils": (_PARSERS,),
     "commands.accelerate_cli": ("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),
