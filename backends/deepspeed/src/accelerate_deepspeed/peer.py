@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from accelerate_core import GradientState
 from accelerate_core.distributed.process import current_user
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from accelerate_big_model.dispatch import get_state_dict_offloaded_model
+from accelerate_big_model.tensors import has_offloaded_params
+from accelerate_checkpoint.model import save_weights
 from accelerate_core import accelerator
+from accelerate_core.builtin.compile import uncompiled
 from accelerate_core.errors import ConfigurationError, listing
-from accelerate_drop_in.by_hand import shown
+from accelerate_drop_in.data_loader import shown
 from accelerate_drop_in.models import without_containers
 
 
@@ -25,6 +31,7 @@ def _refuse_offloaded(model: Any) -> None:
                 f"The model is loaded in {bits} bits, and CPU or disk offload of it cannot be "
                 f"trained; its device map has {listing(sorted(places))}."
             )
+
 
 #: What the original takes by position, after what ours does.
 _BY_POSITION = (
@@ -87,6 +94,22 @@ class Accelerator(accelerator.Accelerator):
         _refuse_offloaded(model)
         return super().prepare_model(model, device_placement, evaluation_mode)
 
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of a model once; those that are on disk or the CPU are read for it."""
+        if not any(map(has_offloaded_params, model.modules())):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        weights = get_state_dict_offloaded_model(model)
+        if self.is_main_process:
+            shards = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+            save_weights(weights, Path(save_directory), **shards)  # type: ignore[arg-type]
+
     def unwrap_model(
         self,
         model: torch.nn.Module,
@@ -95,7 +118,8 @@ class Accelerator(accelerator.Accelerator):
     ) -> torch.nn.Module:
         """Return the user's own model inside a prepared one, or one in torch's own containers."""
         inner = without_containers(model)
-        return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+        own = super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+        return inner if keep_torch_compile and own is uncompiled(inner) else own
 
 
 Accelerator.__init__.__wrapped__ = accelerator.Accelerator.__init__  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ instances.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -25,7 +24,7 @@ from accelerate_core.training import optimizer as optimizers
 from accelerate_core.training import scheduler as schedulers
 from accelerate_drop_in import private  # noqa: F401
 from accelerate_drop_in.accelerator import Accelerator
-from accelerate_drop_in.data_loader import prepare_data_loader
+from accelerate_drop_in.data_loader import prepare_data_loader, shown
 
 
 class _Prepared(type):
@@ -229,26 +228,6 @@ def _plain(dataset: Any, stateful: bool, **kwargs: Any) -> Any:
             'use_stateful_dataloader needs torchdata. Install it with: pip install "torchdata>=0.8"'
         ) from error
     return StatefulDataLoader(dataset, **kwargs)
-
-
-@functools.cache
-def _read_as(kind: Any, read: Any) -> Any:
-    return type(kind.__name__, (kind,), {"__class__": property(lambda _: read)})
-
-
-def shown(loader: Any) -> Any:
-    """Give a loader of `prepare` the class that the original's has: `isinstance` asks for it.
-
-    It counts as one of the class that it reads, and on one process as a dispatcher if it was to be.
-    """
-    if isinstance(loader, CoreLoader):
-        kind, read = type(loader), type(loader.base)
-        if loader.options.config.dispatch_batches and kind is loaders.DataLoaderShard:
-            kind = loaders.DataLoaderDispatcher
-        if read is not DataLoader and issubclass(read, DataLoader) and not issubclass(read, kind):
-            kind = _read_as(kind, read) if kind.__module__ == loaders.__name__ else kind
-        object.__setattr__(loader, "__class__", kind)
-    return loader
 
 
 class DataLoaderShard(DataLoaderStateMixin):

@@ -92,7 +92,9 @@ def check_os_kernel() -> None:
     except InvalidVersion:
         return
     if kernel < _OLDEST_KERNEL:
-        logger.warning(f"The Linux kernel {kernel} is older than {_OLDEST_KERNEL}; processes may hang.")
+        logger.warning(
+            f"The Linux kernel {kernel} is older than {_OLDEST_KERNEL}; processes may hang."
+        )
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:

@@ -107,7 +107,13 @@ def add() -> None:
             "get_device_mesh": _get_device_mesh,
             "fsdp_dim_names": property(_fsdp_dim_names),
         },
-        CoreLoader: {"base_dataloader": attribute("base", ""), "get_sampler": _get_sampler},
+        CoreLoader: {
+            "base_dataloader": attribute("base", ""),
+            "get_sampler": _get_sampler,
+            "use_stateful_dataloader": property(
+                lambda self: hasattr(type(self.base), "load_state_dict")
+            ),
+        },
     }
     for cls, members in added.items():
         if "_reset_state" in members:

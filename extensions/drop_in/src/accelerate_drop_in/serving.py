@@ -34,6 +34,8 @@ _HOMES = {
     "commands.test": (
         *("accelerate_drop_in.commands.test", _PARSERS, "accelerate_drop_in.testing.helpers"),
     ),
+    "commands.config.config_args": (_CONFIG, "accelerate_drop_in.constants"),
+    "commands.to_fsdp2": ("accelerate_drop_in.commands.to_fsdp2", _PARSERS),
     "commands.tpu": (_CONFIG,),
     "commands.utils": (_PARSERS,),
     "commands.accelerate_cli": ("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),

@@ -72,7 +72,10 @@ def pad_across_processes(
 ) -> Any:
     """Pad the tensors of all processes to the longest along a dimension."""
     if getattr(tensor, "is_nested", False):  # the core looks only where there is something to pad
-        warn("A nested tensor cannot be padded; it is kept.", collectives.CannotPadNestedTensorWarning)
+        warn(
+            "A nested tensor cannot be padded; it is kept.",
+            collectives.CannotPadNestedTensorWarning,
+        )
         return tensor
     return collectives.pad_across_processes(
         tensor, dim, pad_index, pad_first, comm=current_communicator()
