@@ -6,6 +6,7 @@ A parser keeps what it is given: options are those of our commands, which read t
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -89,7 +90,9 @@ class _Parser(argparse.ArgumentParser):
         return made, []
 
 
-def _command(*words: str) -> tuple[Callable[..., Any], Callable[..., None]]:
+def _command(
+    *words: str, run: Callable[..., None] | None = None
+) -> tuple[Callable[..., Any], Callable[..., None]]:
     """Return the parser of one of our commands, and what runs it."""
 
     def command(args: argparse.Namespace) -> None:
@@ -103,7 +106,7 @@ def _command(*words: str) -> tuple[Callable[..., Any], Callable[..., None]]:
         made = _Parser(words)
         if subparsers is not None:
             subparsers._name_parser_map[words[-1]] = made
-            made.set_defaults(func=command)
+            made.set_defaults(func=run or command)
         return made
 
     command.__doc__ = f"Run `accelerate {' '.join(words)}` with what its parser was given."
@@ -113,7 +116,20 @@ def _command(*words: str) -> tuple[Callable[..., Any], Callable[..., None]]:
 
 config_command_parser, config_command = _command("config")
 env_command_parser, env_command = _command("env")
-launch_command_parser, launch_command = _command("launch")
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Launch what `launch_command_parser` was given, and come back when it has ended.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    # Not here: `launch` of one process becomes the script.
+    command = [sys.executable, "-m", "accelerate_core", "launch", *args.arguments]
+    subprocess.run(command, check=True)
+
+
+launch_command_parser, _ = _command("launch", run=launch_command)
 merge_command_parser, merge_command = _command("merge-weights")
 test_command_parser, test_command = _command("test")
 to_fsdp2_command_parser, to_fsdp2_command = _command("to-fsdp2")
