@@ -46,6 +46,7 @@ def run(environment: str, group: str, processes: int, cases: Sequence[str] = ())
         environ = clean_environment(
             OMP_NUM_THREADS="1",
             CUDA_VISIBLE_DEVICES="",
+            ACCELERATE_USE_CPU="true",  # as `accelerate launch --cpu` does; else each rank is alone
             HF_HUB_OFFLINE="1",
             HF_HOME=folder,
             TOKENIZERS_PARALLELISM="false",
