@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
 from accelerate_core.config.files import read_config
-from accelerate_drop_in.commands import run
-from accelerate_launch import default_config_path
+from accelerate_drop_in.commands import default_config, run
 
 _DEFAULTS = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1,
              "num_machines": 1, "machine_rank": 0, "mixed_precision": "no", "use_cpu": False,
@@ -22,7 +20,7 @@ def main() -> None:
 
 def __getattr__(name: str) -> Any:
     if name == "default_config_file":
-        return str(default_config_path(os.environ))
+        return str(default_config())
     raise AttributeError(name)
 
 
@@ -32,5 +30,5 @@ def load_config_from_file(config_file: str | None) -> SimpleNamespace:
     Raises:
         ConfigurationError: it cannot be read.
     """
-    read = read_config(config_file or str(default_config_path(os.environ)))
+    read = read_config(config_file or str(default_config()))
     return SimpleNamespace(**(_DEFAULTS | dict(read)))

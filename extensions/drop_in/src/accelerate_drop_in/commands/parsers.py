@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate_core.cli import cli
+from accelerate_drop_in.commands import call
 
 
 class _Dashes:
@@ -56,7 +56,7 @@ def _command(*words: str) -> tuple[Callable[..., Any], Callable[..., None]]:
 
     def command(args: argparse.Namespace) -> None:
         try:
-            cli.main(args=[*words, *args.arguments], prog_name="accelerate")
+            call([*words, *args.arguments])
         except SystemExit as end:
             if end.code:
                 raise
