@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from accelerate_big_model.tensors import has_offloaded_params
 from accelerate_checkpoint.model import save_weights
 from accelerate_core import accelerator
 from accelerate_core.builtin.compile import uncompiled
+from accelerate_core.data.feeding import look_ahead
+from accelerate_core.data.loader import CoreLoader
+from accelerate_core.data.sources import IndexedSource
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_drop_in.data_loader import shown
 from accelerate_drop_in.models import without_containers
@@ -43,8 +47,18 @@ _BY_POSITION = (
 _FIRST = 6
 
 
+class _ReadAhead(IndexedSource):
+    """Reads a batch before the one before it is trained on, as feeding an accelerator does anyway.
+
+    Datasets that draw from the global generator draw then as with the original.
+    """
+
+    def _items(self, iterator: Iterator[Any], index: Any) -> Iterator[Any]:
+        return (item for item, _, _ in look_ahead(super()._items(iterator, index)))
+
+
 class Accelerator(accelerator.Accelerator):
-    """accelerate-core's, with the one default that the original's scripts count on.
+    """accelerate-core's, with what the original's scripts count on.
 
     All arguments of the original may be given by position.
 
@@ -64,6 +78,8 @@ class Accelerator(accelerator.Accelerator):
         for one in args:
             _refuse_offloaded(one)
         made = super().prepare(*args, device_placement=device_placement)
+        for one in made if isinstance(made, tuple) else (made,):
+            self._read_ahead(one)
         for group in (self.models, self.optimizers, self.schedulers, self.loaders):
             for one in group:
                 shown(one)._is_accelerate_prepared = True
@@ -76,9 +92,8 @@ class Accelerator(accelerator.Accelerator):
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
         """Share one loader out between the ranks that read different data."""
-        return shown(
-            super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        )
+        made = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        return shown(self._read_ahead(made))
 
     def prepare_model(
         self,
@@ -120,6 +135,13 @@ class Accelerator(accelerator.Accelerator):
         inner = without_containers(model)
         own = super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
         return inner if keep_torch_compile and own is uncompiled(inner) else own
+
+    def _read_ahead(self, made: Any) -> Any:
+        if isinstance(made, CoreLoader) and not self.dataloader_config.restore_positions:
+            source, device = made._source, made.options.device
+            if type(source) is IndexedSource and (device is None or device.type == "cpu"):
+                made._source = _ReadAhead(source.base, source.stream, source.per_step)
+        return made
 
 
 Accelerator.__init__.__wrapped__ = accelerator.Accelerator.__init__  # type: ignore[attr-defined]

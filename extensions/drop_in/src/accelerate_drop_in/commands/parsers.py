@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from accelerate_core.cli import cli
+from accelerate_drop_in.commands import call
 
 #: What the original calls arguments of our commands.
 _ALSO = {"script": "training_script", "arguments": "training_script_args"}
@@ -97,7 +98,7 @@ def _command(
 
     def command(args: argparse.Namespace) -> None:
         try:
-            cli.main(args=[*words, *args.arguments], prog_name="accelerate")
+            call([*words, *args.arguments])
         except SystemExit as end:
             if end.code:
                 raise
