@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from accelerate_checkpoint import SafeReader, read_metadata
+from accelerate_checkpoint import SafeReader, merge_weights, read_metadata
+from accelerate_core import PartialState
 from accelerate_core.errors import CheckpointError
 from accelerate_fsdp2 import units
 
@@ -212,9 +213,6 @@ def merge_fsdp_weights(
     Raises:
         CheckpointError: there are no weights, or they are damaged.
     """
-    from accelerate_checkpoint.merging import merge_weights
-    from accelerate_core import PartialState
-
     state = PartialState()
     if state.is_main_process:
         merge_weights(
