@@ -14,22 +14,10 @@ from collections.abc import Iterable
 from types import FrameType
 
 __all__ = [
-    "AccelerateError",
-    "CheckpointError",
-    "ConfigurationError",
-    "DistributedOperationException",
-    "MissingPluginError",
-    "PluginConflictError",
-    "PluginError",
-    "PluginVersionError",
-    "PrepareError",
-    "RuntimeConflictError",
-    "TrackerError",
-    "UnknownArgumentError",
-    "did_you_mean",
-    "listing",
-    "warn",
-]
+    "AccelerateError", "CheckpointError", "ConfigurationError", "DistributedOperationException",
+    "MissingPluginError", "PluginConflictError", "PluginError", "PluginVersionError", "PrepareError",
+    "RuntimeConflictError", "TrackerError", "UnknownArgumentError", "did_you_mean", "listing", "warn",
+]  # fmt: skip
 
 
 class AccelerateError(Exception):
