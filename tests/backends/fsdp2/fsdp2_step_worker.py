@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import chain
 from typing import Any
 
@@ -54,6 +55,16 @@ def clipping_inside_of_a_cycle_does_nothing() -> None:
         return whole(model)
 
     close(run(always=True), run(always=False))
+
+
+@case
+def joining_uneven_inputs_has_no_effect_and_is_said() -> None:
+    accelerator = fsdp()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([]):
+            pass
+    assert ["cannot join" in str(one.message) for one in said] == [True] * (RANK == 0)
 
 
 @case
