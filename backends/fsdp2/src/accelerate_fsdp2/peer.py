@@ -212,7 +212,7 @@ def merge_fsdp_weights(
     Raises:
         CheckpointError: there are no weights, or they are damaged.
     """
-    from accelerate_checkpoint.merging import merge_weights
+    from accelerate_checkpoint import merge_weights
     from accelerate_core import PartialState
 
     state = PartialState()

@@ -32,7 +32,7 @@ def check_split(batch_size: int | None, num_processes: int) -> None:
     if batch_size % num_processes:
         nearest = max(round(batch_size / num_processes), 1) * num_processes
         raise ConfigurationError(
-            f"split_batches=True needs a batch size that is a multiple of the number of processes: "
+            f"split_batches=True needs a batch size that is a round multiple of the number of processes: "
             f"{batch_size} is none of {num_processes}. The nearest that is: {nearest}."
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accelerate_checkpoint.checkpointer import DirectoryCheckpointer as DirectoryCheckpointer
+    from accelerate_checkpoint.merging import merge_weights as merge_weights
     from accelerate_checkpoint.model import load_weights as load_weights
     from accelerate_checkpoint.model import save_object as save_object
     from accelerate_checkpoint.model import save_weights as save_weights
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 #: Module -> its names; each is imported when one of them is first used: commands need no torch.
 _OF_MODULE = {
     "accelerate_checkpoint.checkpointer": ("DirectoryCheckpointer",),
+    "accelerate_checkpoint.merging": ("merge_weights",),
     "accelerate_checkpoint.model": ("load_weights", "save_object", "save_weights"),
     "accelerate_checkpoint.preemption": ("Preempted", "Preemption", "read_signals"),
     "accelerate_checkpoint.replay": ("CycleStart",),

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from accelerate_big_model.dispatch import get_state_dict_offloaded_model
+from accelerate_big_model.tensors import has_offloaded_params
+from accelerate_checkpoint.model import save_weights
 from accelerate_core import accelerator
+from accelerate_core.builtin.compile import uncompiled
 from accelerate_core.data.feeding import look_ahead
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.data.sources import IndexedSource
+from accelerate_core.errors import ConfigurationError, listing
+from accelerate_drop_in.data_loader import shown
+from accelerate_drop_in.models import without_containers
 
 
 class _ReadAhead(IndexedSource):
@@ -21,27 +32,69 @@ class _ReadAhead(IndexedSource):
         return (item for item, _, _ in look_ahead(super()._items(iterator, index)))
 
 
+def _refuse_offloaded(model: Any) -> None:
+    """Refuse quantized weights that are in part on the CPU or disk.
+
+    Raises:
+        ConfigurationError: the model has such.
+    """
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    for bits in (8, 4):
+        if places & {"cpu", "disk"} and getattr(model, f"is_loaded_in_{bits}bit", False):
+            raise ConfigurationError(
+                f"The model is loaded in {bits} bits, and CPU or disk offload of it cannot be "
+                f"trained; its device map has {listing(sorted(places))}."
+            )
+
+
+#: What the original takes by position, after what ours does.
+_BY_POSITION = (
+    *("deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "rng_types"),
+    *("log_with", "project_dir", "project_config", "gradient_accumulation_plugin"),
+    *("step_scheduler_with_optimizer", "kwargs_handlers", "dynamo_backend", "dynamo_plugin"),
+    *("deepspeed_plugins", "parallelism_config"),
+)
+_FIRST = 6
+
+
 class Accelerator(accelerator.Accelerator):
     """accelerate-core's, with what the original's scripts count on.
+
+    All arguments of the original may be given by position.
 
     They skip by themselves what was seen of an epoch, so `load_state` leaves the loaders at its
     beginning, unless `restore_positions` or `use_stateful_dataloader` asks for more.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        kwargs |= dict(zip(_BY_POSITION, args[_FIRST:], strict=False))
+        super().__init__(*args[:_FIRST], **kwargs)
         config = self.dataloader_config
         if config.restore_positions is None:
             config.restore_positions = config.use_stateful_dataloader
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        made = super().prepare(*args, **kwargs)
-        for one in made if isinstance(made, tuple) else (made,):
-            self._read_ahead(one)
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepare objects, which have the mark of the original's after it."""
+        for one in args:
+            _refuse_offloaded(one)
+        made = super().prepare(*args, device_placement=device_placement)
+        for group in (self.models, self.optimizers, self.schedulers, self.loaders):
+            for one in group:
+                shown(one)._is_accelerate_prepared = True
+        for loader in self.loaders:
+            self._read_ahead(loader)
         return made
 
-    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        return self._read_ahead(super().prepare_data_loader(*args, **kwargs))
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> Any:
+        """Share one loader out between the ranks that read different data."""
+        return self._read_ahead(
+            shown(super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch))
+        )
 
     def _read_ahead(self, made: Any) -> Any:
         if isinstance(made, CoreLoader) and not self.dataloader_config.restore_positions:
@@ -49,6 +102,47 @@ class Accelerator(accelerator.Accelerator):
             if type(source) is IndexedSource and (device is None or device.type == "cpu"):
                 made._source = _ReadAhead(source.base, source.stream, source.per_step)
         return made
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> torch.nn.Module:
+        """Prepare one model.
+
+        Raises:
+            ConfigurationError: it has quantized weights, and parts of it on the CPU or disk.
+        """
+        _refuse_offloaded(model)
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of a model once; those that are on disk or the CPU are read for it."""
+        if not any(map(has_offloaded_params, model.modules())):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        weights = get_state_dict_offloaded_model(model)
+        if self.is_main_process:
+            shards = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+            save_weights(weights, Path(save_directory), **shards)  # type: ignore[arg-type]
+
+    def unwrap_model(
+        self,
+        model: torch.nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
+    ) -> torch.nn.Module:
+        """Return the user's own model inside a prepared one, or one in torch's own containers."""
+        inner = without_containers(model)
+        own = super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+        return inner if keep_torch_compile and own is uncompiled(inner) else own
 
 
 Accelerator.__init__.__wrapped__ = accelerator.Accelerator.__init__  # type: ignore[attr-defined]

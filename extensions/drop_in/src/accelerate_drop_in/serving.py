@@ -29,8 +29,13 @@ _HOMES = {
     "checkpointing": ("accelerate_drop_in.checkpointing",),
     **{
         f"commands.{name}": (f"accelerate_drop_in.commands.{name}", _PARSERS, _CONFIG)
-        for name in ("config", "env", "estimate", "launch", "merge", "test")
+        for name in ("config", "env", "estimate", "launch", "merge")
     },
+    "commands.test": (
+        *("accelerate_drop_in.commands.test", _PARSERS, "accelerate_drop_in.testing.helpers"),
+    ),
+    "commands.config.config_args": (_CONFIG, "accelerate_drop_in.constants"),
+    "commands.to_fsdp2": ("accelerate_drop_in.commands.to_fsdp2", _PARSERS),
     "commands.tpu": (_CONFIG,),
     "commands.utils": (_PARSERS,),
     "commands.accelerate_cli": ("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),
@@ -45,7 +50,10 @@ _HOMES = {
     "logging": ("accelerate_core.logging",),
     "optimizer": ("accelerate_drop_in.by_hand", "accelerate_drop_in.models"),
     "scheduler": ("accelerate_drop_in.by_hand",),
-    "state": ("accelerate_drop_in.state", "accelerate_core.state", "accelerate_core.config.enums"),
+    "state": (
+        *("accelerate_drop_in.by_hand", "accelerate_drop_in.state"),
+        *("accelerate_core.state", "accelerate_core.config.enums"),
+    ),
     "test_utils": ("accelerate_drop_in.testing.helpers", "accelerate_drop_in.testing.training"),
     "test_utils.testing": ("accelerate_drop_in.testing.helpers",),
     "test_utils.training": ("accelerate_drop_in.testing.training",),
@@ -69,7 +77,21 @@ _HOMES = {
 _APART = re.compile(r"\.(commands|testing)\b")
 
 #: Have private members of the original only once these have been added.
-_PRIVATE = {"Accelerator", "AcceleratorState", "GradientState", "PartialState"}
+_PRIVATE = {
+    *("Accelerator", "AcceleratorState", "GradientState", "PartialState", "ParallelismConfig"),
+    *("DataLoaderShard", "DataLoaderDispatcher"),
+}
+#: Have one home, whichever module they are asked of.
+_ONE_HOME = dict.fromkeys(
+    ("ParallelismConfig", "TorchDynamoPlugin"), ("accelerate_drop_in.settings",)
+)
+#: Private functions that clients import.
+_PRIVATE_NAMES = {
+    "_refuse_recurrent_layers_under_sequence_parallelism": (
+        *("accelerate_fsdp2.sequence", "refuse_recurrent"),
+    ),
+    "_validate_launch_command": ("accelerate_drop_in.launching", "validate_launch_command"),
+}
 
 #: What had a name before a client assigned to it.
 _originals: dict[str, Any] = {}
@@ -92,7 +114,7 @@ class _Absent(type):
         raise MissingPluginError(cls.told)
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         raise MissingPluginError(cls.told)
 
@@ -110,6 +132,9 @@ class Served(ModuleType):
         if name == "__all__":
             return [one for one in known if left_out(module, one) is None and hasattr(self, one)]
         if name not in known:
+            if name in _PRIVATE_NAMES:
+                home, inner = _PRIVATE_NAMES[name]
+                return getattr(importlib.import_module(home), inner)
             if f"{self.__name__}.{name}".partition(".")[2] in names():
                 return importlib.import_module(f"{self.__name__}.{name}")
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -125,7 +150,7 @@ class Served(ModuleType):
             raise ImportError(f"{self.__name__}.{name} is not served: {reason}", name=name)
         if (missing := absent(module, name)) is not None:
             return _Absent(name, (), {"told": missing, "__doc__": missing})
-        own = _HOMES.get(module, ())
+        own = _ONE_HOME.get(name) or _HOMES.get(module, ())
         others = (one for homes in _HOMES.values() for one in homes if not _APART.search(one))
         for home in (*own, "accelerate_core.utils", *others):
             try:

@@ -38,21 +38,20 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
     Registering a class again, or one that is defined anew in a notebook, replaces it.
 
     Raises:
-        TrackerError: it is no subclass of `GeneralTracker`, or lacks a name or
-            `requires_logging_directory`.
-        ConfigurationError: the name is that of an installed tracker, or `all`.
+        ConfigurationError: it is no subclass of `GeneralTracker`, or lacks a name or
+            `requires_logging_directory`; or the name is that of an installed tracker, or `all`.
     """
     if not _is_tracker_class(tracker_class):
-        raise TrackerError(
+        raise ConfigurationError(
             f"register_tracker_class takes a subclass of GeneralTracker, not {tracker_class!r}."
         )
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name:
-        raise TrackerError(
+        raise ConfigurationError(
             f"{tracker_class.__qualname__} needs a class attribute such as name = 'my_tracker'."
         )
     if not isinstance(getattr(tracker_class, "requires_logging_directory", None), bool):
-        raise TrackerError(
+        raise ConfigurationError(
             f"{tracker_class.__qualname__} needs a class attribute "
             "requires_logging_directory = True or False."
         )

@@ -10,7 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import click
+
+from accelerate_core.cli import cli
 from accelerate_drop_in.commands import call
+
+#: What the original calls arguments of our commands.
+_ALSO = {"script": "training_script", "arguments": "training_script_args"}
 
 
 class _Dashes:
@@ -41,13 +47,46 @@ class CustomHelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Keeps what it is given in `arguments`."""
+    """Has our command read what it is given, and keeps it in `arguments`.
+
+    Args:
+        words: the command.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__(f"accelerate {' '.join(words)}", add_help=False)
+        self._words = words
+
+    def _context(self, arguments: Sequence[str]) -> click.Context:
+        context = click.Context(cli, info_name="accelerate")
+        command: Any = cli
+        for word in self._words:
+            command = command.get_command(context, word)
+        if arguments:
+            made: click.Context = command.make_context(word, [*arguments], parent=context)
+            return made
+        return click.Context(command, parent=context, info_name=word)
+
+    def format_help(self) -> str:
+        """Return the help of our command."""
+        return self._context(()).get_help()
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         made = namespace if namespace is not None else argparse.Namespace()
-        made.arguments = [*(sys.argv[1:] if args is None else args)]
+        given = [*(sys.argv[1:] if args is None else args)]
+        try:
+            context = self._context(given)
+        except click.ClickException as error:
+            self.exit(error.exit_code, f"{error.format_message()}\n")
+        for parameter in context.command.get_params(context):
+            value = context.params.get(str(parameter.name))
+            off = value is None and getattr(parameter, "is_flag", False)
+            for name in parameter.opts:
+                plain = _ALSO.get(name) or name.lstrip("-").replace("-", "_")
+                setattr(made, plain, False if off else value)
+        made.arguments = given
         return made, []
 
 
@@ -62,7 +101,7 @@ def _command(*words: str) -> tuple[Callable[..., Any], Callable[..., None]]:
                 raise
 
     def parser(subparsers: Any = None) -> argparse.ArgumentParser:
-        made = _Parser(f"accelerate {' '.join(words)}", add_help=False)
+        made = _Parser(words)
         if subparsers is not None:
             subparsers._name_parser_map[words[-1]] = made
             made.set_defaults(func=command)
