@@ -14,23 +14,11 @@ from collections.abc import Iterable
 from types import FrameType
 
 __all__ = [
-    "AccelerateError",
-    "CheckpointError",
-    "ConfigurationError",
-    "DistributedOperationException",
-    "MissingPluginError",
-    "PluginConflictError",
-    "PluginError",
-    "PluginVersionError",
-    "PrepareError",
-    "RuntimeConflictError",
-    "TrackerError",
-    "UnknownArgumentError",
-    "did_you_mean",
-    "listing",
-    "of_the_user",
-    "warn",
-]
+    "AccelerateError", "CheckpointError", "ConfigurationError", "DistributedOperationException",
+    "MissingPluginError", "PluginConflictError", "PluginError", "PluginVersionError", "PrepareError",
+    "RuntimeConflictError", "TrackerError", "UnknownArgumentError", "did_you_mean", "listing",
+    "of_the_user", "warn",
+]  # fmt: skip
 
 
 class AccelerateError(Exception):
