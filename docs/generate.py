@@ -305,6 +305,72 @@ def launching() -> str:
     return _filled("launching.md", "keys", "\n".join(table(["key", "option", "meaning"], rows)))
 
 
+def drop_in() -> str:
+    """Return the table of the original's names: where each is, or why it is not."""
+    from accelerate_drop_in import absent, serving
+
+    extras = _exports_by_extra()
+    lines = [
+        "# Names of Hugging Face Accelerate 1.15",
+        "",
+        "Written by `docs/generate.py` from the drop-in's tables; how it is used stands in "
+        "[its README](../extensions/drop_in/README.md), what behaves otherwise in "
+        "[migration](migration.md).",
+        "",
+        "Each module has every public name of the original's. A name under *lent* comes with the "
+        "package of that extra; without it, or where the package is planned, the name can be imported "
+        "and says what to install when it is used. *Refuses* can be imported, too.",
+        "",
+    ]
+    rows: list[list[object]] = []
+    for module, known in sorted(serving.names().items()):
+        groups: dict[str, list[str]] = {}
+        for name in known:
+            groups.setdefault(_state_of(module, name, extras), []).append(f"`{name}`")
+        here = groups.pop("", [])
+        others = [f"{state}: {', '.join(names)}" for state, names in sorted(groups.items())]
+        rows.append(
+            [f"`accelerate{'.' * bool(module)}{module}`", len(known), len(here), "; ".join(others)]
+        )
+    lines += table(["module", "names", "always there", "others"], rows)
+    lines += ["## Left out", "", "Importing one of these is an error that says so.", ""]
+    lines += table(["name", "why"], [[f"`{n}`", why] for n, why in sorted(absent.LEFT_OUT.items())])
+    lines += ["## Refuses", ""]
+    lines += table(["name", "why"], [[f"`{n}`", why] for n, why in sorted(absent.REFUSED.items())])
+    lines += [
+        "## Called otherwise",
+        "",
+        "All other functions, classes and methods take what the original's take, in the same places "
+        "and with the same defaults; a test compares them with a record of the original.",
+        "",
+    ]
+    lines += table(
+        ["name", "why"], [[f"`{n}`", why] for n, why in sorted(absent.DIFFERENT.items())]
+    )
+    return "\n".join(lines)
+
+
+def _exports_by_extra() -> dict[str, str]:
+    """Return the extra that lends a name, of names that this clone's big packages do not have."""
+    made = json.loads(known_packages())["EXPORTS"]
+    own = {"drop-in", "big-model", "checkpoint", "launch", "tracking"}
+    return {name: extra for name, extra in made.items() if extra not in own}
+
+
+def _state_of(module: str, name: str, extras: Mapping[str, str]) -> str:
+    """Say what becomes of a name, "" if it is always there."""
+    from accelerate_drop_in import absent
+
+    if module.startswith("test_utils"):
+        return ""
+    if name in absent.LEFT_OUT:
+        return "left out"
+    if name in absent.REFUSED:
+        return "refuses"
+    extra = absent.planned(module, name) or extras.get(name)
+    return f"lent by `{extra}`" if extra else ""
+
+
 def _filled(page: str, what: str, generated: str) -> str:
     """Return a page with what stands between its two marks made anew."""
     text = (HERE / page).read_text(encoding="utf-8")
@@ -453,6 +519,7 @@ def main() -> None:
         "compatibility.md": compatibility,
         "configuration.md": configuration,
         "tracking.md": tracking,
+        "drop_in.md": drop_in,
         "launching.md": launching,
         "../README.md": readme,
     }

@@ -155,6 +155,30 @@ class DeepSpeedPlugin(BackendSettings):
         """Return a value of the config by dotted name."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Tell whether a value of the config is left to us."""
+        return bool(self.hf_ds_config.is_auto(ds_key_long))
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Compare a precision with the config's; it is the Accelerator's to set.
+
+        Raises:
+            ConfigurationError: the config asks for another one.
+        """
+        other = {"fp16": "bf16", "bf16": "fp16"}.get(str(mixed_precision))
+        if other is not None and self.hf_ds_config.is_true(f"{other}.enabled"):
+            raise ConfigurationError(
+                f"mixed_precision={mixed_precision!r}, and {self.hf_ds_config.where(other)} says "
+                f"{other}.enabled: leave one of them out."
+            )
+
+    def set_deepspeed_weakref(self) -> None:
+        """Tell Transformers whether to shard what it loads."""
+        tell_transformers(self)
+
+    def set_moe_leaf_modules(self, model: Any) -> None:
+        """Do nothing: `prepare` marks the classes of `transformer_moe_cls_names`."""
+
     def is_zero3_init_enabled(self) -> bool:
         """Tell whether models are sharded while they are made."""
         return bool(self.zero3_init_flag) and self.stage == 3

@@ -217,6 +217,35 @@ class FullyShardedDataParallelPlugin(BackendSettings):
             raise _unknown(f"state_dict_type={value!r} is not offered", text, _STATE)
         return text
 
+    def set_auto_wrap_policy(self, model: Any) -> None:
+        """Do nothing: `prepare` finds the units of each model by `auto_wrap_policy`."""
+
+    def set_mixed_precision(
+        self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Compute in a dtype, given as one or as the name of a precision, unless that is said.
+
+        Args:
+            buffer_autocast: of FSDP1; buffers stay as they are.
+            override: replace a policy that is there.
+        """
+        if override or self.mixed_precision_policy is None:
+            self.mixed_precision_policy = _policy(mixed_precision)
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose how checkpoints are written; `SHARDED_STATE_DICT` if None."""
+        self.state_dict_type = self._state(state_dict_type)
+
+    def set_cpu_offload(self) -> None:
+        """Read `cpu_offload` again."""
+        self.cpu_offload = _offload(self.cpu_offload)
+
+    validate_cpu_offload = set_cpu_offload
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Read `mixed_precision_policy` again."""
+        self.mixed_precision_policy = _policy(self.mixed_precision_policy)
+
     def precision_policy(self, compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
         """Return the dtypes: those given, else parameters in the run's precision, reduced in fp32."""
         if isinstance(self.mixed_precision_policy, MixedPrecisionPolicy):

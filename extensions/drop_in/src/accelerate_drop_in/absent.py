@@ -23,7 +23,6 @@ _PLANNED = {
         ),
         "xla",
     ),
-    "convert_model_to_fp8_ao": "fp8",
 }
 
 _QUANTIZED = (
@@ -33,7 +32,7 @@ _QUANTIZED = (
 _SAGEMAKER = "jobs of SageMaker are not started here; run accelerate launch within the job's script"
 
 #: Can be imported, and refuses when it is used.
-_REFUSED = {
+REFUSED = {
     **dict.fromkeys(
         (
             *("load_and_quantize_model", "replace_with_bnb_layers", "quantize_and_offload_8bit"),
@@ -72,9 +71,85 @@ def left_out(module: str, name: str) -> str | None:
     return None if module.startswith("test_utils") else LEFT_OUT.get(name)
 
 
+def planned(module: str, name: str) -> str | None:
+    """Return the extra of the planned package that a name belongs to, None if it is no such name."""
+    return _PLANNED.get(name) or _PLANNED.get(f"{module}.{name}")
+
+
 def absent(module: str, name: str) -> str | None:
     """Return why a name that can be imported refuses to be used, None if it does not."""
-    extra = _PLANNED.get(name) or _PLANNED.get(f"{module}.{name}")
+    extra = planned(module, name)
     if extra is not None:
         return f"{name} comes with a plugin that is not installed: {pip_command(extra)}"
-    return f"{name}: {_REFUSED[name]}." if name in _REFUSED else None
+    return f"{name}: {REFUSED[name]}." if name in REFUSED else None
+
+
+#: Calls of the original that ours does not take, or takes otherwise, each with the reason.
+DIFFERENT: dict[str, str] = {
+    "accelerator.Accelerator": "None stands for 1, and tells that nothing was said",
+    **dict.fromkeys(
+        (
+            "accelerator.Accelerator.deepspeed_ulysses_dl_adapter",
+            "state.AcceleratorState.get_deepspeed_plugin",
+            "state.AcceleratorState.select_deepspeed_plugin",
+        ),
+        "there when the backend deepspeed runs",
+    ),
+    **{
+        f"data_loader.{name}.adjust_state_dict_for_prefetch": "positions are counted as batches "
+        "are handed out, so that there is nothing to adjust"
+        for name in (
+            *("DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard", "SkipDataLoader"),
+        )
+    },
+    **{
+        f"data_loader.{name}.set_sampler": "a loader is given its sampler before it is prepared"
+        for name in ("DataLoaderDispatcher", "DataLoaderShard")
+    },
+    **dict.fromkeys(
+        (
+            *("data_loader.DataLoaderAdapter.state_dict", "data_loader.SkipDataLoader.state_dict"),
+            "data_loader.DataLoaderAdapter.load_state_dict",
+            "data_loader.SkipDataLoader.load_state_dict",
+        ),
+        "the held loader's own, if it has one",
+    ),
+    **{
+        f"{owner}.{name}": "the held scheduler's own, if it has one"
+        for owner in (
+            *("scheduler.AcceleratedScheduler", "utils.deepspeed.DeepSpeedSchedulerWrapper"),
+        )
+        for name in ("get_lr", "print_lr")
+    },
+    **dict.fromkeys(
+        (
+            "optimizer.AcceleratedOptimizer.zero_grad",
+            "utils.deepspeed.DeepSpeedOptimizerWrapper.zero_grad",
+        ),
+        "True, torch's default, is what None stands for",
+    ),
+    "parallelism_config.ParallelismConfig": "1 is what None stands for, which may be given, too",
+    "tracking.AimTracker.log_images": "what the library takes is passed by name, not as a dict",
+    **dict.fromkeys(
+        ("tracking.ClearMLTracker.log_table", "tracking.WandBTracker.log_table"),
+        "a table has columns and rows; a dataframe's are df.columns and df.values.tolist()",
+    ),
+    **{
+        f"tracking.MLflowTracker.{name}": "as of every tracker, see docs/tracking.md; the original's "
+        f"is tracker.tracker.{name} of the library"
+        for name in ("log_artifact", "log_artifacts", "log_figure")
+    },
+    **{
+        f"utils.dataclasses.DeepSpeedPlugin.{name}": "a step of the original's prepare; what is "
+        "left to be filled in is filled in there"
+        for name in ("deepspeed_config_process", "fill_match")
+    },
+    "utils.dataclasses.DeepSpeedPlugin.selected": "the Accelerator knows which plugin it runs with",
+    "utils.dataclasses.DeepSpeedSequenceParallelConfig": "None stands for True and sdpa",
+    "utils.dataclasses.DistributedDataParallelKwargs.to_dict": "all fields, which can all be copied",
+    "utils.dataclasses.FullyShardedDataParallelPlugin": "None stands for 2, the only version",
+    "utils.dataclasses.InitProcessGroupKwargs": "None lets the device decide, nccl for CUDA",
+    "utils.dataclasses.TorchContextParallelConfig": "None stands for allgather",
+    "utils.deepspeed.DeepSpeedEngineWrapper.backward": "accelerator.backward(loss) is the one way",
+    "utils.deepspeed.HfDeepSpeedConfig.set_stage_and_offload": "both are read when they are asked",
+}

@@ -1,4 +1,4 @@
-"""Loaders, optimizers and schedulers that a script makes itself, as `prepare` would make them.
+"""States, loaders, optimizers and schedulers that a script makes itself, as the Accelerator would.
 
 The classes have the names and arguments of the original's; what `prepare` returns counts as their
 instances.
@@ -6,7 +6,6 @@ instances.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -14,17 +13,18 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from accelerate_core import state as states
 from accelerate_core.data import loader as loaders
 from accelerate_core.data.loader import CoreLoader
-from accelerate_core.delegation import attribute
-from accelerate_core.distributed.process import current_runtime
+from accelerate_core.distributed.process import current_runtime, current_user
 from accelerate_core.distributed.tree import send_to_device
-from accelerate_core.errors import MissingPluginError
-from accelerate_core.state import current_communicator
+from accelerate_core.errors import MissingPluginError, RuntimeConflictError
+from accelerate_core.training import gradient_state as gradients
 from accelerate_core.training import optimizer as optimizers
 from accelerate_core.training import scheduler as schedulers
-from accelerate_core.training.gradient_state import GradientState
-from accelerate_drop_in.data_loader import prepare_data_loader
+from accelerate_drop_in import private  # noqa: F401
+from accelerate_drop_in.accelerator import Accelerator
+from accelerate_drop_in.data_loader import prepare_data_loader, shown
 
 
 class _Prepared(type):
@@ -37,6 +37,87 @@ class _Prepared(type):
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, cls.core) or super().__subclasscheck__(subclass)
+
+    def __getattr__(cls, name: str) -> Any:
+        value = getattr(cls.core, name)
+        if isinstance(value, property):  # of instances alone
+            raise AttributeError(name)
+        return value
+
+
+# --- states -------------------------------------------------------------------------------------
+
+#: The accumulation of scripts without an Accelerator.
+_alone: list[gradients.GradientState] = []
+
+
+class GradientState(metaclass=_Prepared):
+    """How gradients are accumulated: that of the latest Accelerator, else the process's own.
+
+    Args:
+        gradient_accumulation_plugin: settings that are put into it.
+    """
+
+    core = gradients.GradientState
+
+    def __new__(  # type: ignore[misc]
+        cls, gradient_accumulation_plugin: Any = None
+    ) -> gradients.GradientState:
+        if current_user() is None and not _alone:
+            _alone.append(gradients.GradientState())
+        state: gradients.GradientState = (
+            gradients.GradientState() if current_user() is not None else _alone[0]
+        )
+        if gradient_accumulation_plugin is not None:
+            for name, value in gradient_accumulation_plugin.to_dict().items():
+                setattr(state, name, value)
+        return state
+
+
+class AcceleratorState(states.AcceleratorState, metaclass=_Prepared):
+    """What the latest Accelerator runs with; without one, an Accelerator is made of the arguments.
+
+    Args:
+        mixed_precision, cpu, dynamo_plugin, deepspeed_plugin, fsdp_plugin, torch_tp_plugin,
+            megatron_lm_plugin, parallelism_config, kwargs: as of the Accelerator.
+
+    Raises:
+        RuntimeConflictError: there is an Accelerator, with another precision.
+    """
+
+    core = states.AcceleratorState
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        user = current_user()
+        if user is None:
+            plugins = {
+                "dynamo_plugin": dynamo_plugin,
+                "deepspeed_plugin": deepspeed_plugin,
+                "fsdp_plugin": fsdp_plugin,
+                "torch_tp_plugin": torch_tp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
+                "parallelism_config": parallelism_config,
+            }
+            given = {name: value for name, value in plugins.items() if value is not None}
+            user = Accelerator(mixed_precision=mixed_precision, cpu=cpu, **given, **kwargs)
+        elif mixed_precision not in (None, user.mixed_precision):
+            raise RuntimeConflictError(
+                f"AcceleratorState(mixed_precision={mixed_precision!r}): there is an Accelerator "
+                f"with {user.mixed_precision!r} already."
+            )
+        super().__init__(user)
 
 
 # --- loaders ------------------------------------------------------------------------------------
@@ -149,33 +230,6 @@ def _plain(dataset: Any, stateful: bool, **kwargs: Any) -> Any:
     return StatefulDataLoader(dataset, **kwargs)
 
 
-@functools.cache
-def _read_as(kind: Any, read: Any) -> Any:
-    return type(kind.__name__, (kind,), {"__class__": property(lambda _: read)})
-
-
-def shown(loader: Any) -> Any:
-    """Give a loader of `prepare` the class that the original's has: `isinstance` asks for it.
-
-    It counts as one of the class that it reads, and on one process as a dispatcher if it was to be.
-    """
-    if isinstance(loader, CoreLoader):
-        kind: Any = type(loader)
-        read: Any = type(loader.base)
-        if loader.options.config.dispatch_batches and kind is loaders.DataLoaderShard:
-            kind = loaders.DataLoaderDispatcher
-        if read is not DataLoader and issubclass(read, DataLoader) and not issubclass(read, kind):
-            kind = _read_as(kind, read) if kind.__module__ == loaders.__name__ else kind
-        object.__setattr__(loader, "__class__", kind)
-    return loader
-
-
-CoreLoader.use_stateful_dataloader = property(  # type: ignore[attr-defined]
-    lambda self: hasattr(type(self.base), "load_state_dict")
-)
-CoreLoader.base_dataloader = attribute("base", "The loader that is read.")  # type: ignore[attr-defined]
-
-
 class DataLoaderShard(DataLoaderStateMixin):
     """A loader for a rank whose part its dataset or sampler makes already.
 
@@ -217,7 +271,7 @@ class DataLoaderShard(DataLoaderStateMixin):
             rng_types=rng_types,
             non_blocking=_non_blocking,
             gradient_state=GradientState(),
-            order_comm=current_communicator() if shares else None,
+            order_comm=states.current_communicator() if shares else None,
         )
         if synchronized_generator is not None:
             made.synchronized_generator = synchronized_generator

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate_core.config.handlers import DataLoaderConfiguration
-from accelerate_core.data.loader import CoreLoader, LoaderOptions
+from accelerate_core.data.loader import (
+    CoreLoader,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    LoaderOptions,
+)
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.prepare import prepare_loader
 from accelerate_core.distributed.communicator import Communicator
@@ -34,6 +40,7 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
     *,
     read_ahead: bool = True,
     comm: Communicator | None = None,
@@ -54,6 +61,7 @@ def prepare_data_loader(
         slice_fn_for_dispatch: `(data, tensor_slice, process_index=, num_processes=)` -> part.
         use_seedable_sampler, data_seed: shuffle by a seed and the epoch instead of a generator.
         use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
+        torch_device_mesh: ranks that differ in its `tp`, `cp` or `sp` only get the same samples.
         read_ahead: when dispatching, read the next step on a thread while this one is worked on;
             False for a dataset that only the thread that made it may use.
         comm: how the ranks communicate; without it, and outside a process group, they do not.
@@ -67,6 +75,10 @@ def prepare_data_loader(
     """
     count = current_runtime().num_processes if num_processes is None else num_processes
     index = current_runtime().process_index if process_index is None else process_index
+    alike = [one for one in ("tp", "cp", "sp") if one in _names_of(torch_device_mesh)]
+    for name in alike:
+        size = torch_device_mesh[name].size()
+        count, index = count // size, index // size
     if put_on_device and device is None:
         device = current_runtime().device
     config = DataLoaderConfiguration(
@@ -91,6 +103,10 @@ def prepare_data_loader(
         **options,
     )
     return prepare_loader(dataloader, settled)
+
+
+def _names_of(mesh: Any) -> tuple[str, ...]:
+    return () if mesh is None else mesh.mesh_dim_names or ()
 
 
 def _default_communicator(count: int) -> Communicator | None:
@@ -128,3 +144,24 @@ class SkipBatchSampler(Wrapper, BatchSampler):
     def total_length(self) -> int:
         """Number of batches without skipping."""
         return len(self.batch_sampler)
+
+
+@functools.cache
+def _read_as(kind: Any, read: Any) -> Any:
+    return type(kind.__name__, (kind,), {"__class__": property(lambda _: read)})
+
+
+def shown(loader: Any) -> Any:
+    """Give a loader of `prepare` the class that the original's has: `isinstance` asks for it.
+
+    It counts as one of the class that it reads, and on one process as a dispatcher if it was to be.
+    """
+    if isinstance(loader, CoreLoader):
+        kind: Any = type(loader)
+        read: Any = type(loader.base)
+        if loader.options.config.dispatch_batches and kind is DataLoaderShard:
+            kind = DataLoaderDispatcher
+        if read is not DataLoader and issubclass(read, DataLoader) and not issubclass(read, kind):
+            kind = _read_as(kind, read) if kind.__module__ == CoreLoader.__module__ else kind
+        object.__setattr__(loader, "__class__", kind)
+    return loader

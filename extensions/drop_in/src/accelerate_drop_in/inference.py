@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -120,6 +120,8 @@ def prepare_pippy(
 ) -> nn.Module:
     """Let every process compute its part of a model's layers; return the model.
 
+    One process alone has the whole of it, and nothing changes.
+
     Args:
         split_points: modules that begin the part of the next process; "auto" finds equal shares.
         no_split_module_classes: classes whose modules stay in one part.
@@ -130,7 +132,10 @@ def prepare_pippy(
     Raises:
         ConfigurationError: the split points do not fit the number of processes.
     """
-    state = PartialState()
+    state, shown = PartialState(), cast(Any, model)
+    if state.num_processes == 1:
+        shown.hf_split_points = []
+        return model
     chunks = num_chunks or state.num_processes
     if split_points == "auto":
         placed = generate_device_map(model, state.num_processes, no_split_module_classes)
@@ -147,7 +152,6 @@ def prepare_pippy(
         chunks,
     )
     original: Any = model.forward
-    shown: Any = model
     shown.hf_split_points = points
     shown._original_forward, shown._original_call = original, model.__call__
     shown.pippy_stage = schedule

@@ -1,11 +1,18 @@
-"""The private members of the original that clients use, added to the core's classes that have none."""
+"""Members of the original that clients use, private ones above all, added to the core's classes."""
 
 from __future__ import annotations
 
 from operator import attrgetter
 from typing import Any
 
-from accelerate_core import Accelerator, AcceleratorState, GradientState, PartialState
+from accelerate_core import (
+    Accelerator,
+    AcceleratorState,
+    GradientState,
+    ParallelismConfig,
+    PartialState,
+)
+from accelerate_core.data.loader import CoreLoader
 from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process
 from accelerate_core.training.optimizer import AcceleratedOptimizer
@@ -57,6 +64,34 @@ def _set_overflow(self: AcceleratedOptimizer, skipped: bool) -> None:
     self._was_skipped = skipped
 
 
+def _mesh(self: ParallelismConfig) -> Any:
+    """Return the mesh of the Accelerator that runs with this config, None if there is none."""
+    user = process.current_user()
+    return user.torch_device_mesh if user and user.parallelism_config is self else None
+
+
+def _get_device_mesh(self: ParallelismConfig, device_type: str | None = None) -> Any:
+    """Return the mesh that is there, else one that is made for a type of device."""
+    found = _mesh(self)
+    return self.build_device_mesh(device_type) if found is None and device_type else found
+
+
+def _fsdp_dim_names(self: ParallelismConfig) -> list[str]:
+    """Return the dimensions over which FSDP shards and copies."""
+    return [*(["dp_replicate"] if self.size("dp_replicate") > 1 else []), "dp_shard_cp"]
+
+
+def _get_sampler(self: CoreLoader) -> Any:
+    """Return what decides the order."""
+    from accelerate_core.data.order import order_sampler
+
+    return order_sampler(self)
+
+
+def _is_stateful(self: CoreLoader) -> bool:
+    return hasattr(type(self.base), "load_state_dict")
+
+
 def add() -> None:
     """Add them."""
     lists = {f"_{one}": attribute(f"_prepared.{one}", "") for one in ("models", "optimizers")}
@@ -73,6 +108,18 @@ def add() -> None:
         GradientState: {
             "_reset_state": classmethod(_keep),
             "_set_sync_gradients": _set_sync_gradients,
+            "initialized": property(lambda self: True),
+            "is_xla_gradients_synced": False,
+        },
+        ParallelismConfig: {
+            "device_mesh": property(_mesh),
+            "get_device_mesh": _get_device_mesh,
+            "fsdp_dim_names": property(_fsdp_dim_names),
+        },
+        CoreLoader: {
+            "base_dataloader": attribute("base", ""),
+            "get_sampler": _get_sampler,
+            "use_stateful_dataloader": property(_is_stateful),
         },
     }
     for cls, members in added.items():

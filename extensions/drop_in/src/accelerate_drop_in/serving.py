@@ -29,10 +29,13 @@ _HOMES = {
     "checkpointing": ("accelerate_drop_in.checkpointing",),
     **{
         f"commands.{name}": (f"accelerate_drop_in.commands.{name}", _PARSERS, _CONFIG)
-        for name in ("config", "env", "estimate", "launch", "merge", "test")
+        for name in ("config", "env", "estimate", "launch", "merge")
     },
     "commands.config.config_args": (_CONFIG, "accelerate_drop_in.constants"),
     "commands.to_fsdp2": ("accelerate_drop_in.commands.to_fsdp2", _PARSERS),
+    "commands.test": (
+        *("accelerate_drop_in.commands.test", _PARSERS, "accelerate_drop_in.testing.helpers"),
+    ),
     "commands.tpu": (_CONFIG,),
     "commands.utils": (_PARSERS,),
     "commands.accelerate_cli": ("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),
@@ -47,7 +50,10 @@ _HOMES = {
     "logging": ("accelerate_core.logging",),
     "optimizer": ("accelerate_drop_in.by_hand", "accelerate_drop_in.models"),
     "scheduler": ("accelerate_drop_in.by_hand",),
-    "state": ("accelerate_drop_in.state", "accelerate_core.state", "accelerate_core.config.enums"),
+    "state": (
+        *("accelerate_drop_in.by_hand", "accelerate_drop_in.state"),
+        *("accelerate_core.state", "accelerate_core.config.enums"),
+    ),
     "test_utils": ("accelerate_drop_in.testing.helpers", "accelerate_drop_in.testing.training"),
     "test_utils.testing": ("accelerate_drop_in.testing.helpers",),
     "test_utils.training": ("accelerate_drop_in.testing.training",),
@@ -71,7 +77,10 @@ _HOMES = {
 _APART = re.compile(r"\.(commands|testing)\b")
 
 #: Have private members of the original only once these have been added.
-_PRIVATE = {"Accelerator", "AcceleratorState", "GradientState", "PartialState"}
+_PRIVATE = {
+    *("Accelerator", "AcceleratorState", "GradientState", "PartialState", "ParallelismConfig"),
+    *("DataLoaderShard", "DataLoaderDispatcher"),
+}
 #: Have one home, whichever module they are asked of.
 _ONE_HOME = dict.fromkeys(
     ("ParallelismConfig", "TorchDynamoPlugin"), ("accelerate_drop_in.settings",)

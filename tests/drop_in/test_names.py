@@ -1,0 +1,40 @@
+"""Names that the drop-in has for the original's scripts alone do what they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import case_names, check_case, clean_environment, run_workers
+
+import accelerate_drop_in
+
+HERE = Path(__file__).parent
+#: Where the package `accelerate` is.
+SERVED = str(Path(accelerate_drop_in.__file__).with_name("served"))
+
+
+def test_on_one_process(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "names_worker.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=clean_environment(OMP_NUM_THREADS="1", PYTHONPATH=SERVED),
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "ended trackers_and_plugins" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def run():
+    environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_DEBUG_MODE": "1"}
+    return run_workers(HERE / "names_ranks_worker.py", 2, timeout=120, env=environment)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", case_names(HERE / "names_ranks_worker.py"))
+def test_on_two_ranks(run, case):
+    check_case(run, case)
