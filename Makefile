@@ -91,6 +91,7 @@ clients-recorded: $(CLIENTS_MADE)/theirs.stamp
 
 soak: $(VENV)/dev.stamp $(CLIENTS_MADE)/ours.stamp
 	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python tests/drop_in/peer_tests.py --python $(CLIENTS_MADE)/ours/bin/python
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +12,35 @@ from typing import Any
 import pytest
 import support
 import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from accelerate_core import Accelerator, AcceleratorState, GradientState, PartialState
-from accelerate_drop_in import private  # noqa: F401
+from accelerate_big_model.dispatch import dispatch_model
+from accelerate_big_model.loading import load_checkpoint_in_model
+from accelerate_big_model.tensors import check_device_map
+from accelerate_core import (
+    Accelerator,
+    AcceleratorState,
+    DataLoaderConfiguration,
+    DistributedType,
+    GradientState,
+    PartialState,
+)
+from accelerate_core.distributed.collectives import CannotPadNestedTensorWarning
+from accelerate_core.errors import ConfigurationError
+from accelerate_drop_in import (
+    environment,
+    models,
+    other,
+    private,  # noqa: F401
+    settings,
+    trees,
+    verbs,
+)
+from accelerate_drop_in.accelerator import Accelerator as DropIn
+from accelerate_drop_in.by_hand import DataLoaderDispatcher
+from accelerate_drop_in.commands import config, parsers
+from accelerate_drop_in.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate_drop_in.testing import helpers
 from accelerate_drop_in.testing.training import RegressionDataset, RegressionModel
 
@@ -94,3 +122,111 @@ def test_commands_are_run_to_their_end() -> None:
     with pytest.raises(AssertionError, match="was expected"), expected:
         raise ValueError("bad value")
     assert helpers.capture_call_output(print, 1) == "1\n"
+
+
+def test_prepared_objects_are_what_clients_take_them_for(tmp_path: Path) -> None:
+    stateful = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=True)
+    accelerator: Any = DropIn(cpu=True, dataloader_config=stateful)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    data = DataLoader(RegressionDataset(length=4), batch_size=2)
+    made = accelerator.prepare(model, optimizer, scheduler, data)
+    assert all(one._is_accelerate_prepared for one in made)
+    assert isinstance(made[3], StatefulDataLoader)
+    assert isinstance(made[3], DataLoaderDispatcher)
+    assert made[3].use_stateful_dataloader
+    assert len(list(made[3])) == 2
+    made[1]._is_overflow = True
+    made[2].step()
+    assert made[1].step_was_skipped
+    assert made[2].get_last_lr() == [0.1]
+
+    contained = torch.compile(torch.nn.DataParallel(model))
+    assert accelerator.unwrap_model(contained)._orig_mod is model
+    assert accelerator.unwrap_model(contained, keep_torch_compile=False) is model
+
+    quantized: Any = torch.nn.Linear(1, 1)
+    quantized.is_loaded_in_8bit, quantized.hf_device_map = True, {"": "cpu"}
+    with pytest.raises(ConfigurationError, match="CPU or disk offload"):
+        accelerator.prepare(quantized)
+
+    big = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    whole = {name: value.clone() for name, value in big.state_dict().items()}
+    dispatch_model(big, {"0": "cpu", "1": "disk"}, main_device="cpu", offload_dir=tmp_path / "o")
+    accelerator.save_model(big, tmp_path / "saved")
+    again = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    load_checkpoint_in_model(again, tmp_path / "saved")
+    assert all(torch.equal(value, whole[name]) for name, value in again.state_dict().items())
+
+
+def test_settings_read_their_variables_when_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    made = settings.ParallelismConfig(1, cp_size=2)
+    assert made._get_mesh() == (("dp_shard", "cp"), (2, 2))
+    assert made.cp_handler.cp_comm_strategy == "alltoall"
+    assert settings.ParallelismConfig(dp_shard_size=1)._get_mesh() == ()
+    assert settings.TorchDynamoPlugin(mode="default").backend == "eager"
+    assert settings.TorchDynamoPlugin(backend="inductor").backend == "inductor"
+
+
+def test_utilities_take_what_the_originals_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @environment.purge_accelerate_environment
+    class Base:
+        pass
+
+    class Below(Base):
+        def test(self) -> None:
+            os.environ["ACCELERATE_LEFT"] = "1"
+
+    monkeypatch.delenv("ACCELERATE_LEFT", raising=False)
+    Below().test()
+    assert "ACCELERATE_LEFT" not in os.environ
+
+    assert trees.concatenate(["one"]) == "one"
+    nested = torch.nested.nested_tensor([[1.0, 2.0], [1.0]])
+    with pytest.warns(CannotPadNestedTensorWarning):
+        assert verbs.pad_across_processes(nested) is nested
+
+    weight = torch.ones(2)
+    other.save({"a": weight, "b": weight}, tmp_path / "w.safetensors", safe_serialization=True)
+    assert "Removed shared tensor(s) 'b' of" in caplog.text
+
+    model: Any = RegressionModel()
+    model._original_forward = model.forward
+    model.forward = models.convert_outputs_to_fp32(model.forward)
+    assert "forward" not in vars(models.extract_model_from_parallel(model, False))
+
+    with pytest.warns(UserWarning, match="do not match any submodules: 'no'"):
+        check_device_map(torch.nn.Linear(1, 1), {"": "cpu", "no": 0})
+
+
+def test_commands_are_parsed_and_run_for_programs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('ran', *sys.argv[1:]); sys.exit(len(sys.argv) - 2)")
+    parser = parsers.launch_command_parser()
+    args = parser.parse_args(["--cpu", "--num-processes", "1", str(script), "--lr"])
+    assert (args.cpu, args.multi_gpu, args.num_processes) == (True, False, 1)
+    assert (args.training_script, args.training_script_args) == (str(script), ("--lr",))
+    parsers.launch_command(args)  # comes back
+    assert "ran --lr" in capfd.readouterr().out
+    with pytest.raises(subprocess.CalledProcessError):
+        parsers.launch_command(parser.parse_args(["--cpu", str(script), "a", "b"]))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--num_processes", "many", str(script)])
+    assert "--num_processes" in parser.format_help()
+
+    made = config.ClusterConfig(num_processes=2, distributed_type=DistributedType.NO)
+    made.to_yaml_file(str(tmp_path / "c.yaml"))
+    read = config.load_config_from_file(str(tmp_path / "c.yaml"))
+    assert isinstance(read, config.BaseConfig)
+    assert read == made
+    assert read.mixed_precision == "no"
+    new = convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}})
+    assert new["fsdp_config"] == {"fsdp_version": 2, "fsdp_reshard_after_forward": True}

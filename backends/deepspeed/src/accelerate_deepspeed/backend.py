@@ -362,7 +362,8 @@ class DeepSpeedBackend(Backend):
             super().backward(accelerator, loss, kwargs)
             return
         if not kwargs.get("scale_wrt_gas", True):
-            del kwargs["scale_wrt_gas"]  # never: who passes it has divided, as Transformers' Trainer
+            # Never: who passes it has divided, as Transformers' Trainer does.
+            del kwargs["scale_wrt_gas"]
         if unknown := kwargs.keys() - {"retain_graph"}:
             raise ConfigurationError(
                 f"backward({min(unknown)}=...) is not possible with DeepSpeed, which takes "

@@ -102,11 +102,9 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 def is_compiled_module(module: object) -> bool:
     """Whether the whole module is compiled, by `torch.compile` or in place."""
-    if not isinstance(module, nn.Module):
-        return False
-    if _is_wrapped(module):
-        return True
-    return any(_is_in_place(each) for each in (module, within_wrappers(module)))
+    return isinstance(module, nn.Module) and (
+        _is_wrapped(module) or _is_in_place(module) or _is_in_place(within_wrappers(module))
+    )
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

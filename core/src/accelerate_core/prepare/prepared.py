@@ -260,11 +260,10 @@ class Prepared:
             even_batches: overrides the loaders' setting inside the block.
         """
         accelerator, stack = self.accelerator, ExitStack()
-        if not accelerator.backend.supports.get("join", False):
-            if accelerator.num_processes > 1:
-                kind = accelerator.backend.name
-                accelerator.note_once(f"join_uneven_inputs has no effect: {kind!r} cannot join.")
-        elif accelerator.num_processes > 1:
+        backend, several = accelerator.backend, accelerator.num_processes > 1
+        if several and not backend.supports.get("join", False):
+            accelerator.note_once(f"join_uneven_inputs does nothing: {backend.name} cannot join.")
+        elif several:
             if even_batches is not None:
                 stack.enter_context(override_even_batches(self.loaders, even_batches))
             stack.enter_context(self._hooks.join_uneven_inputs(accelerator, joinables))

@@ -12,8 +12,12 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate_core.config.handlers import DataLoaderConfiguration
-from accelerate_core.data import loader as loaders
-from accelerate_core.data.loader import CoreLoader, LoaderOptions
+from accelerate_core.data.loader import (
+    CoreLoader,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    LoaderOptions,
+)
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.prepare import prepare_loader
 from accelerate_core.distributed.communicator import Communicator
@@ -155,9 +159,9 @@ def shown(loader: Any) -> Any:
     if isinstance(loader, CoreLoader):
         kind: Any = type(loader)
         read: Any = type(loader.base)
-        if loader.options.config.dispatch_batches and kind is loaders.DataLoaderShard:
-            kind = loaders.DataLoaderDispatcher
+        if loader.options.config.dispatch_batches and kind is DataLoaderShard:
+            kind = DataLoaderDispatcher
         if read is not DataLoader and issubclass(read, DataLoader) and not issubclass(read, kind):
-            kind = _read_as(kind, read) if kind.__module__ == loaders.__name__ else kind
+            kind = _read_as(kind, read) if kind.__module__ == CoreLoader.__module__ else kind
         object.__setattr__(loader, "__class__", kind)
     return loader

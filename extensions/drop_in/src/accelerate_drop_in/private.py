@@ -60,6 +60,10 @@ def _set_sync_gradients(self: GradientState, sync_gradients: bool) -> None:
     self.sync_gradients = sync_gradients
 
 
+def _set_overflow(self: AcceleratedOptimizer, skipped: bool) -> None:
+    self._was_skipped = skipped
+
+
 def _mesh(self: ParallelismConfig) -> Any:
     """Return the mesh of the Accelerator that runs with this config, None if there is none."""
     user = process.current_user()
@@ -84,8 +88,8 @@ def _get_sampler(self: CoreLoader) -> Any:
     return order_sampler(self)
 
 
-def _set_overflow(self: AcceleratedOptimizer, skipped: bool) -> None:
-    self._was_skipped = skipped
+def _is_stateful(self: CoreLoader) -> bool:
+    return hasattr(type(self.base), "load_state_dict")
 
 
 def add() -> None:
@@ -115,9 +119,7 @@ def add() -> None:
         CoreLoader: {
             "base_dataloader": attribute("base", ""),
             "get_sampler": _get_sampler,
-            "use_stateful_dataloader": property(
-                lambda self: hasattr(type(self.base), "load_state_dict")
-            ),
+            "use_stateful_dataloader": property(_is_stateful),
         },
     }
     for cls, members in added.items():

@@ -31,11 +31,11 @@ _HOMES = {
         f"commands.{name}": (f"accelerate_drop_in.commands.{name}", _PARSERS, _CONFIG)
         for name in ("config", "env", "estimate", "launch", "merge")
     },
+    "commands.config.config_args": (_CONFIG, "accelerate_drop_in.constants"),
+    "commands.to_fsdp2": ("accelerate_drop_in.commands.to_fsdp2", _PARSERS),
     "commands.test": (
         *("accelerate_drop_in.commands.test", _PARSERS, "accelerate_drop_in.testing.helpers"),
     ),
-    "commands.config.config_args": (_CONFIG, "accelerate_drop_in.constants"),
-    "commands.to_fsdp2": ("accelerate_drop_in.commands.to_fsdp2", _PARSERS),
     "commands.tpu": (_CONFIG,),
     "commands.utils": (_PARSERS,),
     "commands.accelerate_cli": ("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),

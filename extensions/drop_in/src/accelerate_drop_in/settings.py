@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accelerate_core.config import handlers, parallelism
 from accelerate_core.config.lookup import Sources, look_up
 from accelerate_core.config.schema import settings_fields
-from accelerate_core.errors import ConfigurationError
+from accelerate_drop_in import private  # noqa: F401  (adds `get_device_mesh`)
 
 
 def _filled(cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -32,8 +32,6 @@ class TorchDynamoPlugin(handlers.TorchDynamoPlugin):
 
 class ParallelismConfig(parallelism.ParallelismConfig):
     """Sizes of the dimensions of a device mesh, which it can make itself."""
-
-    device_mesh: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(**_filled(parallelism.ParallelismConfig, args, kwargs))
@@ -60,21 +58,4 @@ class ParallelismConfig(parallelism.ParallelismConfig):
         ):
             if parts:
                 mesh[parts]._flatten(name)
-        return mesh
-
-    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Return the mesh, made at the first call.
-
-        Raises:
-            ConfigurationError: it is not made and there is no device, or it is one of other devices.
-        """
-        if self.device_mesh is None:
-            if device_type is None:
-                raise ConfigurationError('The first call needs the devices, such as "cuda".')
-            self.device_mesh = self.build_device_mesh(device_type)
-        if device_type not in (None, self.device_mesh.device_type):
-            raise ConfigurationError(
-                f"The mesh is one of {self.device_mesh.device_type} devices, not of {device_type}."
-            )
-        mesh: DeviceMesh = self.device_mesh
         return mesh
