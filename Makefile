@@ -117,7 +117,7 @@ drop-in: $(VENV)/run.stamp
 
 # The peers and the commands that run them in pairs of processes.
 PAIR = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2
-bench: $(VENV)/dev.stamp
+bench: $(VENV)/dev.stamp $(CLIENTS_MADE)/ours.stamp $(CLIENTS_MADE)/theirs.stamp
 	$(PIP) install -c constraints.txt accelerate==1.15.0 lightning-fabric==2.6.6
 	$(BIN)/python benchmarks/step_overhead.py
 	$(PAIR) benchmarks/collectives.py
@@ -126,6 +126,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/cli_start.py
 	$(BIN)/python benchmarks/launch_start.py
+	$(BIN)/python benchmarks/drop_in_start.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/parity.py
 	$(BIN)/python benchmarks/sharding.py

@@ -19,6 +19,8 @@ RECORDED = HERE / "recorded"
 #: How far a number may be from the recorded one, and for large ones relative to it.
 TOLERANCE = 1e-5
 TIMEOUT = 400
+#: What was compared: the case, the largest difference, and where it is.
+ROWS: list[tuple[str, float, str]] = []
 
 
 def groups() -> list[str]:

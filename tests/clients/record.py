@@ -28,6 +28,8 @@ def main() -> None:
             for name, one in failed.items():
                 print(f"{group}-{processes} {name}: {one['error'][-600:]}", file=sys.stderr)
             kept = {name: one for name, one in made.items() if name not in failed}
+            for one in kept.values():
+                del one["seconds"]
             if cases:
                 kept = {**recorded(group, processes), **kept}
             if kept:

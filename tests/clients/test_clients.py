@@ -6,8 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from clients import ENVIRONMENTS, TOLERANCE, differences, groups, recorded, run
-from conftest import ROWS
+from clients import ENVIRONMENTS, ROWS, TOLERANCE, differences, groups, recorded, run
 
 pytestmark = pytest.mark.skipif(
     not (ENVIRONMENTS / "ours").exists(), reason="`make clients` makes the clients' environment"
@@ -16,6 +15,12 @@ pytestmark = pytest.mark.skipif(
 SHORT = {
     "trainer": ("basic", "accumulation", "evaluation"),
     "from_pretrained": ("auto",),
+}
+#: Differences on purpose: by case what is not compared, and why.
+KNOWN: dict[tuple[str, int, str], dict[str, str]] = {
+    ("trainer", 1, "iterable_evaluation"): {
+        ".evaluated.eval_loss": "of a stream the original counts a short last batch as a full one"
+    },
 }
 CASES = [
     pytest.param(
@@ -51,12 +56,17 @@ def ran(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("client", CASES)
 def test_a_client_gets_what_it_got_from_the_original(
-    client: tuple[str, int, str], ran: Any, request: pytest.FixtureRequest
+    client: tuple[str, int, str], ran: Any
 ) -> None:
     group, processes, case = client
     ours, theirs = ran(group, processes)[case], recorded(group, processes)[case]
     assert "error" not in ours, ours["error"]
-    ours.pop("seconds"), theirs.pop("seconds")
-    off, where = max(differences(ours, theirs))
-    request.config.stash[ROWS].append((f"{group}-{processes}-{case}", off, where))
-    assert off <= TOLERANCE, [one for one in differences(ours, theirs) if one[0] > TOLERANCE][:8]
+    known = KNOWN.get((group, processes, case), {})
+    found = [
+        (off, where)
+        for off, where in differences(ours, theirs)
+        if not where.startswith((".seconds", *known))
+    ]
+    off, where = max(found)
+    ROWS.append((f"{group}-{processes}-{case}", off, where))
+    assert off <= TOLERANCE, [one for one in found if one[0] > TOLERANCE][:8]

@@ -47,6 +47,20 @@ def test_without_anything_the_stage_is_2_and_nothing_is_clipped():
     assert settled({"steps_per_print": 5}).stage == 0  # DeepSpeed's own meaning of a config
 
 
+def test_a_client_that_fills_its_config_later_is_read():
+    """As Transformers' Trainer does: it counts micro-batches itself, by a plugin of one step."""
+    config = HfDeepSpeedConfig({"gradient_accumulation_steps": 3})
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    assert plugin.hf_ds_config is config
+    plugin.deepspeed_config = {"gradient_accumulation_steps": 3, "steps_per_print": 5}
+    assert config.get_value("steps_per_print") == 5
+    one = SimpleNamespace(value=1, origin="constructor argument gradient_accumulation_plugin")
+    assert steps.check_accumulation(config, one) == 3
+    one.origin = "constructor argument gradient_accumulation_steps"
+    with pytest.raises(ConfigurationError, match="contradicts 3"):
+        steps.check_accumulation(config, one)
+
+
 def test_every_auto_is_resolved_with_its_reason():
     config = settled(
         {

@@ -78,24 +78,14 @@ def stage_3(folder: Path) -> Any:
 
 
 @case(2)
-def stage_2_with_its_own_optimizer_and_scheduler(folder: Path) -> Any:
+def stage_2_with_its_own_optimizer(folder: Path) -> Any:
     own = {
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True},
         },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {
-                "warmup_type": "linear",
-                "warmup_min_lr": "auto",
-                "warmup_max_lr": "auto",
-                "warmup_num_steps": "auto",
-            },
-        },
     }
-    more = {"warmup_steps": 4, "lr_scheduler_type": "constant_with_warmup"}
-    return run(folder, settings(2, **own), **more)
+    return run(folder, settings(2, **own))
 
 
 @case(2)
