@@ -95,6 +95,37 @@ def _launch(
     return made, asked
 
 
+def launch_project(programs: Path, project: Path, processes: int) -> dict[str, Any]:
+    """Run a copy of the project by `accelerate launch` with its default configuration.
+
+    The original's launch starts only one process on a CPU, so two are started by torchrun.
+    """
+    command = [str(programs / "accelerate"), "launch"]
+    environ = clean_environment(
+        OMP_NUM_THREADS="1",
+        CUDA_VISIBLE_DEVICES="",
+        HF_HOME=str(project),
+        PATH=f"{programs}{os.pathsep}{os.environ['PATH']}",
+    )
+    if processes > 1:
+        command = [str(programs / "python"), "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc_per_node={processes}"]
+        environ |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    done = subprocess.run(
+        [*command, "train.py", "out.json"],
+        cwd=project,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"The project ended with {done.returncode}:\n{done.stderr[-6000:]}")
+    made: dict[str, Any] = json.loads((project / "out.json").read_text())
+    return made
+
+
 def recorded(group: str, processes: int) -> dict[str, Any]:
     """Return what the original returned."""
     place = RECORDED / f"{group}-{processes}.json"

@@ -7,12 +7,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from clients import RECORDED, groups, recorded, run
+from clients import ENVIRONMENTS, HERE, RECORDED, groups, launch_project, recorded, run
+
+
+def write(group: str, processes: int, made: Any) -> None:
+    place = RECORDED / f"{group}-{processes}.json"
+    place.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+def record_project(processes: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        project = Path(shutil.copytree(HERE / "project", Path(folder, "project")))
+        write("project", processes, launch_project(ENVIRONMENTS / "theirs/bin", project, processes))
 
 
 def main() -> None:
@@ -20,9 +34,12 @@ def main() -> None:
     parser.add_argument("groups", nargs="*", metavar="GROUP[:CASE,CASE]")
     parser.add_argument("--processes", type=int, choices=(1, 2), help="default: each")
     given = parser.parse_args()
-    for asked in given.groups or groups():
+    for asked in given.groups or [*groups(), "project"]:
         group, _, cases = asked.partition(":")
         for processes in [given.processes] if given.processes else (1, 2):
+            if group == "project":
+                record_project(processes)
+                continue
             made = run("theirs", group, processes, cases.split(",") if cases else ())
             failed = {name: one for name, one in made.items() if "error" in one}
             for name, one in failed.items():
@@ -33,8 +50,7 @@ def main() -> None:
             if cases:
                 kept = {**recorded(group, processes), **kept}
             if kept:
-                place = RECORDED / f"{group}-{processes}.json"
-                place.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+                write(group, processes, kept)
             print(f"{group}-{processes}: {len(kept)} recorded, {len(failed)} failed")
 
 

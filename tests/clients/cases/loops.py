@@ -58,7 +58,10 @@ def history(trainer: Any) -> dict[str, list[float]]:
 
 
 class Classifier(Trainer):
-    """Keeps every loss, and counts what is right over all processes."""
+    """Keeps every loss, and counts what is right over all processes.
+
+    Its evaluation joins uneven inputs, which the original does on accelerators only: the rows are even.
+    """
 
     def training_run_start(self) -> None:
         self.seen: list[float] = []
@@ -105,7 +108,7 @@ def trainer(folder: Path, kind: Any = Classifier, **more: Any) -> Any:
 def fitted(made: Any, **more: Any) -> dict[str, Any]:
     made.train(
         train_dataset=digits(slice(0, 90)),
-        eval_dataset=digits(slice(90, 136)),
+        eval_dataset=digits(slice(90, 138)),
         per_device_batch_size=8,
         train_dataloader_kwargs={"num_workers": 0},
         eval_dataloader_kwargs={"num_workers": 0},
@@ -125,7 +128,7 @@ def pytorch_accelerated(folder: Path) -> Any:
     made = trainer(folder)
     found = {"fitted": fitted(made)}
     made.evaluate(
-        dataset=digits(slice(136, 163)),
+        dataset=digits(slice(138, 170)),
         per_device_batch_size=8,
         dataloader_kwargs={"num_workers": 0},
     )
@@ -188,7 +191,7 @@ def pytorch_accelerated_fine_tuning(folder: Path) -> Any:
 
 def learner(folder: Path, **more: Any) -> Any:
     train = FastaiLoader(digits(slice(0, 90)), bs=8, shuffle=True, num_workers=0)
-    valid = FastaiLoader(digits(slice(90, 136)), bs=8, num_workers=0)
+    valid = FastaiLoader(digits(slice(90, 138)), bs=8, num_workers=0)
     loaders = DataLoaders(train, valid, device=torch.device("cpu"))
     set_seed(6)
     return Learner(

@@ -1,0 +1,40 @@
+"""A project that was written for the original: one pip line, no edit, and what it gives is the same."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from clients import HERE, TOLERANCE, differences, launch_project, recorded
+from conftest import ROWS
+
+WHEEL = HERE.parents[1] / "extensions/drop_in/accelerate"
+
+
+@pytest.mark.timeout(600)
+def test_a_project_is_migrated_by_one_pip_line(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    venv.create(tmp_path / "env", with_pip=False)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
+    below = sysconfig.get_path("purelib")
+    (site / "below.pth").write_text(f"{below}\nimport site; site.addsitedir({below!r})\n")
+    # The wheel's dependencies are there; with them from an index it is `pip install accelerate-*.whl`.
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    how = ["--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "wheel", *how, "--wheel-dir", str(tmp_path), str(WHEEL)], check=True)
+    (wheel,) = tmp_path.glob("accelerate-*.whl")
+    python = str(tmp_path / "env" / "bin" / "python")
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", str(wheel)], check=True)
+    for processes in (1, 2):
+        project = tmp_path / f"project-{processes}"
+        shutil.copytree(HERE / "project", project)
+        ours = launch_project(tmp_path / "env" / "bin", project, processes)
+        off, where = max(differences(ours, recorded("project", processes)))
+        request.config.stash[ROWS].append((f"project-{processes}", off, where))
+        assert off <= TOLERANCE, where
