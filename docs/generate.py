@@ -409,8 +409,9 @@ def known_packages() -> str:
     kinds = {group.rpartition(".")[2]: kind for group, kind in discovery.GROUPS.items()}
     names: dict[str, dict[str, str]] = {kind: {} for kind in kinds.values()}
     summaries: dict[str, str] = {}
-    tables = ("ARGUMENTS", "VARIABLES", "SECTIONS", "KEYS", "SWITCHES", "OPTIONS", "PREFIXES")
-    found: dict[str, dict[str, str]] = {name: {} for name in (*tables, "EXPORTS", "PROBES")}
+    asked = ("ARGUMENTS", "VARIABLES", "SECTIONS", "KEYS", "SWITCHES", "OPTIONS", "PREFIXES")
+    tables = (*asked, "EXPORTS", "PROBES", "DISTRIBUTED_TYPES", "METHODS")
+    found: dict[str, dict[str, Any]] = {name: {} for name in tables}
     extras = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text())["project"]
     extra_of = {
         packages[-1]: extra
@@ -457,6 +458,11 @@ def known_packages() -> str:
             elif name.isidentifier() and name.islower() and name not in _RESERVED:
                 found["ARGUMENTS"][name] = extra
     added = tomllib.loads((ROOT / "docs" / "planned.toml").read_text(encoding="utf-8"))
+    absent = added.pop("absent")
+    found["ABSENT_ATTRIBUTES"] = {
+        **dict.fromkeys(absent["none"]),
+        **dict.fromkeys(absent["false"], False),
+    }
     for extra, planned in added.pop("lends").items():
         found["EXPORTS"] |= dict.fromkeys(planned, extra)
     libraries = added.pop("probes")["libraries"]

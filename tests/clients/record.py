@@ -26,7 +26,7 @@ def main() -> None:
             made = run("theirs", group, processes, cases.split(",") if cases else ())
             failed = {name: one for name, one in made.items() if "error" in one}
             for name, one in failed.items():
-                print(f"{group}-{processes} {name}: {one['error']}", file=sys.stderr)
+                print(f"{group}-{processes} {name}: {one['error'][-600:]}", file=sys.stderr)
             kept = {name: one for name, one in made.items() if name not in failed}
             if cases:
                 kept = {**recorded(group, processes), **kept}

@@ -88,8 +88,9 @@ def a_group_of_the_users_own_is_used_and_left() -> None:
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("own", store), rank=RANK, world_size=SIZE
     )
-    with accelerate() as accelerator:
-        work(accelerator)
+    for precision in ("no", "bf16"):  # what the first one said is in the group's store still
+        with accelerate(mixed_precision=precision) as accelerator:
+            work(accelerator)
     assert dist.is_initialized(), "whoever started it ends it"
     dist.destroy_process_group()
     with accelerate() as accelerator:

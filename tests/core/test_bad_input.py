@@ -316,7 +316,7 @@ def test_calls() -> None:
     accelerator = Accelerator()
     with pytest.raises(AccelerateError, match="device_placement has 1 entries for 2"):
         accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), device_placement=[True])
-    with pytest.raises(ConfigurationError, match="these lack them: int, list") as failure:
+    with pytest.raises(ConfigurationError, match=r"index 0 \(int\), .* 1 \(list\)") as failure:
         accelerator.register_for_checkpointing(3, [])
     assert "state_dict" in str(failure.value)
 

@@ -15,7 +15,8 @@ from accelerate_core.contract.view import AcceleratorView
 ROOT = Path(__file__).parents[2]
 NAMES = {name for name in vars(AcceleratorView) if not name.startswith("_")}
 PLUGINS = [
-    *ROOT.glob("backends/*/src/**/*.py"),
+    # Functions of the peer's take what scripts have, an Accelerator with all its names.
+    *(path for path in ROOT.glob("backends/*/src/**/*.py") if path.stem != "peer"),
     *ROOT.glob("examples/**/src/**/*.py"),
     *ROOT.glob("extensions/testing/src/accelerate_testing/scaffold/templates/**/src/**/*.py.in"),
 ]

@@ -47,6 +47,7 @@ def run(python: str, tests: Path, work: Path, only: list[str]) -> dict[str, str]
         if only and file.stem not in only:
             continue
         place = work / "run"
+        shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(tests, place / "tests")
         report = work / "report.xml"
         environment = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", COLUMNS="80")

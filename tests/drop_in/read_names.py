@@ -12,7 +12,11 @@ from pathlib import Path
 
 TABLE = Path(__file__).parents[2] / "extensions/drop_in/src/accelerate_drop_in/names.json"
 #: Of modules no client imports: the dialogue of `config`, and the original's own tests.
-LEFT_OUT = ("commands.menu", "commands.config.", "test_utils.scripts", "commands.to_fsdp2")
+LEFT_OUT = (
+    *("commands.menu", "test_utils.scripts"),
+    *(f"commands.config.{name}" for name in ("cluster", "config", "default", "sagemaker")),
+    *("commands.config.config_utils", "commands.config.update"),
+)
 
 
 def names_of(path: Path) -> list[str]:
@@ -33,7 +37,8 @@ def names_of(path: Path) -> list[str]:
                 found.add(each.name)
             elif isinstance(each, (ast.Assign, ast.AnnAssign)):
                 targets = each.targets if isinstance(each, ast.Assign) else [each.target]
-                found.update(one.id for one in targets if isinstance(one, ast.Name))
+                every = [each for one in targets for each in getattr(one, "elts", [one])]
+                found.update(one.id for one in every if isinstance(one, ast.Name))
     return sorted(name for name in found if not name.startswith("_") and name != "logger")
 
 
@@ -42,7 +47,7 @@ def main(package: Path) -> None:
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
         module = ".".join(part for part in parts if part != "__init__")
-        if not module.startswith(LEFT_OUT):
+        if not f"{module}.".startswith(tuple(f"{one}." for one in LEFT_OUT)):
             table[module] = names_of(path)
     TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 

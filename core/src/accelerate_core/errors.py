@@ -28,6 +28,7 @@ __all__ = [
     "UnknownArgumentError",
     "did_you_mean",
     "listing",
+    "of_the_user",
     "warn",
 ]
 

@@ -50,7 +50,9 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         self, level: int, msg: object, args: tuple[Any, ...], kwargs: MutableMapping[str, Any]
     ) -> None:
         msg, kwargs = self.process(msg, kwargs)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # this method and `log`
+        kwargs["stacklevel"] = (
+            kwargs.get("stacklevel", 2) + 1
+        )  # this method, and as counted in `log`
         self.logger.log(level, msg, *args, **kwargs)
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +60,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         key = repr((msg, args, sorted(kwargs.items())))
         if key not in self._said:
             self._said.add(key)
-            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1
             self.warning(msg, *args, **kwargs)
 
 

@@ -24,7 +24,6 @@ from accelerate.hooks import remove_hook_from_submodules
 from accelerate.utils import (
     compute_module_sizes,
     find_tied_parameters,
-    get_balanced_memory,
     get_max_memory,
     set_module_tensor_to_device,
 )
@@ -62,11 +61,6 @@ def state(model: Any) -> dict[str, Any]:
     return {
         "map": getattr(model, "hf_device_map", None),
         "meta": sorted(name for name, one in model.named_parameters() if one.is_meta),
-        "hooks": {
-            name: type(module._hf_hook).__name__
-            for name, module in model.named_modules()
-            if hasattr(module, "_hf_hook")
-        },
     }
 
 
@@ -119,7 +113,7 @@ MAPS: dict[str, Any] = {
     ),
     "max_memory_floats": _map("auto", max_memory={"cpu": 1e9}),
     "max_memory_strings": _map("auto", max_memory={"cpu": "1GB", "disk": "2GiB"}),
-    "auto_and_the_disk": _map("auto", max_memory={"cpu": 30_000}, offload_folder="off"),
+    "auto_and_the_disk": _map("auto", max_memory={"cpu": 20_000}, offload_folder="off"),
     "auto_and_buffers": _map(
         "auto", max_memory={"cpu": 22_000.5}, offload_folder="off", offload_buffers=True
     ),
@@ -169,24 +163,16 @@ def by_hand(folder: Path) -> Any:
     model = writer(tie_word_embeddings=False).eval()
     sizes = compute_module_sizes(model)
     plain = asked(model)["logits"]
-    budget = {"cpu": 30_000, "disk": 1e9}
+    budget = {"cpu": 20_000, "disk": 1e9}
     maps = {
         "layers": infer_auto_device_map(
             model, max_memory=dict(budget), no_split_module_classes=model._no_split_modules
         ),
-        "split": infer_auto_device_map(model, max_memory=dict(budget)),
-        "half": infer_auto_device_map(model, max_memory=dict(budget), dtype=torch.float16),
-        "clean": infer_auto_device_map(model, max_memory=dict(budget), clean_result=False),
-        "special": infer_auto_device_map(
-            model, max_memory=dict(budget), special_dtypes={"lm_head.weight": torch.int8}
-        ),
-        "two": infer_auto_device_map(
-            model, max_memory={0: 20_000, 1: "12KB", "cpu": 10_000.0}, verbose=True
-        ),
+        "split": infer_auto_device_map(model, dict(budget), []),
+        "half": infer_auto_device_map(model, dict(budget), [], dtype=torch.float16),
+        "clean": infer_auto_device_map(model, dict(budget), [], clean_result=False),
     }
     found: dict[str, Any] = {"maps": maps, "sizes": dict(sizes)}
-    found["balanced"] = get_balanced_memory(model, max_memory={0: 60_000, 1: 60_000, "cpu": 1e9})
-    found["low"] = get_balanced_memory(model, max_memory={0: 60_000, 1: 60_000}, low_zero=True)
     found["limits"] = get_max_memory({0: "1GB", "cpu": 2.5e9, "disk": "1MiB"})
     for name in ("layers", "split"):
         model = writer(tie_word_embeddings=False).eval()

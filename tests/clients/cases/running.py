@@ -2,7 +2,8 @@
 
 A file registers functions with `case`, which return what must be equal, and ends with `main()`. Run
 as `FILE OUT.json [CASE...]` on every rank, rank 0 writes what its cases returned after each of them; a
-case that raises leaves its traceback. Nothing here is ours: it runs with either `accelerate`.
+case that raises leaves its traceback, and ends the run if there are others who would wait. Nothing
+here is ours: it runs with either `accelerate`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def case(*on: int) -> Callable[[Any], Any]:
     """Register a function that takes a folder of its own, the same on all ranks."""
 
     def register(function: Any) -> Any:
+        if function.__module__ != "__main__":
+            return function  # another file's, which imports this one
         CASES[function.__name__] = function
         ON[function.__name__] = on or (1, 2)
         return function
@@ -40,9 +43,11 @@ def case(*on: int) -> Callable[[Any], Any]:
 
 
 def weights(model: torch.nn.Module) -> dict[str, float]:
-    """Return the norm of each parameter, and of all together."""
+    """Return the norm of all parameters together, and those of the last trained ones."""
     norms = {name: float(p.detach().double().norm()) for name, p in model.named_parameters()}
-    return {"all": sum(n * n for n in norms.values()) ** 0.5, **dict(list(norms.items())[:4])}
+    trained = [name for name, p in model.named_parameters() if p.requires_grad][-4:]
+    whole = sum(norm * norm for norm in norms.values()) ** 0.5
+    return {"all": whole, **{name: norms[name] for name in trained}}
 
 
 def lines(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -82,7 +87,9 @@ def main() -> None:
     # Named after the file asked for, so that all ranks mean the same.
     with tempfile.TemporaryDirectory() as own:
         shared = Path(f"{out}.files") if WORLD > 1 else Path(own)
-        for name in names or [one for one in CASES if WORLD in ON[one]]:
+        names = names or [one for one in CASES if WORLD in ON[one]]
+        Path(f"{out}.names").write_text(json.dumps(names))
+        for name in names:
             folder = shared / name
             folder.mkdir(parents=True, exist_ok=True)
             began = time.perf_counter()
@@ -94,6 +101,8 @@ def main() -> None:
             made[name]["seconds"] = round(time.perf_counter() - began, 2)
             place = Path(out) if RANK == 0 else Path(f"{out}.{RANK}")
             place.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+            if "error" in made[name] and WORLD > 1:
+                os._exit(1)
             reset(environment)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

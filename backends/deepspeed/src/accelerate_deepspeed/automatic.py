@@ -132,9 +132,15 @@ def accumulation_of(config: HfDeepSpeedConfig) -> int | None:
 
 
 def check_accumulation(config: HfDeepSpeedConfig, steps: Any) -> int | None:
-    """Return what `accumulation_of` does; `steps`, the run's with their origin, must agree."""
+    """Return what `accumulation_of` does; `steps`, the run's with their origin, must agree.
+
+    A `GradientAccumulationPlugin` of one step is of a loop that says itself when gradients are
+    synchronised, as Transformers' Trainer does: the config's number is for its batch sizes.
+    """
     there = accumulation_of(config)
     given = steps.origin not in ("default", "backend deepspeed")
+    if steps.value == 1 and steps.origin.endswith("gradient_accumulation_plugin"):
+        return there
     if there is not None and given and steps.value != there:
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps.value} (from {steps.origin}) contradicts {there} "

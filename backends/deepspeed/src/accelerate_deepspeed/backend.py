@@ -324,13 +324,14 @@ class DeepSpeedBackend(Backend):
         loaders = [*plan.values("loader"), *accelerator.loaders]
         parts = count if accelerator.split_batches else 1
         origin = accelerator.because["gradient_accumulation_steps"].origin
-        if origin == f"backend {self.name}":
+        there = automatic.accumulation_of(self.plugin.hf_ds_config)
+        if there is not None:
             origin = self.plugin.hf_ds_config.where("gradient_accumulation_steps")
         return automatic.RunSizes(
             data_ranks=count,
             # Ulysses tells DeepSpeed of its groups; of a tensor parallel one it counts each rank.
             all_ranks=count if self._ulysses is not None else accelerator.num_processes,
-            accumulation=accelerator.gradient_accumulation_steps,
+            accumulation=there or accelerator.gradient_accumulation_steps,
             accumulation_origin=origin,
             micro_batch=micro_batch(loaders, self.plugin.is_train_batch_min, parts),
         )
@@ -360,10 +361,12 @@ class DeepSpeedBackend(Backend):
         if not found:
             super().backward(accelerator, loss, kwargs)
             return
+        if not kwargs.get("scale_wrt_gas", True):
+            del kwargs["scale_wrt_gas"]  # never: who passes it has divided, as Transformers' Trainer
         if unknown := kwargs.keys() - {"retain_graph"}:
             raise ConfigurationError(
                 f"backward({min(unknown)}=...) is not possible with DeepSpeed, which takes "
-                "retain_graph only."
+                "retain_graph and scale_wrt_gas=False only."
             )
         if self._ulysses is not None and found[0].stage < 3:
             # Stages 0 to 2 add the parts of a sequence up, stage 3 takes their mean, as here.

@@ -48,6 +48,12 @@ class TransformersUlysses:
                 "sequence of any model."
             )
         its: Any = getattr(model, "config", None)
+        text = getattr(its, "get_text_config", lambda: its)()
+        if any("linear" in kind for kind in getattr(text, "layer_types", None) or ()):
+            raise ConfigurationError(
+                f"{type(model).__name__} has layers of linear attention, which carry a state along "
+                "the sequence; with sp_size each rank would begin it anew. Use sp_size=1."
+            )
         heads = getattr(its, "num_attention_heads", None)
         if heads is None or not hasattr(its, "_attn_implementation"):
             raise ConfigurationError(

@@ -132,7 +132,8 @@ class DeepSpeedPlugin(BackendSettings):
             names = self.transformer_moe_cls_names.split(",")
             self.transformer_moe_cls_names = [name.strip() for name in names if name.strip()]
         given = self.hf_ds_config
-        self.hf_ds_config = HfDeepSpeedConfig({} if given is None else given)
+        if not isinstance(given, HfDeepSpeedConfig):  # one that is: its owner goes on filling it
+            self.hf_ds_config = HfDeepSpeedConfig({} if given is None else given)
         if given is None:
             self.hf_ds_config.origin = "the plugin's defaults"
 
@@ -141,6 +142,10 @@ class DeepSpeedPlugin(BackendSettings):
         """DeepSpeed's config, as far as it is resolved; what is changed before `prepare` counts."""
         config: dict[str, Any] = self.hf_ds_config.config
         return config
+
+    @deepspeed_config.setter
+    def deepspeed_config(self, config: dict[str, Any]) -> None:
+        self.hf_ds_config.config = config
 
     @property
     def stage(self) -> int:
@@ -243,12 +248,12 @@ def tell_transformers(plugin: DeepSpeedPlugin | None) -> None:
         return
     from transformers.integrations import deepspeed as theirs
 
-    _told.clear()
+    if _told:  # what others have told it, as its Trainer does, is theirs
+        theirs.unset_hf_deepspeed_config()
+        _told.clear()
     if plugin is not None and wanted:
         _told.append(plugin.hf_ds_config.known_by_now())
         theirs.set_hf_deepspeed_config(_told[0])
-    else:
-        theirs.unset_hf_deepspeed_config()
 
 
 def get_active_deepspeed_plugin(state: Any = None) -> DeepSpeedPlugin:

@@ -283,6 +283,9 @@ class FSDP2Backend(Backend):
         """Shard the units and then the model, and fill the shards of what was on meta."""
         if isinstance(model, FSDPModule):
             return model
+        sizes = accelerator.parallelism_config
+        if sizes is not None and (sizes.cp_enabled or sizes.sp_enabled):
+            sequence.refuse_recurrent(model)
         mesh = self._shard_mesh(accelerator)
         reshard: Any = self.options.reshard_after_forward
         shards = mesh.size(mesh.ndim - 1)

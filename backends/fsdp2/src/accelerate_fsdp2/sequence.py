@@ -15,6 +15,23 @@ from torch.overrides import TorchFunctionMode
 from accelerate_core.errors import ConfigurationError, warn
 
 
+def refuse_recurrent(model: Any) -> None:
+    """Refuse layers that carry a state along the sequence: each rank would begin it anew.
+
+    Raises:
+        ConfigurationError: the config of the model lists such layers.
+    """
+    config = getattr(model, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
+    kinds = sorted({one for one in getattr(config, "layer_types", None) or () if "linear" in one})
+    if kinds:
+        raise ConfigurationError(
+            f"{type(model).__name__} has layers of the kind {', '.join(kinds)}, which carry a state "
+            "along the sequence. Shared by several ranks each would begin it anew, and gradients "
+            "would be wrong in silence: train it with cp_size=1 and sp_size=1."
+        )
+
+
 def _check_buffers(
     buffers: Sequence[torch.Tensor],
     dims: Sequence[int],

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from accelerate_core import BackendSettings, KwargsHandler, option, settings
-from accelerate_core.config.truth import truth
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
+from accelerate_core.truth import truth
 
 _WRAP = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")

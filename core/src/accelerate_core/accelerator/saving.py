@@ -86,13 +86,14 @@ class Saving:
             ConfigurationError: an object lacks one of the two; all such are named.
         """
         bad = [
-            o for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))
+            f"Item at index {at} ({type(o).__name__})"
+            for at, o in enumerate(objects)
+            if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))
         ]
         if bad:
-            names = ", ".join(type(one).__name__ for one in bad)
             raise ConfigurationError(
                 f"register_for_checkpointing needs objects with state_dict and load_state_dict; "
-                f"these lack them: {names}."
+                f"these lack them: {', '.join(bad)}."
             )
         self.registered.extend(objects)
 

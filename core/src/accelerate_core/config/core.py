@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accelerate_core.config.schema import option, settings, settings_fields
-from accelerate_core.config.truth import truth
+from accelerate_core.truth import truth
 
 
 def _precision(text: str, variable: str) -> str:

@@ -18,8 +18,8 @@ from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_confi
 from accelerate_core.config.handlers import TorchDynamoPlugin
 from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because, variable_origin
 from accelerate_core.config.schema import SettingField, given_fields, settings_fields
-from accelerate_core.config.truth import switch
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
+from accelerate_core.truth import switch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from accelerate_core import errors
+from accelerate_core.truth import truth
 
 #: Seconds an echo waits; the launcher polls ten times a second by default.
 _ECHO_WAIT = 3.0
@@ -104,7 +105,7 @@ def wait_for_culprit(error: BaseException) -> None:
 
 def _end_at_users_line(error: BaseException) -> None:
     """Leave out our frames beneath the line that set something wrong; debug mode shows them."""
-    debug = os.environ.get("ACCELERATE_DEBUG_MODE", "0").lower() not in ("0", "false")
+    debug = truth(os.environ.get("ACCELERATE_DEBUG_MODE")) is True
     last = step = None if debug else error.__traceback__
     while step is not None:
         last, step = (step if errors.of_the_user(step.tb_frame) else last), step.tb_next

@@ -8,6 +8,7 @@ compare what they are about to run (`agree`).
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import logging
 import os
@@ -43,12 +44,13 @@ class Runtime(Process):
     #: Accelerators that have begun and not ended, dead ones too: unlike `users` it does not
     #: depend on when the garbage collector runs, which differs between ranks.
     unended: int = 0
-    handshakes: int = 0
 
 
 _current: Runtime | None = None
 _generation = 0
 _stores: dict[tuple[str, int], Any] = {}
+#: Of the whole process: a group that was there before us keeps its store, and what was said in it.
+_handshakes = itertools.count(1)
 
 
 def running() -> Runtime | None:
@@ -361,8 +363,7 @@ def agree(runtime: Runtime, facts: Mapping[str, Any]) -> None:
     """
     if runtime.num_processes == 1 or runtime.store is None:
         return
-    runtime.handshakes += 1
-    prefix = f"agree/{runtime.handshakes}"
+    prefix = f"agree/{next(_handshakes)}"
     mine = json.dumps(dict(facts), sort_keys=True, default=str)
     store = runtime.store
     wait = runtime.timeout or timedelta(minutes=5)

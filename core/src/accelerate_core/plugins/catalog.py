@@ -1,7 +1,7 @@
 """Known packages outside the core: the one place that turns a missing plugin into a pip command.
 
 Most tables are generated into `known_packages.json` (`make docs`) from what our packages declare, and
-from `docs/planned.toml`. Written here are words of the peer's.
+from `docs/planned.toml`, which has words of the peer's, too.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ EXPORTS: dict[str, str]
 PROBES: dict[str, str]
 #: Command -> its line in the help.
 SUMMARIES: dict[str, str]
+#: `distributed_type` of a peer's config file -> the backend it asks for.
+DISTRIBUTED_TYPES: dict[str, str]
+#: Attributes of an Accelerator or its state while no active plugin serves them.
+ABSENT_ATTRIBUTES: dict[str, object]
+#: Methods of the peer's Accelerator that only make sense with a plugin.
+METHODS: dict[str, str]
 #: Extra -> our packages that it brings, and their folders in a clone.
 FOLDERS: dict[str, dict[str, str]]
 
@@ -57,35 +63,6 @@ def __getattr__(name: str) -> Any:
     if name in __annotations__:
         return _tables()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-#: `distributed_type` of a peer's config file -> the backend it asks for.
-DISTRIBUTED_TYPES = {
-    "FSDP": "fsdp2",
-    "DEEPSPEED": "deepspeed",
-    "MEGATRON_LM": "megatron",
-    "XLA": "xla",
-    "TPU": "xla",
-}
-
-#: Attributes of an Accelerator or its state while no active plugin serves them.
-ABSENT_ATTRIBUTES: dict[str, object] = {
-    "deepspeed_plugin": None,
-    "deepspeed_plugins": None,
-    "fsdp_plugin": None,
-    "torch_tp_plugin": None,
-    "megatron_lm_plugin": None,
-    "is_fsdp2": False,
-    "is_composable_parallelism_enabled": False,
-    "fp8_backend": None,
-    **dict.fromkeys(("fp8_enabled", "has_fp8_handler", "delayed_fp8_autocast"), False),
-    **dict.fromkeys(f"{name}_recipe_handler" for name in ("ao", "fp8", "msamp", "te")),
-    "ddp_handler": None,
-    "is_xla_gradients_synced": False,
-}
-
-#: Methods of the peer's Accelerator that only make sense with a plugin.
-METHODS = {"deepspeed_ulysses_dl_adapter": "deepspeed"}
 
 
 def extra_for(kind: str, name: str) -> str | None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.provenance import Because, variable_origin
-from accelerate_core.config.truth import switch, truth
 from accelerate_core.contract.topology import Topology
 from accelerate_core.errors import (
     AccelerateError,
@@ -31,6 +30,7 @@ from accelerate_core.plugins.discovery import (
     find,
     installed,
 )
+from accelerate_core.truth import switch, truth
 
 
 @dataclass(frozen=True)

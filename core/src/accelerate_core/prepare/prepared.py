@@ -14,7 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.compile import strip_compiled, uncompiled
 from accelerate_core.config.handlers import DataLoaderConfiguration
-from accelerate_core.config.truth import flag
 from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.parts import PreparedLoader
 from accelerate_core.contract.view import AcceleratorView
@@ -27,6 +26,7 @@ from accelerate_core.prepare.made_loader import MadeLoader
 from accelerate_core.training.forward import unwrap_forward
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
+from accelerate_core.truth import flag
 
 
 class Prepared:

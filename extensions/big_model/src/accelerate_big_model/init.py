@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accelerate_big_model.tensors import Device, rebuilt
 from accelerate_checkpoint.weights import as_device
-from accelerate_core.config.truth import flag
+from accelerate_core.truth import flag
 
 
 @contextmanager

@@ -144,7 +144,7 @@ def on_one_device(names: Sequence[str], device_map: Mapping[str, Any]) -> bool:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that a device map covers every tensor and names only modules that exist.
+    """Check that a device map covers every tensor; warn of what it names beyond the model's modules.
 
     Raises:
         ConfigurationError: it does not; the text lists the names.
@@ -153,8 +153,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     known = {name for name, _ in model.named_modules()} | set(tensors)
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        raise ConfigurationError(
-            f"The device map names {', '.join(map(repr, unknown))}, which the model does not have."
+        warn(
+            f"These device_map keys do not match any submodules: {', '.join(map(repr, unknown))}."
             f"{did_you_mean(unknown[0], known)}"
         )
     missing = [name for name in tensors if not any(within(name, module) for module in device_map)]

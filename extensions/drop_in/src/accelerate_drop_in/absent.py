@@ -46,6 +46,7 @@ REFUSED = {
 }
 
 _HELP = "a detail of the original's parser; accelerate launch --help has groups of its own"
+_TABLE = "a table of the original's converter; ours is convert_config_to_fsdp2"
 _HUB = "a detail of the original's command, which makes a model; ours reads shapes alone"
 
 #: Cannot be imported: a value, or what only works on the original's own insides.
@@ -54,6 +55,10 @@ LEFT_OUT = {
     "MODEL_CONFIGS_TO_MEGATRON_PARSERS": "a table of the Megatron-LM plugin, which is planned",
     "FORMAT": _HELP,
     "options_to_group": _HELP,
+    **dict.fromkeys(
+        ("ARGUMENT_KEY_MAPPING", "ARGUMENT_VALUE_MAPPING", "ConversionStatus", "load_config"),
+        _TABLE,
+    ),
     "description": "the help of a command, see accelerate merge-weights --help",
     **dict.fromkeys(
         ("check_has_model", "create_ascii_table", "create_empty_model", "verify_on_hub"), _HUB

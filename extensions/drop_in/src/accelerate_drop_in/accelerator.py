@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from accelerate_big_model.dispatch import get_state_dict_offloaded_model
+from accelerate_big_model.tensors import has_offloaded_params
+from accelerate_checkpoint.model import save_weights
 from accelerate_core import accelerator
+from accelerate_core.builtin.compile import uncompiled
+from accelerate_core.data.feeding import look_ahead
+from accelerate_core.data.loader import CoreLoader
+from accelerate_core.data.sources import IndexedSource
+from accelerate_core.errors import ConfigurationError, listing
+from accelerate_drop_in.data_loader import shown
+from accelerate_drop_in.models import without_containers
+
+
+def _refuse_offloaded(model: Any) -> None:
+    """Refuse quantized weights that are in part on the CPU or disk.
+
+    Raises:
+        ConfigurationError: the model has such.
+    """
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    for bits in (8, 4):
+        if places & {"cpu", "disk"} and getattr(model, f"is_loaded_in_{bits}bit", False):
+            raise ConfigurationError(
+                f"The model is loaded in {bits} bits, and CPU or disk offload of it cannot be "
+                f"trained; its device map has {listing(sorted(places))}."
+            )
+
 
 #: What the original takes by position, after what ours does.
 _BY_POSITION = (
@@ -16,8 +47,18 @@ _BY_POSITION = (
 _FIRST = 6
 
 
+class _ReadAhead(IndexedSource):
+    """Reads a batch before the one before it is trained on, as feeding an accelerator does anyway.
+
+    Datasets that draw from the global generator draw then as with the original.
+    """
+
+    def _items(self, iterator: Iterator[Any], index: Any) -> Iterator[Any]:
+        return (item for item, _, _ in look_ahead(super()._items(iterator, index)))
+
+
 class Accelerator(accelerator.Accelerator):
-    """accelerate-core's, with the one default that the original's scripts count on.
+    """accelerate-core's, with what the original's scripts count on.
 
     All arguments of the original may be given by position.
 
@@ -31,6 +72,76 @@ class Accelerator(accelerator.Accelerator):
         config = self.dataloader_config
         if config.restore_positions is None:
             config.restore_positions = config.use_stateful_dataloader
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepare objects, which have the mark of the original's after it."""
+        for one in args:
+            _refuse_offloaded(one)
+        made = super().prepare(*args, device_placement=device_placement)
+        for one in made if isinstance(made, tuple) else (made,):
+            self._read_ahead(one)
+        for group in (self.models, self.optimizers, self.schedulers, self.loaders):
+            for one in group:
+                shown(one)._is_accelerate_prepared = True
+        return made
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> Any:
+        """Share one loader out between the ranks that read different data."""
+        made = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        return shown(self._read_ahead(made))
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> torch.nn.Module:
+        """Prepare one model.
+
+        Raises:
+            ConfigurationError: it has quantized weights, and parts of it on the CPU or disk.
+        """
+        _refuse_offloaded(model)
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of a model once; those that are on disk or the CPU are read for it."""
+        if not any(map(has_offloaded_params, model.modules())):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        weights = get_state_dict_offloaded_model(model)
+        if self.is_main_process:
+            shards = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+            save_weights(weights, Path(save_directory), **shards)  # type: ignore[arg-type]
+
+    def unwrap_model(
+        self,
+        model: torch.nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
+    ) -> torch.nn.Module:
+        """Return the user's own model inside a prepared one, or one in torch's own containers."""
+        inner = without_containers(model)
+        own = super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+        return inner if keep_torch_compile and own is uncompiled(inner) else own
+
+    def _read_ahead(self, made: Any) -> Any:
+        if isinstance(made, CoreLoader) and not self.dataloader_config.restore_positions:
+            source, device = made._source, made.options.device
+            if type(source) is IndexedSource and (device is None or device.type == "cpu"):
+                made._source = _ReadAhead(source.base, source.stream, source.per_step)
+        return made
 
 
 Accelerator.__init__.__wrapped__ = accelerator.Accelerator.__init__  # type: ignore[attr-defined]

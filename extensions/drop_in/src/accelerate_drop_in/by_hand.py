@@ -24,7 +24,7 @@ from accelerate_core.training import optimizer as optimizers
 from accelerate_core.training import scheduler as schedulers
 from accelerate_drop_in import private  # noqa: F401
 from accelerate_drop_in.accelerator import Accelerator
-from accelerate_drop_in.data_loader import prepare_data_loader
+from accelerate_drop_in.data_loader import prepare_data_loader, shown
 
 
 class _Prepared(type):
@@ -318,7 +318,7 @@ class DataLoaderDispatcher(DataLoaderStateMixin):
 
 def _started(loader: CoreLoader, skip_batches: int, iteration: int) -> CoreLoader:
     loader.iteration = iteration
-    return loader.skipping(skip_batches) if skip_batches else loader
+    return shown(loader.skipping(skip_batches) if skip_batches else loader)  # type: ignore[no-any-return]
 
 
 # --- optimizers and schedulers ------------------------------------------------------------------

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate_core.config.handlers import DataLoaderConfiguration
+from accelerate_core.data import loader as loaders
 from accelerate_core.data.loader import CoreLoader, LoaderOptions
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.prepare import prepare_loader
@@ -138,3 +140,24 @@ class SkipBatchSampler(Wrapper, BatchSampler):
     def total_length(self) -> int:
         """Number of batches without skipping."""
         return len(self.batch_sampler)
+
+
+@functools.cache
+def _read_as(kind: Any, read: Any) -> Any:
+    return type(kind.__name__, (kind,), {"__class__": property(lambda _: read)})
+
+
+def shown(loader: Any) -> Any:
+    """Give a loader of `prepare` the class that the original's has: `isinstance` asks for it.
+
+    It counts as one of the class that it reads, and on one process as a dispatcher if it was to be.
+    """
+    if isinstance(loader, CoreLoader):
+        kind: Any = type(loader)
+        read: Any = type(loader.base)
+        if loader.options.config.dispatch_batches and kind is loaders.DataLoaderShard:
+            kind = loaders.DataLoaderDispatcher
+        if read is not DataLoader and issubclass(read, DataLoader) and not issubclass(read, kind):
+            kind = _read_as(kind, read) if kind.__module__ == loaders.__name__ else kind
+        object.__setattr__(loader, "__class__", kind)
+    return loader

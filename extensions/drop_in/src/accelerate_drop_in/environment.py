@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate_core.config.truth import OFF, ON, flag, truth
 from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.truth import OFF, ON, flag, truth
 from accelerate_launch.affinity import set_numa_affinity
 from accelerate_launch.mpi import FLAVOURS
 
-logger = logging.getLogger(__name__)
+#: Scripts set levels of loggers by the names of the original's modules.
+logger = logging.getLogger("accelerate.utils.environment")
 
 #: What the original keeps apart, to not look the CPUs up again; here it is no different.
 override_numa_affinity = set_numa_affinity
@@ -117,11 +118,17 @@ def _accelerate_variables_kept() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorate a function, or every test method of a class: `ACCELERATE_*` is restored after."""
+    """Decorate a function, or every test method of a class and of those that inherit from it.
+
+    `ACCELERATE_*` is restored after.
+    """
     if inspect.isclass(func_or_cls):
         for name, member in list(vars(func_or_cls).items()):
             if callable(member) and (name.startswith("test") or name in ("setUp", "setup_method")):
                 setattr(func_or_cls, name, purge_accelerate_environment(member))
+        func_or_cls.__init_subclass__ = classmethod(  # type: ignore[assignment]
+            lambda cls, **_: purge_accelerate_environment(cls)
+        )
         return func_or_cls
     function: Callable[..., Any] = func_or_cls
     if inspect.iscoroutinefunction(function):

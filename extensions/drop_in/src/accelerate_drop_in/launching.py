@@ -30,6 +30,11 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
+    """Return the options as they are: what a config file adds is read when the launch is planned."""
+    return args, None, False
+
+
 def _plan(args: argparse.Namespace) -> LaunchPlan:
     script = args.training_script, list(args.training_script_args or ())
     return make_plan(*script, _given(args), dict(os.environ))

@@ -33,6 +33,16 @@ def _inside(model: nn.Module) -> nn.Module:
     return model
 
 
+def without_containers(model: nn.Module) -> nn.Module:
+    """Return the model within torch's parallel containers, compiled if they were."""
+    inner = _inside(uncompiled(model))
+    if model is uncompiled(model) or inner is uncompiled(model):
+        return _inside(model)
+    wrapper: Any = model
+    made: nn.Module = type(wrapper)(inner, wrapper.dynamo_ctx)
+    return made
+
+
 def extract_model_from_parallel(
     model: nn.Module,
     keep_fp32_wrapper: bool = True,
@@ -50,9 +60,9 @@ def extract_model_from_parallel(
         recursive: look into submodules too; those wrapped are replaced in place.
     """
     user = current_user()
-    inner = _inside(model)
+    inner = without_containers(model)
     if user is not None:
-        inner = _inside(user.unwrap_model(inner))
+        inner = without_containers(user.unwrap_model(inner))
     if recursive:
         for name, child in inner.named_children():
             found = extract_model_from_parallel(child, recursive=True)
@@ -60,6 +70,11 @@ def extract_model_from_parallel(
                 setattr(inner, name, found)
     if not keep_fp32_wrapper:
         unwrap_forward(inner)
+        own = vars(inner).pop("_original_forward", None)  # a script has wrapped it by hand
+        if own is not None:
+            inner.forward = own
+            if getattr(own, "__func__", None) is type(inner).forward:
+                del inner.forward
     return inner if keep_torch_compile else strip_compiled(inner)
 
 

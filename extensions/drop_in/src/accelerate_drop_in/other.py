@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from packaging.version import InvalidVersion, Version
 
+from accelerate_core.errors import listing
+
 logger = logging.getLogger(__name__)
 
 _OLDEST_KERNEL = Version("5.5.0")
@@ -91,9 +93,7 @@ def check_os_kernel() -> None:
         return
     if kernel < _OLDEST_KERNEL:
         logger.warning(
-            "The Linux kernel %s is older than %s; processes may hang on it.",
-            kernel,
-            _OLDEST_KERNEL,
+            f"The Linux kernel {kernel} is older than {_OLDEST_KERNEL}; processes may hang."
         )
 
 
@@ -155,4 +155,9 @@ def save(
 
     from accelerate_checkpoint.weights import clean_state_dict_for_safetensors
 
-    save_file(clean_state_dict_for_safetensors(obj), f, metadata={"format": "pt"})
+    kept = clean_state_dict_for_safetensors(obj)
+    if missing := sorted(set(obj) - set(kept)):
+        logger.warning(
+            f"Removed shared tensor(s) {listing(missing)} of {f}: they are others under a second name."
+        )
+    save_file(kept, f, metadata={"format": "pt"})

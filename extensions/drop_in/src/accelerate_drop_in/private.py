@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from accelerate_core import (
@@ -14,6 +15,7 @@ from accelerate_core import (
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process
+from accelerate_core.training.optimizer import AcceleratedOptimizer
 
 #: Runtimes that were reset: what they started is ended when Python exits.
 _left: list[process.Runtime] = []
@@ -82,6 +84,10 @@ def _get_sampler(self: CoreLoader) -> Any:
     return order_sampler(self)
 
 
+def _set_overflow(self: AcceleratedOptimizer, skipped: bool) -> None:
+    self._was_skipped = skipped
+
+
 def add() -> None:
     """Add them."""
     lists = {f"_{one}": attribute(f"_prepared.{one}", "") for one in ("models", "optimizers")}
@@ -90,6 +96,9 @@ def add() -> None:
     lists["_custom_objects"] = attribute("_saving.registered", "")
     added: dict[Any, dict[str, Any]] = {
         Accelerator: lists,
+        AcceleratedOptimizer: {
+            "_is_overflow": property(attrgetter("_was_skipped"), _set_overflow),
+        },
         PartialState: {"_reset_state": classmethod(_reset_all)},
         AcceleratorState: {"_reset_state": classmethod(_reset_accelerators)},
         GradientState: {
@@ -103,7 +112,13 @@ def add() -> None:
             "get_device_mesh": _get_device_mesh,
             "fsdp_dim_names": property(_fsdp_dim_names),
         },
-        CoreLoader: {"base_dataloader": attribute("base", ""), "get_sampler": _get_sampler},
+        CoreLoader: {
+            "base_dataloader": attribute("base", ""),
+            "get_sampler": _get_sampler,
+            "use_stateful_dataloader": property(
+                lambda self: hasattr(type(self.base), "load_state_dict")
+            ),
+        },
     }
     for cls, members in added.items():
         if "_reset_state" in members:

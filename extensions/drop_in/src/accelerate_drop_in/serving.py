@@ -34,6 +34,8 @@ _HOMES = {
     "commands.test": (
         *("accelerate_drop_in.commands.test", _PARSERS, "accelerate_drop_in.testing.helpers"),
     ),
+    "commands.config.config_args": (_CONFIG, "accelerate_drop_in.constants"),
+    "commands.to_fsdp2": ("accelerate_drop_in.commands.to_fsdp2", _PARSERS),
     "commands.tpu": (_CONFIG,),
     "commands.utils": (_PARSERS,),
     "commands.accelerate_cli": ("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),
@@ -80,6 +82,17 @@ _PRIVATE = {
     *("Accelerator", "AcceleratorState", "GradientState", "PartialState", "ParallelismConfig"),
     *("DataLoaderShard", "DataLoaderDispatcher"),
 }
+#: Have one home, whichever module they are asked of.
+_ONE_HOME = dict.fromkeys(
+    ("ParallelismConfig", "TorchDynamoPlugin"), ("accelerate_drop_in.settings",)
+)
+#: Private functions that clients import.
+_PRIVATE_NAMES = {
+    "_refuse_recurrent_layers_under_sequence_parallelism": (
+        *("accelerate_fsdp2.sequence", "refuse_recurrent"),
+    ),
+    "_validate_launch_command": ("accelerate_drop_in.launching", "validate_launch_command"),
+}
 
 #: What had a name before a client assigned to it.
 _originals: dict[str, Any] = {}
@@ -120,6 +133,9 @@ class Served(ModuleType):
         if name == "__all__":
             return [one for one in known if left_out(module, one) is None and hasattr(self, one)]
         if name not in known:
+            if name in _PRIVATE_NAMES:
+                home, inner = _PRIVATE_NAMES[name]
+                return getattr(importlib.import_module(home), inner)
             if f"{self.__name__}.{name}".partition(".")[2] in names():
                 return importlib.import_module(f"{self.__name__}.{name}")
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -135,7 +151,7 @@ class Served(ModuleType):
             raise ImportError(f"{self.__name__}.{name} is not served: {reason}", name=name)
         if (missing := absent(module, name)) is not None:
             return _Absent(name, (), {"told": missing, "__doc__": missing})
-        own = _HOMES.get(module, ())
+        own = _ONE_HOME.get(name) or _HOMES.get(module, ())
         others = (one for homes in _HOMES.values() for one in homes if not _APART.search(one))
         for home in (*own, "accelerate_core.utils", *others):
             try:

@@ -123,6 +123,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         concatenate([{"x": torch.zeros(2, 3)}, {"x": torch.ones(4, 3)}])["x"].shape  # [6, 3]
     """
     first = data[0]
+    if len(data) == 1 and not isinstance(first, torch.Tensor):
+        return first
     if isinstance(first, torch.Tensor):
         return torch.stack(list(data)) if first.ndim == 0 else torch.cat(list(data), dim=dim)
     if children(first) is None:

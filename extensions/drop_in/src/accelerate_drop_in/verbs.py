@@ -16,7 +16,7 @@ from accelerate_core.data import rng
 from accelerate_core.distributed import collectives
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.tree import get_data_structure
-from accelerate_core.errors import ConfigurationError, DistributedOperationException
+from accelerate_core.errors import ConfigurationError, DistributedOperationException, warn
 from accelerate_core.state import current_communicator
 from accelerate_drop_in.trees import TENSOR_TYPE_TO_INT, get_shape, initialize_tensors
 
@@ -71,6 +71,12 @@ def pad_across_processes(
     tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
 ) -> Any:
     """Pad the tensors of all processes to the longest along a dimension."""
+    if getattr(tensor, "is_nested", False):  # the core looks only where there is something to pad
+        warn(
+            "A nested tensor cannot be padded; it is kept.",
+            collectives.CannotPadNestedTensorWarning,
+        )
+        return tensor
     return collectives.pad_across_processes(
         tensor, dim, pad_index, pad_first, comm=current_communicator()
     )

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from accelerate_core import AcceleratorView, Claim, Request, hookimpl
-from accelerate_core.config.truth import flag, truth
+from accelerate_core.truth import flag, truth
 
 logger = logging.getLogger(__name__)
 

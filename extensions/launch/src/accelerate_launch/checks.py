@@ -10,10 +10,10 @@ from importlib.metadata import entry_points
 
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.provenance import Because
-from accelerate_core.config.truth import truth
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
+from accelerate_core.truth import truth
 from accelerate_launch import devices, peer
 from accelerate_launch.cluster import ClusterEnvironment
 from accelerate_launch.options import LAUNCH_OPTIONS

@@ -10,10 +10,10 @@ from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.lookup import converted
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.schema import SettingField
-from accelerate_core.config.truth import truth
 from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
+from accelerate_core.truth import truth
 from accelerate_launch import peer
 from accelerate_launch.checks import check_mapping
 from accelerate_launch.options import LAUNCH_OPTIONS

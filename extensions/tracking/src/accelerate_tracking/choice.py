@@ -38,26 +38,28 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
     Registering a class again, or one that is defined anew in a notebook, replaces it.
 
     Raises:
-        TrackerError: it is no subclass of `GeneralTracker`, or lacks a name or
-            `requires_logging_directory`.
-        ConfigurationError: the name is that of an installed tracker, or `all`.
+        ConfigurationError: it is no subclass of `GeneralTracker`, or lacks a name or
+            `requires_logging_directory`; or the name is that of an installed tracker, or `all`.
     """
     if not _is_tracker_class(tracker_class):
-        raise TrackerError(
+        raise ConfigurationError(
             f"register_tracker_class takes a subclass of GeneralTracker, not {tracker_class!r}."
         )
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name:
-        raise TrackerError(
+        raise ConfigurationError(
             f"{tracker_class.__qualname__} needs a class attribute such as name = 'my_tracker'."
         )
     if not isinstance(getattr(tracker_class, "requires_logging_directory", None), bool):
-        raise TrackerError(
+        raise ConfigurationError(
             f"{tracker_class.__qualname__} needs a class attribute "
             "requires_logging_directory = True or False."
         )
     if name == "all" or any(record.name == name for record in installed().of_kind("tracker")):
         raise ConfigurationError(f"The name {name!r} is taken by a tracker that is installed.")
+    before = _registered.get(name, tracker_class)
+    if before.__qualname__.rpartition(".")[2] != tracker_class.__qualname__.rpartition(".")[2]:
+        warn(f"The name {name!r} was that of {before.__qualname__}; now it is {tracker_class!r}.")
     _registered[name] = tracker_class
     LoggerType.register(name)
     return tracker_class

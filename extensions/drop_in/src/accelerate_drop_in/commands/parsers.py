@@ -6,11 +6,18 @@ A parser keeps what it is given: options are those of our commands, which read t
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import click
+
 from accelerate_core.cli import cli
+from accelerate_drop_in.commands import call
+
+#: What the original calls arguments of our commands.
+_ALSO = {"script": "training_script", "arguments": "training_script_args"}
 
 
 class _Dashes:
@@ -41,31 +48,66 @@ class CustomHelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Keeps what it is given in `arguments`."""
+    """Has our command read what it is given, and keeps it in `arguments`.
+
+    Args:
+        words: the command.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__(f"accelerate {' '.join(words)}", add_help=False)
+        self._words = words
+
+    def _context(self, arguments: Sequence[str]) -> click.Context:
+        context = click.Context(cli, info_name="accelerate")
+        command: Any = cli
+        for word in self._words:
+            command = command.get_command(context, word)
+        if arguments:
+            made: click.Context = command.make_context(word, [*arguments], parent=context)
+            return made
+        return click.Context(command, parent=context, info_name=word)
+
+    def format_help(self) -> str:
+        """Return the help of our command."""
+        return self._context(()).get_help()
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         made = namespace if namespace is not None else argparse.Namespace()
-        made.arguments = [*(sys.argv[1:] if args is None else args)]
+        given = [*(sys.argv[1:] if args is None else args)]
+        try:
+            context = self._context(given)
+        except click.ClickException as error:
+            self.exit(error.exit_code, f"{error.format_message()}\n")
+        for parameter in context.command.get_params(context):
+            value = context.params.get(str(parameter.name))
+            off = value is None and getattr(parameter, "is_flag", False)
+            for name in parameter.opts:
+                plain = _ALSO.get(name) or name.lstrip("-").replace("-", "_")
+                setattr(made, plain, False if off else value)
+        made.arguments = given
         return made, []
 
 
-def _command(*words: str) -> tuple[Callable[..., Any], Callable[..., None]]:
+def _command(
+    *words: str, run: Callable[..., None] | None = None
+) -> tuple[Callable[..., Any], Callable[..., None]]:
     """Return the parser of one of our commands, and what runs it."""
 
     def command(args: argparse.Namespace) -> None:
         try:
-            cli.main(args=[*words, *args.arguments], prog_name="accelerate")
+            call([*words, *args.arguments])
         except SystemExit as end:
             if end.code:
                 raise
 
     def parser(subparsers: Any = None) -> argparse.ArgumentParser:
-        made = _Parser(f"accelerate {' '.join(words)}", add_help=False)
+        made = _Parser(words)
         if subparsers is not None:
             subparsers._name_parser_map[words[-1]] = made
-            made.set_defaults(func=command)
+            made.set_defaults(func=run or command)
         return made
 
     command.__doc__ = f"Run `accelerate {' '.join(words)}` with what its parser was given."
@@ -75,7 +117,20 @@ def _command(*words: str) -> tuple[Callable[..., Any], Callable[..., None]]:
 
 config_command_parser, config_command = _command("config")
 env_command_parser, env_command = _command("env")
-launch_command_parser, launch_command = _command("launch")
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Launch what `launch_command_parser` was given, and come back when it has ended.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    # Not here: `launch` of one process becomes the script.
+    command = [sys.executable, "-m", "accelerate_core", "launch", *args.arguments]
+    subprocess.run(command, check=True)
+
+
+launch_command_parser, _ = _command("launch", run=launch_command)
 merge_command_parser, merge_command = _command("merge-weights")
 test_command_parser, test_command = _command("test")
 to_fsdp2_command_parser, to_fsdp2_command = _command("to-fsdp2")

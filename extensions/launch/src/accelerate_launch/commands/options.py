@@ -10,8 +10,8 @@ import click
 
 from accelerate_core.config.lookup import converted
 from accelerate_core.config.schema import SettingField
-from accelerate_core.config.truth import truth
 from accelerate_core.errors import AccelerateError, ConfigurationError, did_you_mean
+from accelerate_core.truth import truth
 from accelerate_launch.contributed import Contributed, contributed_options, refuse_unknown
 from accelerate_launch.options import LAUNCH_OPTIONS, TRAINING
 

@@ -1,0 +1,5 @@
+"""`accelerate.commands.config.config_args`, served by accelerate-core."""
+
+from accelerate_drop_in.serving import serve
+
+serve(__name__)

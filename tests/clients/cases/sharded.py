@@ -1,0 +1,106 @@
+"""transformers' Trainer and a loop by hand on FSDP2, two processes.
+
+The original has no FSDP on a CPU: without a word it trains unsharded there, and that is recorded. So
+what is compared is that sharding changes nothing; in bf16, where FSDP rounds what autocast does not,
+it does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import running
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import set_seed
+from running import case
+from tiny import Sentences, writer
+from trainer import arguments, trained
+from transformers import Trainer
+
+CONFIG: dict[str, Any] = {
+    "version": 2,
+    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    "cpu_ram_efficient_loading": False,
+}
+
+
+class Texts(Sentences):
+    def __getitem__(self, index: int) -> Any:
+        ids = self.ids[index]
+        return {"input_ids": ids, "labels": ids}
+
+
+def run(folder: Path, given: dict[str, Any] = CONFIG, rows: int = 40, **more: Any) -> Any:
+    resumed = more.pop("resumed", None)
+    made = Trainer(
+        model=writer(),
+        args=arguments(folder, fsdp="full_shard auto_wrap", fsdp_config=dict(given), **more),
+        train_dataset=Texts(rows),
+        eval_dataset=Texts(11, seed=1),
+    )
+    result = trained(made, resume_from_checkpoint=resumed)
+    del result["weights"]  # shards
+    return {**result, "evaluated": running.lines([made.evaluate()])[0]}
+
+
+@case(2)
+def basic(folder: Path) -> Any:
+    return run(folder)
+
+
+@case(2)
+def accumulation(folder: Path) -> Any:
+    return run(folder, gradient_accumulation_steps=3, max_grad_norm=0.5)
+
+
+@case(2)
+def checkpointed_activations(folder: Path) -> Any:
+    return run(folder, given={**CONFIG, "activation_checkpointing": True})
+
+
+@case(2)
+def resume_from_shards(folder: Path) -> Any:
+    more = {"save_strategy": "steps", "save_steps": 4}
+    run(folder, **more)
+    return run(folder, resumed=str(folder / "checkpoint-4"), **more)
+
+
+@case(2)
+def resume_from_a_full_state(folder: Path) -> Any:
+    more = {"save_strategy": "steps", "save_steps": 4}
+    given = {**CONFIG, "state_dict_type": "FULL_STATE_DICT"}
+    run(folder, given=given, **more)
+    return run(folder, given=given, resumed=str(folder / "checkpoint-4"), **more)
+
+
+@case(2)
+def by_hand(folder: Path) -> Any:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    set_seed(5)
+    model = writer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.utils.data.DataLoader(Texts(30), batch_size=4, shuffle=True)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    losses = []
+    for _ in range(2):
+        for batch in data:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
+    state = accelerator.get_state_dict(model)
+    norms = {name: float(one.double().norm()) for name, one in list(state.items())[:6]}
+    return {"losses": losses, "norms": norms}
+
+
+if __name__ == "__main__":
+    running.main()

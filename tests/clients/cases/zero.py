@@ -1,0 +1,125 @@
+"""transformers' Trainer and a loop by hand on DeepSpeed's ZeRO 1 to 3, two processes.
+
+The original has no DeepSpeed on a CPU: without a word it trains unsharded there, and that is recorded.
+So what is compared is that sharding changes nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import running
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils import set_seed
+from running import case
+from sharded import Texts
+from tiny import writer
+from trainer import arguments, trained
+from transformers import Trainer
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "zero_optimization": {"stage": stage},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **more,
+    }
+
+
+def run(folder: Path, given: dict[str, Any], rows: int = 40, **more: Any) -> Any:
+    resumed = more.pop("resumed", None)
+    try:
+        # Made first, as the documentation says: ZeRO 3 has to know before the model is made.
+        args = arguments(folder, deepspeed=given, **more)
+        made = Trainer(
+            model=writer(), args=args, train_dataset=Texts(rows), eval_dataset=Texts(11, seed=1)
+        )
+        result = trained(made, resume_from_checkpoint=resumed)
+        if given["zero_optimization"]["stage"] == 3:
+            del result["weights"]  # shards
+        return {**result, "evaluated": running.lines([made.evaluate()])[0]}
+    finally:
+        unset_hf_deepspeed_config()
+
+
+@case(2)
+def stage_1(folder: Path) -> Any:
+    return run(folder, settings(1))
+
+
+@case(2)
+def stage_2_accumulation(folder: Path) -> Any:
+    return run(folder, settings(2), gradient_accumulation_steps=3, max_grad_norm=0.5)
+
+
+@case(2)
+def stage_2_bf16(folder: Path) -> Any:
+    return run(folder, settings(2, bf16={"enabled": "auto"}), bf16=True)
+
+
+@case(2)
+def stage_2_resume(folder: Path) -> Any:
+    more = {"save_strategy": "steps", "save_steps": 4}
+    run(folder, settings(2), **more)
+    return run(folder, settings(2), resumed=str(folder / "checkpoint-4"), **more)
+
+
+@case(2)
+def stage_3(folder: Path) -> Any:
+    return run(folder, settings(3))
+
+
+@case(2)
+def stage_2_with_its_own_optimizer_and_scheduler(folder: Path) -> Any:
+    own = {
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_type": "linear",
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+            },
+        },
+    }
+    more = {"warmup_steps": 4, "lr_scheduler_type": "constant_with_warmup"}
+    return run(folder, settings(2, **own), **more)
+
+
+@case(2)
+def by_hand(folder: Path) -> Any:
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2, gradient_clipping=0.5)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+    set_seed(5)
+    model = writer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.utils.data.DataLoader(Texts(30), batch_size=4, shuffle=True)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    losses = []
+    for _ in range(2):
+        for batch in data:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
+    state = accelerator.get_state_dict(model)
+    norms = {name: float(one.double().norm()) for name, one in list(state.items())[:6]}
+    return {"losses": losses, "norms": norms}
+
+
+if __name__ == "__main__":
+    running.main()
