@@ -24,7 +24,7 @@ from accelerate_core.errors import CheckpointError, of_the_user, warn
 
 #: Seconds the main process waits for the others: where it can save alone, at a line where they came
 #: late before, and where it cannot save alone.
-ALONE, LATE, SHARDED = 5.0, 60.0, 20.0
+ALONE, LATE, SHARDED = 5.0, 60.0, 60.0
 
 #: Seconds the others wait for the main process where the group has no limit of its own.
 _MAIN = 1800.0
