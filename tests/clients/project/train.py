@@ -80,6 +80,7 @@ def main():
         accelerator.save_model(model, "final")
 
     run()
+    accelerator.wait_for_everyone()
     found["files"] = sorted(os.listdir("final"))
     accelerator.end_training()
     if accelerator.is_main_process:
