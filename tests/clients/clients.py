@@ -58,6 +58,7 @@ def _launch(
         environ = clean_environment(
             OMP_NUM_THREADS="1",
             CUDA_VISIBLE_DEVICES="",
+            ACCELERATE_USE_CPU="true",  # as `accelerate launch --cpu` does; else each rank is alone
             HF_HUB_OFFLINE="1",
             HF_HOME=folder,
             TOKENIZERS_PARALLELISM="false",

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import chain, islice
+
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from accelerate_core.data.prepare import skip_first_batches
 from accelerate_core.errors import ConfigurationError
@@ -187,3 +196,34 @@ def test_skipping_loads_nothing_and_walks_nothing():
         assert len(first) == 5
     assert data.loaded <= 20
     assert first.tolist()[0] == 100_000 * 20 + 5
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "subset", "weights"])
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (2, 2)])
+def test_an_order_drawn_without_a_generator_goes_on_on_other_ranks(worlds, kind):
+    samplers = {
+        "shuffle": lambda: RandomSampler(range(16)),
+        "subset": lambda: SubsetRandomSampler(range(16)),
+        "weights": lambda: WeightedRandomSampler([1.0] * 16, 16, replacement=False),
+    }
+
+    def run(world, stop=None, state=None):
+        """Return what is read from there on, in global steps, and the position."""
+        parts = []
+        for rank in range(world):
+            torch.manual_seed(3)
+            plain = DataLoader(range(16), 4 // world, sampler=samplers[kind]())
+            loader = prepare_data_loader(plain, None, world, rank)
+            torch.manual_seed(4 if state is None else 50)
+            if state is not None:
+                loader.load_state_dict(state)
+            parts.append([b.tolist() for b in islice(loader, stop)])
+            after = loader.state_dict()
+        return [list(chain(*step)) for step in zip(*parts, strict=True)], after
+
+    saved, resumed = worlds
+    whole, _ = run(saved)
+    assert sorted(chain(*whole)) == list(range(16))
+    begun, state = run(saved, stop=2)
+    rest, _ = run(resumed, state=state)
+    assert begun + rest == whole

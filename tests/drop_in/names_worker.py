@@ -48,7 +48,8 @@ from accelerate.state import (
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, filter_trackers
 from accelerate.utils import (
     BnbQuantizationConfig,
-    DummyOptim,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
     GradientAccumulationPlugin,
     get_model_tp_size,
     has_ao_layers,
@@ -172,7 +173,14 @@ def an_optimizer_and_a_scheduler_made_by_hand(folder: Path) -> None:
     scaler.scale(model(torch.ones(1, 4)).sum() * float("inf")).backward()
     scaled.step()
     assert scaled.step_was_skipped
-    DummyOptim(model.parameters(), weight_decay=0)
+    for wrapper in (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper):
+        assert not isinstance(optimizer, wrapper)
+        assert not isinstance(scheduler, wrapper)
+    stepped = DeepSpeedSchedulerWrapper(decay, [DeepSpeedOptimizerWrapper(sgd)])
+    stepped.step()
+    stepped.optimizers[0].step()
+    assert scheduler.get_last_lr() == stepped.get_last_lr() == [0.5]
+    assert not stepped.optimizers[0].step_was_skipped
 
 
 def states_of_a_run_as_files(folder: Path) -> None:

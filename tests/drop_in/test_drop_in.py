@@ -210,6 +210,12 @@ assert get_parameters_from_modules("0", net, "cpu") == set(net[0].parameters())
 assert get_non_persistent_buffers(net, recurse=True, fqns=True) == {"1.left_out"}
 assert pickle.loads(pickle.dumps(ConvertOutputsToFp32(torch.sigmoid)))(
     torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
+from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
+half = torch.nn.Linear(2, 2).to(torch.bfloat16)
+half.forward = convert_outputs_to_fp32(half.forward)
+for one in (half, pickle.loads(pickle.dumps(half))):
+    assert one(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.float32
+pickle.dumps(extract_model_from_parallel(half, keep_fp32_wrapper=False))
 assert move_to_device({"a": torch.ones(1)}, "meta")["a"].is_meta
 assert default_config_file.endswith(".yaml")
 read = load_config_from_file(sys.argv[1])
@@ -263,3 +269,51 @@ def test_positions_are_restored_only_where_a_script_asks_for_it(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "resumed" in done.stdout
     assert "Warning" not in done.stderr, done.stderr
+
+
+def test_the_configuration_of_the_original_is_used(tmp_path: Path) -> None:
+    theirs = tmp_path / "accelerate" / "default_config.yaml"
+    theirs.parent.mkdir()
+    theirs.write_text("num_processes: 2\nuse_cpu: true\nmixed_precision: bf16\n")
+    script = tmp_path / "train.py"
+    script.write_text("")
+    home = {"HF_HOME": str(tmp_path), "ACCELERATE_CONFIG_HOME": str(tmp_path / "ours")}
+    launch = "import accelerate_drop_in as d; d.install(); import accelerate.commands.launch as l;"
+    launch += "l.main()"
+    shown = python("-c", launch, "--dry_run", script, "--cpu", **home)
+    assert "bf16" in shown.stdout, shown.stderr
+    assert "bf16" not in python("-c", launch, "--cpu", "--dry_run", script, **home).stdout
+    ask = "import accelerate_drop_in as d; d.install(); import accelerate.commands.config as c;"
+    found = python("-c", ask + "print(c.default_config_file)", **home)
+    assert found.stdout == f"{theirs}\n", found.stderr
+    read = python("-c", ask + "print(c.load_config_from_file(None).mixed_precision)", **home)
+    assert read.stdout == "bf16\n", read.stderr
+    theirs.unlink()
+    assert not python("-c", ask + "c.main()", "default", **home).returncode
+    assert "num_machines" in theirs.read_text()
+
+
+NOISY = """
+import torch
+from accelerate import Accelerator
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return torch.rand(())
+
+loader = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(Noisy(), batch_size=1))
+torch.manual_seed(0)
+seen = [(batch.item(), torch.rand(()).item()) for batch in loader]
+torch.manual_seed(0)
+torch.empty((), dtype=torch.int64).random_()  # the seed of workers, drawn by every iteration
+first, second, noise, third, more, last = torch.rand(6).tolist()
+assert seen == [(first, noise), (second, more), (third, last)], seen
+"""
+
+
+def test_a_batch_is_read_while_the_one_before_it_is_trained_on() -> None:
+    done = python("-c", "import accelerate_drop_in as d; d.install()\n" + NOISY)
+    assert done.returncode == 0, done.stderr

@@ -128,6 +128,25 @@ def test_the_peers_file_is_offered(env: dict[str, str]) -> None:
     assert written(env) == {"distributed_type": "MULTI_CPU", "num_processes": 2}
 
 
+def test_the_peers_file_is_taken_over_once_and_used_then(env: dict[str, str]) -> None:
+    theirs = Path(env["HF_HOME"]) / "accelerate" / "default_config.yaml"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("num_processes: 2\nmixed_precision: bf16\nsame_network: true\n")
+    status, output = config(env, "show")
+    assert status == 0, output
+    assert "accelerate-core config import" in " ".join(output.split())
+    assert "bf16" not in output
+    assert config(env, "import")[0] == 0
+    assert written(env) == {"num_processes": 2, "mixed_precision": "bf16"}
+    assert "bf16" in config(env, "show")[1]
+    status, output = config(env, "import")
+    assert (status, "--config_file" in output) == (2, True)
+    other = theirs.with_name("other.json")
+    other.write_text('{"num_processes": 3}')
+    assert config(env, "import", str(other), "--config_file", f"{other}.yaml")[0] == 0
+    assert yaml.safe_load(Path(f"{other}.yaml").read_text()) == {"num_processes": 3}
+
+
 def read(terminal: int) -> bytes:
     ready, _, _ = select.select([terminal], [], [], 5)
     return os.read(terminal, 4096) if ready else b""

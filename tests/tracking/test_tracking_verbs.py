@@ -362,18 +362,24 @@ def test_a_registered_class_is_found_by_name_and_part_of_all() -> None:
             "text",
         ]
         accelerator.end_training()
+
+        class Other(Everything):
+            name = "mine_of_tests"
+
+        with pytest.warns(UserWarning, match="'mine_of_tests' was that of .*Mine"):
+            register_tracker_class(Other)
     finally:
         choice._registered.pop("mine_of_tests")
 
 
 def test_a_class_that_cannot_be_registered_is_refused() -> None:
-    with pytest.raises(TrackerError, match="subclass of GeneralTracker, not 3"):
+    with pytest.raises(ConfigurationError, match="subclass of GeneralTracker, not 3"):
         register_tracker_class(3)  # type: ignore[arg-type]
 
     class Nameless(GeneralTracker):
         requires_logging_directory = False
 
-    with pytest.raises(TrackerError, match="needs a class attribute such as name"):
+    with pytest.raises(ConfigurationError, match="needs a class attribute such as name"):
         register_tracker_class(Nameless)
 
     class Taken(Everything):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.data.batch import batch_size_of, concat_batches, needs_move, slice_batch
 from accelerate_core.data.feeding import feed
-from accelerate_core.data.order import SeedableRandomSampler, order_sampler
+from accelerate_core.data.order import SeedableRandomSampler, draw_as_one, order_sampler
 from accelerate_core.data.position import OrderState, Position
 from accelerate_core.data.resumable import swapped
 from accelerate_core.data.rng import find_generator, synchronize_rng_states
@@ -27,10 +27,7 @@ from accelerate_core.errors import ConfigurationError, warn
 from accelerate_core.training.gradient_state import GradientState, Served
 
 _RESTORED = "load_state put this loader behind batch {} of its epoch (counted over all ranks)."
-_NOTHING_DONE = (
-    " The rest of the epoch passed without a backward. If the script skips by itself what was seen, "
-    "that is done twice: leave it out, or set DataLoaderConfiguration(restore_positions=False)."
-)
+_TWICE = " No backward followed: if the script skips, too, set restore_positions=False."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +244,12 @@ class CoreLoader(DataLoader[Any]):
         running = any(run is position.owner for run in self._runs)
         if not (running and position.is_at(state_dict, size)):
             position.load_state_dict(state_dict, size)
+        drew = "generator" in state_dict
+        # Several ranks draw from a generator of theirs.
+        if drew and self.synchronized_generator is None:  # type: ignore[has-type]
+            order_sampler(self).generator = self.synchronized_generator = torch.Generator()
         generator = self.synchronized_generator
-        if generator is not None and "generator" in state_dict and "torch_rng" not in state_dict:
+        if generator is not None and drew and "torch_rng" not in state_dict:
             generator.set_state(state_dict["generator"])  # saved between epochs
         sampler = self._seedable()
         if sampler is not None and "seed" in state_dict:
@@ -306,6 +307,8 @@ class CoreLoader(DataLoader[Any]):
                 stack.enter_context(swapped(self.base, "generator", torch.Generator()))
             if draw:
                 stack.enter_context(order.replayed(generator))
+                if generator is not None and order.generator is None:
+                    draw_as_one(order_sampler(self), generator, drawn_before=not kept_workers)
             return self._source.start(position.batches, draw, position.loader_state)  # type: ignore[no-any-return]
 
     def _workers_live_on(self) -> bool:
@@ -322,8 +325,9 @@ class CoreLoader(DataLoader[Any]):
 
     def _noted(self, items: Iterator[Item], served: Served) -> Iterator[Any]:
         position, per_step = self._position, self._source.per_step
-        state = self.gradient_state or GradientState(num_steps=1)
-        restored, before = 0 if self._skip else position.batches, state.backwards
+        state = self.gradient_state
+        restored = 0 if self._skip or state is None else position.batches
+        before = restored and state.backwards
         self._runs.append(served)
         try:
             for batch, served.last, served.real, data_state in self._on_device(items):
@@ -337,7 +341,7 @@ class CoreLoader(DataLoader[Any]):
                 position.kept_workers = False
                 position.start_of(position.epoch + 1)
                 if restored and state.backwards == before and torch.is_grad_enabled():
-                    warn(_RESTORED.format(restored) + _NOTHING_DONE)
+                    warn(_RESTORED.format(restored) + _TWICE)
         finally:
             self._runs[:] = [run for run in self._runs if run is not served]
 

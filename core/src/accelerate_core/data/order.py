@@ -7,7 +7,6 @@ the number of ranks nor on how much was skipped. The draws and their order are P
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from itertools import chain, cycle, islice, tee
@@ -17,7 +16,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -86,49 +84,20 @@ def order_sampler(loader: Any) -> Any:
     return getattr(holder, "sampler", holder)
 
 
-def draws_from_torch(sampler: Any) -> bool:
-    """Say whether a sampler of torch's own takes its order from the global generator."""
-    draw = _DRAWS.get(getattr(type(sampler), "__iter__", None), _in_sequence)
-    return draw is not _in_sequence and sampler.generator is None
-
-
-class SharedOrderSampler(Wrapper, Sampler[int]):
-    """A sampler of torch's own that gives rank 0's order on every rank.
-
-    Rank 0 draws exactly as the sampler alone would; the other ranks draw as much from their own
-    global generator, so that streams that were aligned stay so, and then use rank 0's draw.
+def draw_as_one(sampler: Any, generator: torch.Generator, drawn_before: bool) -> None:
+    """Let a generator give the order that a single process draws without one, from torch's state.
 
     Args:
-        base: a sampler without a generator, for which `draws_from_torch` is true.
-        share: takes a 1-d tensor, returns rank 0's.
+        drawn_before: whether the loader's iterator draws the seed of its workers before.
     """
-
-    own_names = ("base",)
-
-    def __init__(self, base: Any, share: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.base = base
-        self.share = share
-
-    def __len__(self) -> int:
-        return len(self.base)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.drawn()
-
-    def drawn(self) -> Any:
-        """Return a copy of the sampler with a generator that is in the same state on all ranks."""
-        generator = torch.Generator()
-        if type(self.base).__iter__ is RandomSampler.__iter__:
-            seed = torch.empty((), dtype=torch.int64).random_()
-            generator.manual_seed(int(self.share(seed.reshape(1)).item()))
-        else:
-            # These use the global generator itself: share its state, then let it move on.
-            state = torch.get_rng_state()
-            next(iter(self.base), None)
-            generator.set_state(self.share(state))
-        sampler = copy.copy(self.base)
-        sampler.generator = generator
-        return sampler
+    state = torch.get_rng_state()
+    if drawn_before:
+        torch.empty((), dtype=torch.int64).random_()
+    if isinstance(sampler, RandomSampler):
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    else:
+        generator.set_state(torch.get_rng_state())
+    torch.set_rng_state(state)
 
 
 class _Picked:
@@ -143,11 +112,6 @@ class _Picked:
 
     def __getitem__(self, part: slice) -> list[Any]:
         return [self.values[place] for place in self.places[part].tolist()]
-
-
-def _drawn(draw: Callable[[Any], Iterator[Run]], sampler: Any, shared: bool) -> Iterator[Run]:
-    """Draw as the samplers of PyTorch do: as late, as often and in the same pieces."""
-    yield from draw(sampler.drawn() if shared else sampler)
 
 
 def _in_sequence(sampler: Any) -> Iterator[Run]:
@@ -185,6 +149,7 @@ def _shuffled(sampler: Any) -> Iterator[Run]:
         yield torch.randperm(size, generator=generator)[: wanted % size]
 
 
+#: They draw as the samplers of PyTorch do: as late, as often and in the same pieces.
 _DRAWS: dict[Any, Callable[[Any], Iterator[Run]]] = {
     SequentialSampler.__iter__: _in_sequence,
     RandomSampler.__iter__: _shuffled,
@@ -275,11 +240,8 @@ def cursor_over(sampler: Any) -> Cursor:
     """
     if isinstance(sampler, (range, list, tuple)):
         return Cursor(iter([sampler]))
-    shared = isinstance(sampler, SharedOrderSampler)
-    draw = _DRAWS.get(getattr(type(sampler.base if shared else sampler), "__iter__", None))
-    if draw is None:
-        return _Stream(iter(sampler))
-    return Cursor(_drawn(draw, sampler, shared))
+    draw = _DRAWS.get(getattr(type(sampler), "__iter__", None))
+    return _Stream(iter(sampler)) if draw is None else Cursor(draw(sampler))
 
 
 def is_plain(batch_sampler: Any) -> bool:

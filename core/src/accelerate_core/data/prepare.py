@@ -16,6 +16,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
 )
 
 from accelerate_core.data.loader import (
@@ -27,8 +28,6 @@ from accelerate_core.data.loader import (
 )
 from accelerate_core.data.order import (
     SeedableRandomSampler,
-    SharedOrderSampler,
-    draws_from_torch,
     order_sampler,
 )
 from accelerate_core.data.resumable import swapped
@@ -79,8 +78,8 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         _make_seedable(base, config.data_seed, order_comm)
     dispatches = _dispatches(config.dispatch_batches, base, count, options.comm)
     sampler = order_sampler(base)
-    if not dispatches and order_comm is not None and draws_from_torch(sampler):
-        _set_order_sampler(base, SharedOrderSampler(sampler, share_from_main(order_comm)))
+    if not dispatches and (count > 1 or order_comm is not None):
+        _give_generator(base, sampler, order_comm)
     batch_size = _batch_size(base)
     if config.split_batches and count > 1 and (batch_size is not None or _has_batch_sampler(base)):
         check_split(batch_size, count)
@@ -92,6 +91,9 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
     split, even, drop_last = config.split_batches, config.even_batches, _drops_last(base)
     steps = StepReader(count, split, even, drop_last, slice_fn, wanted, batch_size)
     if dispatches:
+        steps.evenly = options.fixed_batch is None
+        if isinstance(base, DataLoader):
+            _replace(base, generator=None)  # the order may be drawn from it, and nothing else
         dispatched = _dispatched_source(base, steps, options)
         return DataLoaderDispatcher(base, dispatched, view, loader, options, batch_size)
     source = _own_source(base, steps, index)
@@ -244,14 +246,29 @@ def _make_seedable(loader: Any, data_seed: int | None, comm: Communicator | None
         return
     if data_seed is None:
         # Not a draw: preparing must not move the stream that the weights come from.
-        seed = (sampler.generator or torch.default_generator).initial_seed() & (2**62 - 1)
-        if comm is not None:
-            seed = int(share_from_main(comm)(torch.tensor([seed])).item())
-        data_seed = seed
+        data_seed = _agreed(torch.tensor([torch.initial_seed() & (2**62 - 1)]), comm)
     seedable = SeedableRandomSampler(
         sampler.data_source, sampler.replacement, sampler._num_samples, data_seed=data_seed
     )
     _set_order_sampler(loader, seedable)
+
+
+def _agreed(seed: torch.Tensor, comm: Communicator | None) -> int:
+    return int((seed if comm is None else share_from_main(comm)(seed)).item())
+
+
+def _give_generator(loader: Any, sampler: Any, comm: Communicator | None) -> None:
+    """Let a sampler without a generator draw the same order on all ranks, from one of its own."""
+    is_one = isinstance(sampler, Sampler) and sampler is not getattr(loader, "batch_sampler", None)
+    if not is_one or getattr(sampler, "generator", sampler) is not None:
+        return
+    seed = torch.empty((), dtype=torch.int64).random_().reshape(1)
+    shared: Any = copy.copy(sampler)
+    shared.generator = torch.Generator()
+    shared.generator.manual_seed(
+        int((seed if comm is None else share_from_main(comm)(seed)).item())
+    )
+    _set_order_sampler(loader, shared)
 
 
 def _set_order_sampler(loader: Any, sampler: Any) -> None:

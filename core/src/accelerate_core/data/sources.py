@@ -9,6 +9,9 @@ from itertools import repeat
 from operator import length_hint
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
 from accelerate_core.data.batch import batch_size_of
 from accelerate_core.data.dispatch.prefetch import Dispatch, Reading
 from accelerate_core.data.dispatch.transport import SOURCE
@@ -215,6 +218,8 @@ class DispatchedSource(ReadSource):
                 reading = Reading(items)
             except Exception as error:  # the others wait for the first message: tell them there
                 reading = error
+        elif isinstance(self.base, DataLoader):
+            torch.empty((), dtype=torch.int64).random_()  # as the iterator of rank 0 does
         shards, ahead = self.shard_of_rank, self.read_ahead
         return Dispatch(self.steps, reading, skip, self.comm, shards, group, ahead).items()
 

@@ -85,6 +85,7 @@ class StepReader:
         batch_size: samples of a full batch, by default those of the first one; 0 if there is no
             such size: what is missing is then replaced by whole batches.
         size_of, cut, join: what is done with batches: their size, a part, several as one.
+        evenly: fill a last step up to equal parts only, not to full batches.
 
     An exception while reading ahead is raised when its step is asked for, not before.
     """
@@ -99,6 +100,7 @@ class StepReader:
     size_of: Callable[[Any], int | None] = batch_size_of
     cut: Callable[[Any, slice, int], Any] = slice_batch
     join: Callable[[Sequence[Any]], Any] = concat_batches
+    evenly: bool = False
     _first: list[Any] = field(default_factory=list, init=False)
     _size: int | None = field(default=None, init=False)
 
@@ -153,7 +155,7 @@ class StepReader:
 
     def _width(self, size: int) -> int:
         """Samples per rank of a step that is one batch of `size` samples."""
-        full = self._size or size
+        full = size if self.evenly and self.fills else self._size or size
         return max(full, -(-size // self.num_processes) * self.num_processes) // self.num_processes
 
     def _split(self, batch: Any) -> tuple[list[Any], int | None]:
@@ -174,7 +176,7 @@ class StepReader:
         full = len(group) == count and not short
         if not full and self.fills:
             real = sum(size or 0 for size in sizes) if known else None
-            return self._fill_dealt(group, short), real
+            return self._fill_dealt(group, short, real), real
         if self.slice_fn is not None and full and len(set(sizes)) == 1 and sizes[0]:
             try:
                 return self._parts(self.join(group), sizes[0], sizes[0] * count), None
@@ -182,9 +184,11 @@ class StepReader:
                 pass
         return group + [NOTHING] * (count - len(group)), None
 
-    def _fill_dealt(self, group: list[Any], short: bool) -> list[Any]:
+    def _fill_dealt(self, group: list[Any], short: bool, real: int | None) -> list[Any]:
         size, count = self._size, self.num_processes
-        if size and (short or self.slice_fn is not None):
+        if self.evenly and real:
+            size = -(-real // count)
+        if size and (short or self.evenly or self.slice_fn is not None):
             try:
                 return self._parts(self._filled(group, size * count), size, size * count)
             except _CANNOT_JOIN:

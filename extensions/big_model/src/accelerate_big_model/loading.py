@@ -161,7 +161,7 @@ def _judge(missing: list[str], unexpected: list[str], checkpoint: Any, strict: b
 
     parts = [f"lacks {shown(missing)}"] if missing else []
     if unexpected:
-        parts.append(f"has {shown(sorted(unexpected))}, which the model has not")
+        parts.append(f"has {shown(sorted(unexpected))}, which were not used when it was loaded")
     if not parts:
         return
     text = f"The checkpoint {checkpoint} {' and '.join(parts)}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,22 @@ from accelerate_big_model.tensors import has_offloaded_params
 from accelerate_checkpoint.model import save_weights
 from accelerate_core import accelerator
 from accelerate_core.builtin.compile import uncompiled
+from accelerate_core.data.feeding import look_ahead
+from accelerate_core.data.loader import CoreLoader
+from accelerate_core.data.sources import IndexedSource
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_drop_in.data_loader import shown
 from accelerate_drop_in.models import without_containers
+
+
+class _ReadAhead(IndexedSource):
+    """Reads a batch before the one before it is trained on, as feeding an accelerator does anyway.
+
+    Datasets that draw from the global generator draw then as with the original.
+    """
+
+    def _items(self, iterator: Iterator[Any], index: Any) -> Iterator[Any]:
+        return (item for item, _, _ in look_ahead(super()._items(iterator, index)))
 
 
 def _refuse_offloaded(model: Any) -> None:
@@ -44,7 +58,7 @@ _FIRST = 6
 
 
 class Accelerator(accelerator.Accelerator):
-    """accelerate-core's, with the one default that the original's scripts count on.
+    """accelerate-core's, with what the original's scripts count on.
 
     All arguments of the original may be given by position.
 
@@ -67,6 +81,8 @@ class Accelerator(accelerator.Accelerator):
         for group in (self.models, self.optimizers, self.schedulers, self.loaders):
             for one in group:
                 shown(one)._is_accelerate_prepared = True
+        for loader in self.loaders:
+            self._read_ahead(loader)
         return made
 
     def prepare_data_loader(
@@ -76,9 +92,16 @@ class Accelerator(accelerator.Accelerator):
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
         """Share one loader out between the ranks that read different data."""
-        return shown(
-            super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        return self._read_ahead(
+            shown(super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch))
         )
+
+    def _read_ahead(self, made: Any) -> Any:
+        if isinstance(made, CoreLoader) and not self.dataloader_config.restore_positions:
+            source, device = made._source, made.options.device
+            if type(source) is IndexedSource and (device is None or device.type == "cpu"):
+                made._source = _ReadAhead(source.base, source.stream, source.per_step)
+        return made
 
     def prepare_model(
         self,

@@ -58,7 +58,7 @@ class GradientState(metaclass=_Prepared):
         gradient_accumulation_plugin: settings that are put into it.
     """
 
-    core = gradients.GradientState
+    core: Any = gradients.GradientState
 
     def __new__(  # type: ignore[misc]
         cls, gradient_accumulation_plugin: Any = None
@@ -85,7 +85,7 @@ class AcceleratorState(states.AcceleratorState, metaclass=_Prepared):
         RuntimeConflictError: there is an Accelerator, with another precision.
     """
 
-    core = states.AcceleratorState
+    core: Any = states.AcceleratorState
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ def _rebuilt(cls: type, state: dict[str, Any]) -> Any:
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """A loader without its first `skip_batches` batches; see also `skip_first_batches`."""
 
-    core = ()
+    core: Any = ()
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class DataLoaderShard(DataLoaderStateMixin):
         kwargs: of the loader.
     """
 
-    core = loaders.DataLoaderShard
+    core: Any = loaders.DataLoaderShard
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -288,7 +288,7 @@ class DataLoaderDispatcher(DataLoaderStateMixin):
             `DataLoaderShard`.
     """
 
-    core = loaders.DataLoaderDispatcher
+    core: Any = loaders.DataLoaderDispatcher
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -333,7 +333,7 @@ class AcceleratedOptimizer(optimizers.AcceleratedOptimizer, metaclass=_Prepared)
         scaler: a gradient scaler that steps it.
     """
 
-    core = optimizers.AcceleratedOptimizer
+    core: Any = optimizers.AcceleratedOptimizer
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None
@@ -372,7 +372,7 @@ class AcceleratedScheduler(schedulers.AcceleratedScheduler, metaclass=_Prepared)
         split_batches: batches are those of all ranks together, so it steps once.
     """
 
-    core = schedulers.AcceleratedScheduler
+    core: Any = schedulers.AcceleratedScheduler
 
     def __init__(
         self,
@@ -389,3 +389,35 @@ class AcceleratedScheduler(schedulers.AcceleratedScheduler, metaclass=_Prepared)
             step_with_optimizer=step_with_optimizer,
             split_batches=split_batches,
         )
+
+
+class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
+    """An optimizer that somebody else steps. `prepare` makes none: `optimizer.step()` does it here."""
+
+    core: Any = ()
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, device_placement=False)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do nothing."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because a gradient overflowed."""
+        return bool(getattr(self.optimizer, "overflow", False))
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """A scheduler that somebody else steps. `prepare` makes none: `scheduler.step()` does it here."""
+
+    core: Any = ()
+
+    def __init__(self, scheduler: Any, optimizers: Any) -> None:
+        super().__init__(scheduler, optimizers)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from accelerate_core import (
@@ -83,6 +84,10 @@ def _get_sampler(self: CoreLoader) -> Any:
     return order_sampler(self)
 
 
+def _set_overflow(self: AcceleratedOptimizer, skipped: bool) -> None:
+    self._was_skipped = skipped
+
+
 def add() -> None:
     """Add them."""
     lists = {f"_{one}": attribute(f"_prepared.{one}", "") for one in ("models", "optimizers")}
@@ -92,7 +97,7 @@ def add() -> None:
     added: dict[Any, dict[str, Any]] = {
         Accelerator: lists,
         AcceleratedOptimizer: {
-            "_is_overflow": attribute("_was_skipped", "", settable=True),
+            "_is_overflow": property(attrgetter("_was_skipped"), _set_overflow),
         },
         PartialState: {"_reset_state": classmethod(_reset_all)},
         AcceleratorState: {"_reset_state": classmethod(_reset_accelerators)},

@@ -64,6 +64,7 @@ _HOMES = {
     "utils.dataclasses": (
         *("accelerate_drop_in.enums", "accelerate_drop_in.models", "accelerate_drop_in.fp8"),
     ),
+    "utils.deepspeed": ("accelerate_drop_in.by_hand",),
     "utils.environment": ("accelerate_drop_in.environment",),
     "utils.imports": ("accelerate_drop_in.environment",),
     "utils.launch": ("accelerate_drop_in.launching",),

@@ -40,7 +40,8 @@ class ParallelismConfig(parallelism.ParallelismConfig):
         if self.size("cp") > 1 and self.cp_handler is None:
             from accelerate_core.utils import TorchContextParallelConfig
 
-            self.cp_handler = TorchContextParallelConfig()
+            cls = TorchContextParallelConfig
+            self.cp_handler = cls(**_filled(cls, (), {}))
 
     def _get_mesh(self) -> tuple[tuple[Any, ...], ...]:
         """Return names and sizes of the dimensions with more than one rank, outermost first."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from accelerate_core import PartialState
-from accelerate_core.distributed.process import running
+from accelerate_core.distributed.process import current_user, running
+from accelerate_core.errors import ConfigurationError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def is_initialized() -> bool:
@@ -37,3 +42,24 @@ class ThreadLocalSharedDict(threading.local):
 
 
 SharedDict = dict
+
+
+def deepspeed_required(func: _F) -> _F:
+    """Decorate a function that is for runs with DeepSpeed only.
+
+    Raises:
+        ConfigurationError: an Accelerator runs with another backend, when it is called.
+    """
+
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        user = current_user()
+        kind = None if user is None else user.distributed_type
+        if kind not in (None, "DEEPSPEED"):
+            raise ConfigurationError(
+                f"{func.__name__}() is for DeepSpeed, and this run is {kind}. Pass a "
+                "DeepSpeedPlugin to the Accelerator, or start it with --use_deepspeed."
+            )
+        return func(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]

@@ -21,4 +21,6 @@ def default_config_path(environ: Mapping[str, str]) -> Path:
 def peers_config(environ: Mapping[str, str]) -> Path:
     """Return where the tool whose files we read keeps its default configuration."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")  # on every system
-    return Path(environ.get("HF_HOME") or cache / "huggingface") / "accelerate/default_config.yaml"
+    folder = Path(environ.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
+    made, old = folder / "default_config.yaml", folder / "default_config.json"
+    return old if old.is_file() and not made.is_file() else made

@@ -6,6 +6,9 @@ nobody will take.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from accelerate_core.plugins import catalog
 
 _SAGEMAKER = (
@@ -32,6 +35,11 @@ IGNORED_KEYS = {
     "main_training_function": "the script is run as a program, whatever its functions are called",
     "same_network": "how machines reach each other follows from main_process_ip",
 }
+
+
+def said_by(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config file says, without the keys that say nothing."""
+    return {k: config[k] for k in config if k not in (*OBSOLETE_KEYS, *IGNORED_KEYS)}
 
 
 def owner_of_option(name: str) -> str | None:

@@ -165,8 +165,7 @@ def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | N
     if theirs.is_file():
         logger.warning(
             "There is a configuration made for another tool, %s, and none of ours. It is not used: "
-            "name it with --config_file to use it as it is, or take it over with "
-            "accelerate-core config.",
+            "take it over once with accelerate-core config import, or name it with --config_file.",
             theirs,
         )
     return None

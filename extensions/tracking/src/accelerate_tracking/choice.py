@@ -57,6 +57,9 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
         )
     if name == "all" or any(record.name == name for record in installed().of_kind("tracker")):
         raise ConfigurationError(f"The name {name!r} is taken by a tracker that is installed.")
+    before = _registered.get(name, tracker_class)
+    if before.__qualname__.rpartition(".")[2] != tracker_class.__qualname__.rpartition(".")[2]:
+        warn(f"The name {name!r} was that of {before.__qualname__}; now it is {tracker_class!r}.")
     _registered[name] = tracker_class
     LoggerType.register(name)
     return tracker_class

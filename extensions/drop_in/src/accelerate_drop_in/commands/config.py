@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import yaml
 
 from accelerate_core.config.files import read_config
-from accelerate_drop_in.commands import run
-from accelerate_launch import default_config_path
+from accelerate_drop_in.commands import default_config, run
 
 _DEFAULTS = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1,
              "num_machines": 1, "machine_rank": 0, "mixed_precision": "no", "use_cpu": False,
@@ -25,14 +23,14 @@ def main() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    default = default_config_path(os.environ)
+    default = default_config()
     folders = {"cache_dir": default.parent, "hf_cache_home": default.parent.parent}
     if name in folders:
         return str(folders[name])
-    if name in ("default_config_file", "default_yaml_config_file"):
+    if name == "default_config_file":
         return str(default)
-    if name == "default_json_config_file":
-        return str(default.with_suffix(".json"))
+    if name in ("default_yaml_config_file", "default_json_config_file"):
+        return str(default.with_suffix(f".{name.split('_')[1]}"))
     raise AttributeError(name)
 
 
@@ -61,7 +59,7 @@ class BaseConfig(SimpleNamespace):
     @classmethod
     def from_yaml_file(cls, yaml_file: str | None = None) -> BaseConfig:
         """Read a config file, the default one if None."""
-        return cls(**dict(read_config(yaml_file or str(default_config_path(os.environ)))))
+        return cls(**dict(read_config(yaml_file or str(default_config()))))
 
     from_json_file = from_yaml_file
 

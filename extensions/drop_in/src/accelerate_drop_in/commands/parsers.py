@@ -6,6 +6,7 @@ A parser keeps what it is given: options are those of our commands, which read t
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import click
 
 from accelerate_core.cli import cli
+from accelerate_drop_in.commands import call
 
 #: What the original calls arguments of our commands.
 _ALSO = {"script": "training_script", "arguments": "training_script_args"}
@@ -89,12 +91,14 @@ class _Parser(argparse.ArgumentParser):
         return made, []
 
 
-def _command(*words: str) -> tuple[Callable[..., Any], Callable[..., None]]:
+def _command(
+    *words: str, run: Callable[..., None] | None = None
+) -> tuple[Callable[..., Any], Callable[..., None]]:
     """Return the parser of one of our commands, and what runs it."""
 
     def command(args: argparse.Namespace) -> None:
         try:
-            cli.main(args=[*words, *args.arguments], prog_name="accelerate")
+            call([*words, *args.arguments])
         except SystemExit as end:
             if end.code:
                 raise
@@ -103,7 +107,7 @@ def _command(*words: str) -> tuple[Callable[..., Any], Callable[..., None]]:
         made = _Parser(words)
         if subparsers is not None:
             subparsers._name_parser_map[words[-1]] = made
-            made.set_defaults(func=command)
+            made.set_defaults(func=run or command)
         return made
 
     command.__doc__ = f"Run `accelerate {' '.join(words)}` with what its parser was given."
@@ -113,7 +117,20 @@ def _command(*words: str) -> tuple[Callable[..., Any], Callable[..., None]]:
 
 config_command_parser, config_command = _command("config")
 env_command_parser, env_command = _command("env")
-launch_command_parser, launch_command = _command("launch")
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Launch what `launch_command_parser` was given, and come back when it has ended.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    # Not here: `launch` of one process becomes the script.
+    command = [sys.executable, "-m", "accelerate_core", "launch", *args.arguments]
+    subprocess.run(command, check=True)
+
+
+launch_command_parser, _ = _command("launch", run=launch_command)
 merge_command_parser, merge_command = _command("merge-weights")
 test_command_parser, test_command = _command("test")
 to_fsdp2_command_parser, to_fsdp2_command = _command("to-fsdp2")

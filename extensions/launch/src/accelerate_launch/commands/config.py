@@ -20,7 +20,7 @@ from accelerate_launch.commands.dialogue import ask_everything
 from accelerate_launch.commands.options import CONTEXT
 from accelerate_launch.commands.tables import print_table
 from accelerate_launch.contributed import said_to_plugins
-from accelerate_launch.paths import default_config_path
+from accelerate_launch.paths import default_config_path, peers_config
 from accelerate_launch.planning import decide, find_config
 from accelerate_launch.schemas import WITH_SETTINGS
 
@@ -66,6 +66,22 @@ def default_command(config_file: str | None, mixed_precision: str | None) -> Non
         find("precision", mixed_precision.lower(), because="command line --mixed_precision")
         values["mixed_precision"] = mixed_precision.lower()
     _write(_path(config_file), values)
+
+
+@command.command("import", context_settings=CONTEXT)
+@click.argument("file", required=False)
+@_file_option
+def import_command(file: str | None, config_file: str | None) -> None:
+    """Take over FILE of Hugging Face Accelerate, by default the one that its own launches use.
+
+    What it says is written into a file of ours, which launches use from then on.
+    """
+    path = _path(config_file)
+    if path.exists():
+        raise ConfigurationError(
+            f"There is {path} already. Remove it, or name another one with --config_file."
+        )
+    _write(path, peer.said_by(read_config(file or peers_config(os.environ))))
 
 
 @command.command("set", context_settings=CONTEXT)
@@ -128,14 +144,15 @@ def update_command(config_file: str | None) -> None:
     path = _path(config_file)
     config = read_config(path)
     _check(config)
-    gone = [key for key in config if key in (*peer.OBSOLETE_KEYS, *peer.IGNORED_KEYS)]
+    values = peer.said_by(config)
+    gone = [key for key in config if key not in values]
     kept = path.with_name(path.name + ".bak")
     number = 1
     while kept.exists():  # the oldest one has what a person wrote
         number += 1
         kept = path.with_name(f"{path.name}.bak{number}")
     kept.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    _write(path, {key: config[key] for key in config if key not in gone})
+    _write(path, values)
     left = f" Left out: {', '.join(gone)}." if gone else ""
     click.echo(f"The old file is {kept}.{left}")
 

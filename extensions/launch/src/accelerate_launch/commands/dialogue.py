@@ -142,9 +142,7 @@ def _take_over(asker: Asker, environ: Mapping[str, str]) -> dict[str, Any] | Non
         return None
     if not asker.confirm(f"There is {theirs}, made for another tool. Take it over?", True):
         return None
-    config = read_config(theirs)
-    dropped = (*peer.OBSOLETE_KEYS, *peer.IGNORED_KEYS)
-    return {key: config[key] for key in config if key not in dropped}
+    return peer.said_by(read_config(theirs))
 
 
 def _machines(asker: Asker, made: dict[str, Any], found: Mapping[str, Any]) -> None:
