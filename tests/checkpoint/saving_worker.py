@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -371,6 +372,10 @@ def prepared_models_can_be_copied_and_pickled() -> None:
         del twin
         accelerator.backward(cross_entropy(model(x), y))
         assert same_on_ranks(flat([p.grad for p in model.parameters()]))
+        patched = make_net()
+        patched.forward = partial(torch.mul, other=torch.tensor(2.0))
+        patched = accelerator.unwrap_model(accelerator.prepare(patched))
+        assert torch.equal(pickle.loads(pickle.dumps(patched))(x), 2 * x)
     import gc
 
     gc.collect()

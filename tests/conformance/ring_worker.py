@@ -45,7 +45,7 @@ def main() -> None:
     write_result(
         {
             "name": accelerator.backend.name,
-            "type": str(accelerator.distributed_type),
+            "type": accelerator.distributed_type.value,
             "explain": accelerator.explain(),
             "said": said,
         }

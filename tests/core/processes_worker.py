@@ -36,7 +36,7 @@ def ranks_know_their_places() -> None:
         assert accelerator.is_last_process is (RANK == SIZE - 1)
         assert accelerator.use_distributed
         assert accelerator.device == torch.device("cpu")
-        assert str(accelerator.distributed_type) == "MULTI_CPU"
+        assert accelerator.distributed_type.value == "MULTI_CPU"
         assert accelerator.state.num_processes == PartialState().num_processes == SIZE
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
+import pickle
 from datetime import timedelta
 from pathlib import Path
 
@@ -110,6 +112,21 @@ def test_enumerations_are_open() -> None:
     assert LoggerType("ALL").value == "all"
     with pytest.raises(AttributeError):
         DistributedType.lower_case_is_no_member  # noqa: B018
+
+
+def test_enumerations_print_as_the_originals_do() -> None:
+    kind = DistributedType.MULTI_CPU
+    assert (str(kind), f"{kind}") == ("DistributedType.MULTI_CPU",) * 2
+    assert f"{DistributedType.NO:>20}" == "  DistributedType.NO"
+    assert repr(kind) == "<DistributedType.MULTI_CPU: 'MULTI_CPU'>"
+    assert json.dumps([kind]) == '["MULTI_CPU"]'
+    assert (type(kind.value), kind.value, kind.name) == (str, "MULTI_CPU", "MULTI_CPU")
+    assert DistributedType(kind) is kind is DistributedType("multi_cpu")
+    assert DistributedType.NO in DistributedType
+    for same in (copy.deepcopy(kind), pickle.loads(pickle.dumps(kind))):
+        assert same == kind == "MULTI_CPU"
+    assert (str(PrecisionType.FP16), f"{PrecisionType.FP16}") == ("fp16", "fp16")
+    assert "Distributed environment: DistributedType.NO\n" in repr(Accelerator(cpu=True).state)
 
 
 def test_the_environment_is_read_and_not_written() -> None:

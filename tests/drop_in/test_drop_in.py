@@ -210,6 +210,12 @@ assert get_parameters_from_modules("0", net, "cpu") == set(net[0].parameters())
 assert get_non_persistent_buffers(net, recurse=True, fqns=True) == {"1.left_out"}
 assert pickle.loads(pickle.dumps(ConvertOutputsToFp32(torch.sigmoid)))(
     torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
+from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
+half = torch.nn.Linear(2, 2).to(torch.bfloat16)
+half.forward = convert_outputs_to_fp32(half.forward)
+for one in (half, pickle.loads(pickle.dumps(half))):
+    assert one(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.float32
+pickle.dumps(extract_model_from_parallel(half, keep_fp32_wrapper=False))
 assert move_to_device({"a": torch.ones(1)}, "meta")["a"].is_meta
 assert default_config_file.endswith(".yaml")
 read = load_config_from_file(sys.argv[1])

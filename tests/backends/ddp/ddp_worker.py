@@ -218,7 +218,7 @@ def settings_are_seen_from_outside() -> None:
     with Accelerator(
         cpu=True, kwargs_handlers=[handler], process_group_timeout=PG_TIMEOUT
     ) as accelerator:
-        assert str(accelerator.distributed_type) == "MULTI_CPU"
+        assert accelerator.distributed_type.value == "MULTI_CPU"
         assert accelerator.ddp_handler.bucket_cap_mb == 7
         model = accelerator.prepare(Net())
         assert model.bucket_bytes_cap == 7 * 2**20

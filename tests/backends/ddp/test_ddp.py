@@ -122,4 +122,4 @@ def test_one_process_wraps_nothing():
     with Accelerator(cpu=True, backend="ddp") as accelerator:
         net = torch.nn.Linear(2, 2)
         assert accelerator.prepare(net) is net
-        assert str(accelerator.distributed_type) == "NO"
+        assert accelerator.distributed_type.value == "NO"

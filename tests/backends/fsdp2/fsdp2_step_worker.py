@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import chain
 from typing import Any
 
@@ -32,6 +33,38 @@ from accelerate_core.utils import (
 )
 
 # --- the step -------------------------------------------------------------------------------------
+
+
+@case
+def clipping_inside_of_a_cycle_does_nothing() -> None:
+    x, y = data()
+
+    def run(always: bool) -> Any:
+        accelerator = fsdp(gradient_accumulation_steps=2)
+        model = Tower()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(10 * mse_loss(model(x), y))
+                if always or accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    assert (float(norm) > 0.5) == accelerator.sync_gradients, norm
+                    accelerator.clip_grad_value_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        return whole(model)
+
+    close(run(always=True), run(always=False))
+
+
+@case
+def joining_uneven_inputs_has_no_effect_and_is_said() -> None:
+    accelerator = fsdp()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([]):
+            pass
+    assert ["cannot join" in str(one.message) for one in said] == [True] * (RANK == 0)
 
 
 @case

@@ -10,8 +10,12 @@ import torch
 from dummies import distribution, run
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FullStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
@@ -23,6 +27,7 @@ from accelerate_core.utils import TorchTensorParallelConfig
 from accelerate_fsdp2 import FSDP2Backend
 
 CPU = torch.device("cpu")
+_SHARDED = "SHARDED_STATE_DICT"
 
 
 def test_defaults():
@@ -77,7 +82,12 @@ def test_names_and_texts(given, field, value):
         ({"sharding_strategy": "FULL_SHART"}, "Did you mean 'FULL_SHARD'"),
         ({"use_orig_params": False}, "is of FSDP1"),
         ({"param_init_fn": print}, "meta device"),
-        ({"state_dict_config": 1}, "state_dict_type alone"),
+        ({"state_dict_config": 1}, "none of torch's FullStateDictConfig"),
+        (
+            {"state_dict_config": FullStateDictConfig(True, True), "state_dict_type": _SHARDED},
+            "says FULL_STATE_DICT, and state_dict_type SHARDED",
+        ),
+        ({"optim_state_dict_config": LocalStateDictConfig(True)}, "not offered"),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "not offered"),
         ({"auto_wrap_policy": "size_wrap"}, "Did you mean 'size_based_wrap'"),
         ({"mixed_precision_policy": "bf17"}, "Did you mean 'bf16'"),
@@ -91,6 +101,19 @@ def test_names_and_texts(given, field, value):
 def test_what_is_refused_says_what_to_do(given, text):
     with pytest.raises((ConfigurationError, TypeError), match=text):
         FullyShardedDataParallelPlugin(**given)
+
+
+def test_the_state_dicts_of_fsdp1_are_mapped():
+    def said(**given):
+        return FullyShardedDataParallelPlugin(**given).state_dict_type
+
+    assert said(state_dict_config=FullStateDictConfig(True, True)) == "FULL_STATE_DICT"
+    assert said(optim_state_dict_config=ShardedOptimStateDictConfig(True)) == _SHARDED
+    assert (
+        said(state_dict_config=ShardedStateDictConfig(True), state_dict_type=_SHARDED) == _SHARDED
+    )
+    with pytest.warns(UserWarning, match="rank0_only have no effect"):
+        assert said(state_dict_config=FullStateDictConfig(True, False)) == "FULL_STATE_DICT"
 
 
 def test_policies():

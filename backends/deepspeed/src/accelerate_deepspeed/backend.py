@@ -362,7 +362,9 @@ class DeepSpeedBackend(Backend):
             super().backward(accelerator, loss, kwargs)
             return
         if not kwargs.get("scale_wrt_gas", True):
-            del kwargs["scale_wrt_gas"]  # never: who passes it has divided, as Transformers' Trainer
+            del kwargs[
+                "scale_wrt_gas"
+            ]  # never: who passes it has divided, as Transformers' Trainer
         if unknown := kwargs.keys() - {"retain_graph"}:
             raise ConfigurationError(
                 f"backward({min(unknown)}=...) is not possible with DeepSpeed, which takes "

@@ -407,10 +407,14 @@ class FSDP2Backend(Backend):
         model.set_requires_gradient_sync(sync)
         (self._unsynced.discard if sync else self._unsynced.add)(model)
 
-    def _refuse_unsynced(self, what: str, parameters: Iterable[torch.Tensor]) -> None:
+    def _are_unsynced(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether gradients of some of them are not reduced, and so not in the parameters."""
         waiting = {*self._unsynced, *self._waiting}
         given = {id(parameter) for parameter in parameters} if waiting else ()
-        if any(id(p) in given for model in waiting for p in model.parameters()):
+        return any(id(p) in given for model in waiting for p in model.parameters())
+
+    def _refuse_unsynced(self, what: str, parameters: Iterable[torch.Tensor]) -> None:
+        if self._are_unsynced(parameters):
             raise ConfigurationError(
                 f"{what} after a backward under no_sync: the gradients are not reduced and not in "
                 "the parameters, so nothing would happen. Do the last backward of a cycle outside "
@@ -495,8 +499,14 @@ class FSDP2Backend(Backend):
         norm_type: float,
         clip_value: float | None,
     ) -> Any:
-        """Clip by the norm over all shards of all meshes, a plain tensor; or each shard's elements."""
-        self._refuse_unsynced("Clipping", parameters)
+        """Clip by the norm over all shards of all meshes, a plain tensor; or each shard's elements.
+
+        Inside of a cycle of `accumulate` there is nothing to clip yet.
+        """
+        if accelerator.sync_gradients:
+            self._refuse_unsynced("Clipping", parameters)
+        elif self._are_unsynced(parameters):
+            return None if max_norm is None else torch.zeros((), device=accelerator.device)
         if max_norm is not None:
             return clip_norm(parameters, max_norm, norm_type)
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -83,8 +84,8 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         choices=_STATE,
         ask="How are checkpoints written?",
     )
-    state_dict_config: Any = option(default=None, help="older: see state_dict_type")
-    optim_state_dict_config: Any = option(default=None, help="older: see state_dict_type")
+    state_dict_config: Any = option(default=None, help="older: its class is state_dict_type")
+    optim_state_dict_config: Any = option(default=None, help="older: its class is state_dict_type")
     limit_all_gathers: bool = option(default=True, help="older: FSDP2 always does")
     use_orig_params: bool | None = option(default=None, help="older: FSDP2 always does")
     param_init_fn: Any = option(default=None, help="older: load onto the meta device")
@@ -134,7 +135,7 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         self.sharding_strategy = self._strategy(self.sharding_strategy)
         self.reshard_after_forward = self._reshard(self.reshard_after_forward)
         self.auto_wrap_policy = self._wrap(self.auto_wrap_policy)
-        self.state_dict_type = self._state(self.state_dict_type)
+        self.state_dict_type = self._state(self._state_of_fsdp1())
         self.transformer_cls_names_to_wrap = _names(self.transformer_cls_names_to_wrap)
         self.forward_methods = _names(self.forward_methods)
         self.cpu_offload = _offload(self.cpu_offload)
@@ -142,8 +143,6 @@ class FullyShardedDataParallelPlugin(BackendSettings):
 
     def _refuse_fsdp1(self) -> None:
         gone = {
-            "state_dict_config": "state_dict_type alone decides",
-            "optim_state_dict_config": "state_dict_type alone decides",
             "param_init_fn": "make the model on the meta device and load its weights",
         }
         for name, way in gone.items():
@@ -210,6 +209,37 @@ class FullyShardedDataParallelPlugin(BackendSettings):
                 f"auto_wrap_policy={value!r} is not known", text, _WRAP, " and a function"
             )
         return text
+
+    def _state_of_fsdp1(self) -> Any:
+        """Return `state_dict_type`, or what FSDP1's objects for it say by their class."""
+        found = self.state_dict_type
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            config = getattr(self, name)
+            if config is None:
+                continue
+            kind = re.fullmatch(
+                r"(Full|Sharded|Local)(Optim)?StateDictConfig", type(config).__name__
+            )
+            if kind is None:
+                raise ConfigurationError(
+                    f"{name}={config!r} is none of torch's FullStateDictConfig and "
+                    "ShardedStateDictConfig; set state_dict_type instead."
+                )
+            said = f"{kind[1].upper()}_STATE_DICT"
+            if found is not None and self._state(found) != said:
+                raise ConfigurationError(
+                    f"{name}={type(config).__name__} says {said}, and state_dict_type "
+                    f"{self._state(found)}. Leave one of them out."
+                )
+            found = said
+            if not getattr(config, "offload_to_cpu", True) or not getattr(
+                config, "rank0_only", True
+            ):
+                warn(
+                    f"{name}: offload_to_cpu and rank0_only have no effect with FSDP2: what is saved is "
+                    "in host memory, and rank 0 alone has a whole state."
+                )
+        return found
 
     def _state(self, value: Any) -> str:
         text = str(getattr(value, "name", value or "SHARDED_STATE_DICT")).upper()

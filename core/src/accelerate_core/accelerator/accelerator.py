@@ -193,7 +193,7 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
             self.scaler = self.precision.scaler(self, options)
         loss_comm = self._collectives.loss_comm
         self._training = TrainingLoop(self, self.gradient_state, loss_comm, self.scaler)
-        DistributedType.register(str(self.distributed_type))
+        DistributedType.register(self.distributed_type)
         part = built.parts["tracking"] if asks(log_with) else None
         make: Callable[..., Tracking] = NoTracking if part is None else part.make
         rank = self.process_index, self.num_processes, self.is_main_process

@@ -29,7 +29,7 @@ class _OpenMeta(type):
         return len(cls._known)
 
     def __contains__(cls, item: object) -> bool:
-        return cls._spell(str(item)) in cls._known
+        return cls._spell(item) in cls._known
 
     def __dir__(cls) -> list[str]:
         return [*super().__dir__(), *map(str.upper, cls._known)]
@@ -48,12 +48,13 @@ class OpenEnum(str, metaclass=_OpenMeta):
     _made: ClassVar[dict[tuple[type, str], Any]] = {}
 
     @classmethod
-    def _spell(cls, name: str) -> str:
-        return name.upper() if cls._upper else name.lower()
+    def _spell(cls, name: object) -> str:
+        text = name if isinstance(name, str) else str(name)  # `str` of a member may show its class
+        return text.upper() if cls._upper else text.lower()
 
     def __new__(cls, value: object) -> Any:
         # One object per member: user code compares with `is`, too.
-        spelt = cls._spell(str(value))
+        spelt = cls._spell(value)
         return cls._made.setdefault((cls, spelt), str.__new__(cls, spelt))
 
     @classmethod
@@ -70,13 +71,23 @@ class OpenEnum(str, metaclass=_OpenMeta):
     #: The member's name, in capitals.
     name = property(str.upper)
     #: The member's value.
-    value = property(str)
+    value = property(str.__str__)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}.{self.name}: {str(self)!r}>"
+        return f"<{type(self).__name__}.{self.name}: {self.value!r}>"
 
 
-class DistributedType(OpenEnum):
+class ShownWithClass(OpenEnum):
+    """One that is printed as `Class.MEMBER`; its `value`, and what is made of it as JSON, is not."""
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+
+class DistributedType(ShownWithClass):
     """Which kind of setup runs; the active backend says which member it is."""
 
     _known: ClassVar[list[str]] = ["NO"]

@@ -253,14 +253,18 @@ class Prepared:
     ) -> AbstractContextManager[Any]:
         """Return a context in which ranks may run out of batches at different steps.
 
-        No effect on one process or where the backend cannot.
+        No effect on one process, or where the backend cannot, which is said.
 
         Args:
             joinables: prepared models.
             even_batches: overrides the loaders' setting inside the block.
         """
         accelerator, stack = self.accelerator, ExitStack()
-        if accelerator.num_processes > 1 and accelerator.backend.supports.get("join", False):
+        if not accelerator.backend.supports.get("join", False):
+            if accelerator.num_processes > 1:
+                kind = accelerator.backend.name
+                accelerator.note_once(f"join_uneven_inputs has no effect: {kind!r} cannot join.")
+        elif accelerator.num_processes > 1:
             if even_batches is not None:
                 stack.enter_context(override_even_batches(self.loaders, even_batches))
             stack.enter_context(self._hooks.join_uneven_inputs(accelerator, joinables))

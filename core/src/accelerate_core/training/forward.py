@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accelerate_core.delegation import itself
 from accelerate_core.distributed.tree import convert_to_fp32
 
 
@@ -45,7 +46,8 @@ class MixedForward:
         return MixedForward(module, self._function, self._context, self._upcast)
 
     def __reduce__(self) -> Any:
-        return _bound, (self._function, self._module)
+        patched = vars(self._module).get("_unprepared_forward")
+        return (itself, (patched,)) if patched else (_bound, (self._function, self._module))
 
     @property
     def __signature__(self) -> Any:

@@ -84,7 +84,8 @@ def absent(module: str, name: str) -> str | None:
     return f"{name}: {REFUSED[name]}." if name in REFUSED else None
 
 
-#: Calls of the original that ours does not take, or takes otherwise, each with the reason.
+#: Calls of the original that ours does not take, or takes otherwise, each with the reason. A `*` stands
+#: for the constructor and all members.
 DIFFERENT: dict[str, str] = {
     "accelerator.Accelerator": "None stands for 1, and tells that nothing was said",
     **dict.fromkeys(
@@ -95,6 +96,11 @@ DIFFERENT: dict[str, str] = {
         ),
         "there when the backend deepspeed runs",
     ),
+    **{
+        f"commands.config.config_args.{name}.*": "values by name, of any kind of config file; they "
+        "are checked when they are used"
+        for name in ("BaseConfig", "ClusterConfig")
+    },
     **{
         f"data_loader.{name}.adjust_state_dict_for_prefetch": "positions are counted as batches "
         "are handed out, so that there is nothing to adjust"

@@ -22,6 +22,16 @@ from accelerate_drop_in.data_loader import shown
 from accelerate_drop_in.models import without_containers
 
 
+class _ReadAhead(IndexedSource):
+    """Reads a batch before the one before it is trained on, as feeding an accelerator does anyway.
+
+    Datasets that draw from the global generator draw then as with the original.
+    """
+
+    def _items(self, iterator: Iterator[Any], index: Any) -> Iterator[Any]:
+        return (item for item, _, _ in look_ahead(super()._items(iterator, index)))
+
+
 def _refuse_offloaded(model: Any) -> None:
     """Refuse quantized weights that are in part on the CPU or disk.
 
@@ -47,16 +57,6 @@ _BY_POSITION = (
 _FIRST = 6
 
 
-class _ReadAhead(IndexedSource):
-    """Reads a batch before the one before it is trained on, as feeding an accelerator does anyway.
-
-    Datasets that draw from the global generator draw then as with the original.
-    """
-
-    def _items(self, iterator: Iterator[Any], index: Any) -> Iterator[Any]:
-        return (item for item, _, _ in look_ahead(super()._items(iterator, index)))
-
-
 class Accelerator(accelerator.Accelerator):
     """accelerate-core's, with what the original's scripts count on.
 
@@ -78,11 +78,11 @@ class Accelerator(accelerator.Accelerator):
         for one in args:
             _refuse_offloaded(one)
         made = super().prepare(*args, device_placement=device_placement)
-        for one in made if isinstance(made, tuple) else (made,):
-            self._read_ahead(one)
         for group in (self.models, self.optimizers, self.schedulers, self.loaders):
             for one in group:
                 shown(one)._is_accelerate_prepared = True
+        for loader in self.loaders:
+            self._read_ahead(loader)
         return made
 
     def prepare_data_loader(
@@ -92,8 +92,16 @@ class Accelerator(accelerator.Accelerator):
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
         """Share one loader out between the ranks that read different data."""
-        made = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        return shown(self._read_ahead(made))
+        return self._read_ahead(
+            shown(super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch))
+        )
+
+    def _read_ahead(self, made: Any) -> Any:
+        if isinstance(made, CoreLoader) and not self.dataloader_config.restore_positions:
+            source, device = made._source, made.options.device
+            if type(source) is IndexedSource and (device is None or device.type == "cpu"):
+                made._source = _ReadAhead(source.base, source.stream, source.per_step)
+        return made
 
     def prepare_model(
         self,
@@ -135,13 +143,6 @@ class Accelerator(accelerator.Accelerator):
         inner = without_containers(model)
         own = super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
         return inner if keep_torch_compile and own is uncompiled(inner) else own
-
-    def _read_ahead(self, made: Any) -> Any:
-        if isinstance(made, CoreLoader) and not self.dataloader_config.restore_positions:
-            source, device = made._source, made.options.device
-            if type(source) is IndexedSource and (device is None or device.type == "cpu"):
-                made._source = _ReadAhead(source.base, source.stream, source.per_step)
-        return made
 
 
 Accelerator.__init__.__wrapped__ = accelerator.Accelerator.__init__  # type: ignore[attr-defined]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import Enum, EnumMeta
 from typing import ClassVar, Literal
 
-from accelerate_core.config.enums import OpenEnum
+from accelerate_core.config.enums import OpenEnum, ShownWithClass
 
 
-class ComputeEnvironment(OpenEnum):
+class ComputeEnvironment(ShownWithClass):
     """Where the job runs, as written in config files."""
 
     _known: ClassVar[list[str]] = ["LOCAL_MACHINE", "AMAZON_SAGEMAKER"]
@@ -35,7 +35,7 @@ class RNGType(OpenEnum):
     _known: ClassVar[list[str]] = ["torch", "generator"]
 
 
-class SageMakerDistributedType(OpenEnum):
+class SageMakerDistributedType(ShownWithClass):
     """How a SageMaker job is spread, as written in config files."""
 
     _known: ClassVar[list[str]] = ["NO", "DATA_PARALLEL", "MODEL_PARALLEL"]

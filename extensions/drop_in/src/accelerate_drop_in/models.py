@@ -87,13 +87,11 @@ def has_compiled_regions(module: object) -> bool:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a forward so that 16 bit floating point tensors of its output become float32."""
+    """Wrap a forward so that 16 bit floating point tensors of its output become float32.
 
-    @functools.wraps(model_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return convert_to_fp32(model_forward(*args, **kwargs))
-
-    return forward
+    A model with such a forward can be pickled.
+    """
+    return ConvertOutputsToFp32(model_forward)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
@@ -136,6 +134,7 @@ class ConvertOutputsToFp32:
     """`convert_outputs_to_fp32` as an object that can be pickled."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, model_forward, updated=())
         self.model_forward = model_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

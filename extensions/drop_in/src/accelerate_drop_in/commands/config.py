@@ -27,10 +27,10 @@ def __getattr__(name: str) -> Any:
     folders = {"cache_dir": default.parent, "hf_cache_home": default.parent.parent}
     if name in folders:
         return str(folders[name])
-    if name in ("default_config_file", "default_yaml_config_file"):
+    if name == "default_config_file":
         return str(default)
-    if name == "default_json_config_file":
-        return str(default.with_suffix(".json"))
+    if name in ("default_yaml_config_file", "default_json_config_file"):
+        return str(default.with_suffix(f".{name.split('_')[1]}"))
     raise AttributeError(name)
 
 
@@ -61,7 +61,10 @@ class BaseConfig(SimpleNamespace):
         """Read a config file, the default one if None."""
         return cls(**dict(read_config(yaml_file or str(default_config()))))
 
-    from_json_file = from_yaml_file
+    @classmethod
+    def from_json_file(cls, json_file: str | None = None) -> BaseConfig:
+        """Read a config file of JSON, which is YAML, too."""
+        return cls.from_yaml_file(json_file)
 
 
 class ClusterConfig(BaseConfig):

@@ -37,7 +37,7 @@ def ranks(ctx: CheckContext) -> str:
     if not {"tp", "cp", "sp", "pp"} & set(mesh):
         _, count = accelerator.hooks.data_shard(accelerator)
         ctx.equal(count, ctx.size, "parts of the data, where no mesh dimension shares samples")
-    return f"{ctx.size} on {accelerator.device.type}, {accelerator.distributed_type}"
+    return f"{ctx.size} on {accelerator.device.type}, {accelerator.distributed_type.value}"
 
 
 @check("backend", hooks="gather reduce broadcast")
