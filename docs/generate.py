@@ -361,10 +361,10 @@ def _state_of(module: str, name: str, extras: Mapping[str, str]) -> str:
     """Say what becomes of a name, "" if it is always there."""
     from accelerate_drop_in import absent
 
-    if module.startswith("test_utils"):
-        return ""
     if name in absent.LEFT_OUT:
         return "left out"
+    if module.startswith("test_utils"):
+        return ""
     if name in absent.REFUSED:
         return "refuses"
     extra = absent.planned(module, name) or extras.get(name)

@@ -97,8 +97,9 @@ def main() -> None:
         for member, text in differences(theirs, ours).items():
             compared += 1
             whole = f"{key}.{member}" if member not in ("", "()") else key
-            if text and whole in DIFFERENT:
-                seen.add(whole)
+            listed = {whole, f"{key}.*"} & DIFFERENT.keys()
+            if text and listed:
+                seen |= listed
             elif text:
                 unknown[whole] = text
     stale = sorted(DIFFERENT.keys() - seen)

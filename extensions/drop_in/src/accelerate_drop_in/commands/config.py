@@ -61,7 +61,10 @@ class BaseConfig(SimpleNamespace):
         """Read a config file, the default one if None."""
         return cls(**dict(read_config(yaml_file or str(default_config()))))
 
-    from_json_file = from_yaml_file
+    @classmethod
+    def from_json_file(cls, json_file: str | None = None) -> BaseConfig:
+        """Read a config file of JSON, which is YAML, too."""
+        return cls.from_yaml_file(json_file)
 
 
 class ClusterConfig(BaseConfig):
