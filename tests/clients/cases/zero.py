@@ -78,19 +78,8 @@ def stage_3(folder: Path) -> Any:
 
 
 @case(2)
-def stage_2_with_its_own_optimizer(folder: Path) -> Any:
-    own = {
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True},
-        },
-    }
-    return run(folder, settings(2, **own))
-
-
-@case(2)
 def by_hand(folder: Path) -> Any:
-    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2, gradient_clipping=0.5)
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=2)
     set_seed(5)
     model = writer()
