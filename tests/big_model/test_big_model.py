@@ -266,7 +266,6 @@ def test_inputs_follow_the_weights_and_the_output_comes_home() -> None:
     ("device_map", "text"),
     [
         ({"embed": "cpu"}, "gives no device for position"),
-        ({**SPLIT, "heads": "cpu"}, "Did you mean 'head'"),
         ({"": "disk"}, "name a folder"),
         ({"": 7}, "torch sees none"),
     ],
@@ -276,6 +275,11 @@ def test_a_wrong_device_map_is_explained(
 ) -> None:
     with pytest.raises(ConfigurationError, match=text):
         dispatch_model(model, device_map)
+
+
+def test_a_name_too_many_in_a_device_map_is_told(model: TinyGPT) -> None:
+    with pytest.warns(UserWarning, match="'heads'.* Did you mean 'head'"):
+        dispatch_model(model, {**SPLIT, "heads": "cpu"})
 
 
 def test_dispatching_what_was_never_loaded_is_explained(tmp_path: Path) -> None:
