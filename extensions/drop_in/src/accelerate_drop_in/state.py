@@ -57,7 +57,7 @@ def deepspeed_required(func: _F) -> _F:
         kind = None if user is None else user.distributed_type
         if kind not in (None, "DEEPSPEED"):
             raise ConfigurationError(
-                f"{func.__name__}() is for DeepSpeed, and this run is {kind}. Pass a "
+                f"{func.__name__}() is for DeepSpeed, and this run is {kind.value}. Pass a "
                 "DeepSpeedPlugin to the Accelerator, or start it with --use_deepspeed."
             )
         return func(*args, **kwargs)
