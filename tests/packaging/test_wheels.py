@@ -100,7 +100,9 @@ def test_every_member_has_a_wheel_with_its_types_and_no_tests(wheels: Path) -> N
     for wheel in found:
         names = zipfile.ZipFile(wheel).namelist()
         assert any(name.endswith("/py.typed") for name in names), wheel.name
-        assert not [name for name in names if "test_" in Path(name).name], wheel.name
+        tests = [name for name in names if "test_" in Path(name).name]
+        # Scripts of the original's `test_utils`, which people launch.
+        assert not [name for name in tests if "/served/" not in name], wheel.name
 
 
 # Of `make dist`, which selects all of this folder: `make test` need not make an environment again.

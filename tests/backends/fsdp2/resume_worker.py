@@ -51,7 +51,8 @@ def main(sizes: dict[str, int], folder: Path, until: int, backend: str = "fsdp2"
         project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True),
         gradient_accumulation_steps=2,
         # The batch size is that of all ranks, so that schedulers step alike.
-        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        # One order, whatever the number of ranks.
+        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
         process_group_timeout=60,
     )
     set_seed(3)
