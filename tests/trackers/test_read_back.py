@@ -185,23 +185,42 @@ def test_after_a_crash_everything_is_on_disk_and_the_run_is_marked_failed(
 
 
 #: Those that go on in a run without a server, in files that hold one run afterwards.
-LOCAL = ("aim", "dvclive", "jsonl", "mlflow", "tensorboard", "trackio")
+LOCAL = ("dvclive", "jsonl", "tensorboard", "trackio")
+#: The same, slow to start: their own suites resume a run in `make conformance`.
+SLOW = ("aim", "mlflow")
+
+Resumed = tuple[Path, str, dict[str, Any]]
+
+
+def go_on(directory: Path, *names: str) -> Resumed:
+    """Kill a run of these trackers and resume it; read those of `LOCAL` and `SLOW`."""
+    run(directory, "kill", ",".join(names), rc=-signal.SIGKILL)
+    ended = run(directory, "resume", ",".join(names))
+    found = read(directory, *(name for name in names if name in LOCAL + SLOW))
+    return directory, ended.stdout + ended.stderr, found
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("resumed")
-    asked = ",".join((*LOCAL, "wandb"))
-    run(directory, "kill", asked, rc=-signal.SIGKILL)
-    ended = run(directory, "resume", asked)
-    return directory, ended.stdout + ended.stderr, read(directory, *LOCAL)
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+    return go_on(tmp_path_factory.mktemp("resumed"), *LOCAL, "wandb")
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.fixture(scope="module")
+def resumed_slowly(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+    return go_on(tmp_path_factory.mktemp("slow"), *SLOW)
+
+
+@pytest.mark.parametrize(
+    ("name", "fixture"),
+    [
+        *((name, "resumed") for name in LOCAL),
+        *(pytest.param(name, "resumed_slowly", marks=pytest.mark.soak) for name in SLOW),
+    ],
+)
 def test_a_killed_run_goes_on_as_the_same_one(
-    resumed: tuple[Path, str, dict[str, Any]], name: str
+    request: pytest.FixtureRequest, name: str, fixture: str
 ) -> None:
-    _, text, found = resumed
+    _, text, found = request.getfixturevalue(fixture)
     assert "switched off" not in text
     assert not found[name]["error"]
     for key in probe.KEYS:
@@ -209,7 +228,7 @@ def test_a_killed_run_goes_on_as_the_same_one(
         assert found[name]["values"][key] == wanted, key
 
 
-def test_wandb_goes_on_under_the_same_id(resumed: tuple[Path, str, dict[str, Any]]) -> None:
+def test_wandb_goes_on_under_the_same_id(resumed: Resumed) -> None:
     directory, text, _ = resumed
     folders = sorted((directory / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
