@@ -10,8 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from clients import HERE, TOLERANCE, differences, launch_project, recorded
-from conftest import ROWS
+from clients import HERE, ROWS, TOLERANCE, differences, launch_project, recorded
 
 WHEEL = HERE.parents[1] / "extensions/drop_in/accelerate"
 
