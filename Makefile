@@ -58,15 +58,15 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp $(BACKENDS:%=%/pyproject.toml) $(TRACKERS:%
 quickstart: $(VENV)/run.stamp
 	$(BIN)/accelerate-core launch --cpu --num_processes 2 examples/quickstart.py
 
-# Folders with a door of their own; .ci/run goes through all of them.
-CONFORMANCE := tests/conformance tests/testing
+# Folders with a door of their own; .ci/run goes through all of them. What is long comes first.
+CONFORMANCE := tests/conformance/test_third_party.py tests/testing tests/conformance
 FAULTS := tests/faults tests/machines
 CLIENTS := tests/clients
 test: $(VENV)/dev.stamp
 	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS)) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
-	$(PYTEST) --dist loadscope -m "not soak" $(CONFORMANCE) $(ARGS)
+	$(PYTEST) --dist loadscope --no-loadscope-reorder -m "not soak" $(CONFORMANCE) $(ARGS)
 
 # One at a time: they hold a clock to how soon ranks end.
 faults: $(VENV)/dev.stamp
