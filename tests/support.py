@@ -27,7 +27,16 @@ TESTS = Path(__file__).parent
 RESULTS_VARIABLE = "TESTS_RESULTS"
 
 #: Variables that must not leak from whoever runs the tests into what they start.
-_HIDDEN = ("ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "MASTER_", "GROUP_", "ROLE_")
+_HIDDEN = (
+    "ACCELERATE_",
+    "PYTEST_ADDOPTS",
+    "TORCHELASTIC_",
+    "OMPI_",
+    "PMI_",
+    "MASTER_",
+    "GROUP_",
+    "ROLE_",
+)
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
 
 
