@@ -10,6 +10,8 @@ TRACKERS := $(patsubst %/pyproject.toml,%,$(wildcard trackers/*/pyproject.toml))
 MEMBERS := core $(EXTENSIONS) $(BACKENDS) $(TRACKERS)
 # Python compiles what it imports; pip would compile all that is installed.
 PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check -q
+# Tests start interpreters by the hundred: they read what the first one has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 # Test files that run at the same time, each in a process of pytest: what waits is overlapped.
 JOBS ?= 2
