@@ -1,7 +1,8 @@
 """What `from accelerate_core import Accelerator` costs beside `import torch`, and the peers.
 
-Each import is timed in a process of its own, in turn, from bytecode as after a first run; medians of 9. What torch's import leaves to the
-garbage collector is collected during the next one, whatever that is: the second number is without it.
+Each import is timed in a process of its own, in turn, from bytecode as after a first run; medians of
+9. What torch's import leaves to the garbage collector is collected during the next one, whatever that
+is: the second number is without it.
 """
 
 from __future__ import annotations
