@@ -230,3 +230,14 @@ def test_commands_are_parsed_and_run_for_programs(
     assert read.mixed_precision == "no"
     new = convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}})
     assert new["fsdp_config"] == {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+
+
+def test_a_loader_of_another_class_does_not_mind_a_later_prepare() -> None:
+    class Own(torch.utils.data.DataLoader[int]):
+        """Is copied when it is prepared, and counts as one of its class."""
+
+    accelerator = DropIn(cpu=True)
+    loader = accelerator.prepare(Own(range(4), batch_size=2))  # type: ignore[arg-type]
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    assert isinstance(loader, Own)
+    assert len(list(loader)) == 2

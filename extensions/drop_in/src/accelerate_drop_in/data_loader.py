@@ -163,5 +163,6 @@ def shown(loader: Any) -> Any:
             kind = DataLoaderDispatcher
         if read is not DataLoader and issubclass(read, DataLoader) and not issubclass(read, kind):
             kind = _read_as(kind, read) if kind.__module__ == CoreLoader.__module__ else kind
-        object.__setattr__(loader, "__class__", kind)
+        if kind is not type(loader):  # each `prepare` shows the earlier ones again
+            object.__setattr__(loader, "__class__", kind)
     return loader
