@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -16,10 +17,16 @@ SHORT = {
     "trainer": ("basic", "accumulation", "evaluation"),
     "from_pretrained": ("auto",),
 }
-#: Differences on purpose: by case what is not compared, and why.
+#: Differences on purpose: by case what is not compared (without the places in lists), and why.
 KNOWN: dict[tuple[str, int, str], dict[str, str]] = {
     ("trainer", 1, "iterable_evaluation"): {
         ".evaluated.eval_loss": "of a stream the original counts a short last batch as a full one"
+    },
+    **{
+        ("zero", 2, f"stage_2_with_its_own_optimizer{more}"): {
+            ".log.learning_rate": "DeepSpeed's own steps before the Trainer logs: the next step's rate"
+        }
+        for more in ("", "_and_scheduler")
     },
 }
 CASES = [
@@ -65,7 +72,7 @@ def test_a_client_gets_what_it_got_from_the_original(
     found = [
         (off, where)
         for off, where in differences(ours, theirs)
-        if not where.startswith((".seconds", *known))
+        if not re.sub(r"\[\d+\]", "", where).startswith((".seconds", *known))
     ]
     off, where = max(found)
     ROWS.append((f"{group}-{processes}-{case}", off, where))
