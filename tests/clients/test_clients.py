@@ -14,8 +14,9 @@ pytestmark = pytest.mark.skipif(
 )
 #: What .ci/run goes through; everything else is soak.
 SHORT = {
-    "trainer": ("basic", "accumulation", "evaluation"),
-    "from_pretrained": ("auto",),
+    **{("trainer", on): ("basic", "accumulation", "evaluation") for on in (1, 2)},
+    ("from_pretrained", 1): ("auto",),
+    ("examples", 1): tuple(recorded("examples", 1)),
 }
 #: Differences on purpose: by case what is not compared (without the places in lists), and why.
 KNOWN: dict[tuple[str, int, str], dict[str, str]] = {
@@ -33,7 +34,7 @@ CASES = [
     pytest.param(
         (group, processes, case),
         id=f"{group}-{processes}-{case}",
-        marks=[] if case in SHORT.get(group, ()) else [pytest.mark.soak],
+        marks=[] if case in SHORT.get((group, processes), ()) else [pytest.mark.soak],
     )
     for group in groups()
     for processes in (1, 2)
