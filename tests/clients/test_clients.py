@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -13,20 +14,27 @@ pytestmark = pytest.mark.skipif(
 )
 #: What .ci/run goes through; everything else is soak.
 SHORT = {
-    "trainer": ("basic", "accumulation", "evaluation"),
-    "from_pretrained": ("auto",),
+    **{("trainer", on): ("basic", "accumulation", "evaluation") for on in (1, 2)},
+    ("from_pretrained", 1): ("auto",),
+    ("examples", 1): tuple(recorded("examples", 1)),
 }
-#: Differences on purpose: by case what is not compared, and why.
+#: Differences on purpose: by case what is not compared (without the places in lists), and why.
 KNOWN: dict[tuple[str, int, str], dict[str, str]] = {
     ("trainer", 1, "iterable_evaluation"): {
         ".evaluated.eval_loss": "of a stream the original counts a short last batch as a full one"
+    },
+    **{
+        ("zero", 2, f"stage_2_with_its_own_optimizer{more}"): {
+            ".log.learning_rate": "DeepSpeed's own steps before the Trainer logs: the next step's rate"
+        }
+        for more in ("", "_and_scheduler")
     },
 }
 CASES = [
     pytest.param(
         (group, processes, case),
         id=f"{group}-{processes}-{case}",
-        marks=[] if case in SHORT.get(group, ()) else [pytest.mark.soak],
+        marks=[] if case in SHORT.get((group, processes), ()) else [pytest.mark.soak],
     )
     for group in groups()
     for processes in (1, 2)
@@ -65,7 +73,7 @@ def test_a_client_gets_what_it_got_from_the_original(
     found = [
         (off, where)
         for off, where in differences(ours, theirs)
-        if not where.startswith((".seconds", *known))
+        if not re.sub(r"\[\d+\]", "", where).startswith((".seconds", *known))
     ]
     off, where = max(found)
     ROWS.append((f"{group}-{processes}-{case}", off, where))

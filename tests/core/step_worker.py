@@ -617,23 +617,26 @@ def clipping_by_value_is_on_unscaled_gradients() -> None:
 
 @case
 def local_sgd_averages_now_and_then() -> None:
-    with accelerate() as accelerator:
-        net = make_net()
-        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        equal = []
-        with LocalSGD(accelerator, model, local_sgd_steps=2) as local_sgd:
-            for index in range(5):
-                accelerator.backward(cross_entropy(*_forward(model, batch(index))))
-                optimizer.step()
-                optimizer.zero_grad()
-                before = flat(model)
-                local_sgd.step()
-                equal.append(same_on_ranks(flat(model)))
-                if equal[-1]:
-                    dist.all_reduce(before)
-                    assert torch.allclose(flat(model), before / SIZE, atol=1e-7)
-        assert equal == [False, True, False, True, False]
-        assert same_on_ranks(flat(model)), "averaged on leaving"
+    # Calls are counted, not steps: after each second one the ranks are alike.
+    for accumulated, expected in ((1, [False, True, False, True, False]), (2, [True] * 5)):
+        with accelerate(gradient_accumulation_steps=accumulated) as accelerator:
+            net = make_net()
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            equal = []
+            with LocalSGD(accelerator, model, local_sgd_steps=2) as local_sgd:
+                for index in range(5):
+                    with accelerator.accumulate(model):
+                        accelerator.backward(cross_entropy(*_forward(model, batch(index))))
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        before = flat(model)
+                        local_sgd.step()
+                    equal.append(same_on_ranks(flat(model)))
+                    if equal[-1]:
+                        dist.all_reduce(before)
+                        assert torch.allclose(flat(model), before / SIZE, atol=1e-7)
+            assert equal == expected, equal
+            assert same_on_ranks(flat(model)), "averaged on leaving"
 
 
 if __name__ == "__main__":

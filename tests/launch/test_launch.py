@@ -521,6 +521,23 @@ def test_warning_once(caplog: pytest.LogCaptureFixture) -> None:
     assert {Path(record.pathname).name for record in caplog.records} == {"test_launch.py"}
 
 
+@pytest.mark.usefixtures("no_runtime")
+def test_a_record_names_the_line_that_logged(caplog: pytest.LogCaptureFixture) -> None:
+    logger = get_logger("tests.line", "INFO")
+
+    def told(*texts: str) -> None:
+        for text in texts:
+            logger.info(text, stacklevel=3)  # as the original counts: 2 is this line
+
+    first = told.__code__.co_firstlineno + 5
+    logger.info("by itself")
+    logger.log(logging.INFO, "by its level", main_process_only=False)
+    logger.warning_once("once", stacklevel=2)
+    told("for", "another")
+    found = [(record.lineno - first, record.funcName) for record in caplog.records]
+    assert found == [(line, "test_a_record_names_the_line_that_logged") for line in (0, 1, 2, 3, 3)]
+
+
 def test_log_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "error")
     assert get_logger("tests.level").logger.level == logging.ERROR

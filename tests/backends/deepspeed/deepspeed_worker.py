@@ -790,7 +790,7 @@ def layers_are_split_over_ranks_that_see_the_same_samples() -> None:
 @case
 def sequences_are_shared_by_ulysses() -> None:
     from torch.nn.functional import cross_entropy
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig
 
     def llama():
         torch.manual_seed(0)
@@ -844,6 +844,10 @@ def sequences_are_shared_by_ulysses() -> None:
     accelerator = speed(config, parallelism_config=ParallelismConfig(sp_size=2))
     model = Tower()
     with pytest.raises(ConfigurationError, match="for models of Transformers; Tower"):
+        accelerator.prepare(model, ADAM(model.parameters()))
+    model = Tower()
+    model.config = Qwen3NextConfig(num_hidden_layers=4)
+    with pytest.raises(ConfigurationError, match="Tower has layers of linear attention"):
         accelerator.prepare(model, ADAM(model.parameters()))
 
 

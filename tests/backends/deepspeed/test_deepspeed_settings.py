@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 from support import clean_environment
 
@@ -105,6 +106,14 @@ def test_every_auto_is_resolved_with_its_reason():
     assert config.get_value("scheduler.params.total_num_steps") == 6
     assert config.get_value("scheduler.params.warmup_num_steps") == 2
     assert "zero_stage" in config.where("zero_optimization.stage")
+
+
+def test_a_schedule_of_the_config_takes_the_rate_of_torchs_optimizer():
+    given = {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+    config = settled({"scheduler": {"type": "WarmupLR", "params": given}})
+    sgd = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.3)
+    steps.settle_optimizer(config, sgd, DummyScheduler(sgd), 2, split=False)
+    assert config.get_value("scheduler.params") == {"warmup_max_lr": 0.3, "warmup_num_steps": 1}
 
 
 def test_what_nothing_says_is_named():

@@ -398,7 +398,7 @@ def ranks_of_one_group_read_the_same() -> None:
 @case
 def a_model_of_transformers_by_its_own_plan() -> None:
     """A small Llama: its layers are the units, its `tp_plan` is the plan, Ulysses shares it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig
 
     def make() -> Any:
         set_seed(0)
@@ -439,6 +439,11 @@ def a_model_of_transformers_by_its_own_plan() -> None:
         loss, norm = loss_and_norm(model, accelerator)
         assert abs(loss - expected[0]) <= 1e-5, (sizes, loss, expected)
         assert abs(norm - expected[1]) <= 1e-4 * norm, (sizes, norm, expected)
+        if "sp" in sizes:
+            recurrent = Tower()
+            recurrent.config = Qwen3NextConfig(num_hidden_layers=4)
+            with pytest.raises(ConfigurationError, match="kind linear_attention, which carry a"):
+                accelerator.prepare(recurrent)
         accelerator.end_training()
 
 

@@ -1,17 +1,19 @@
 """transformers' Trainer and a loop by hand on DeepSpeed's ZeRO 1 to 3, two processes.
 
-The original has no DeepSpeed on a CPU: without a word it trains unsharded there, and that is recorded.
-So what is compared is that sharding changes nothing.
+The original has DeepSpeed on a CPU where nothing but its `PartialState` has heard of the CPU, as with a
+Trainer's `use_cpu`. Told by its launcher or its Accelerator it trains unsharded, without a word: so the
+variable of the launcher goes, and each case says what it ran on.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import running
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from accelerate.utils import set_seed
 from running import case
 from sharded import Texts
@@ -19,6 +21,8 @@ from tiny import writer
 from trainer import arguments, trained
 from transformers import Trainer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+os.environ.pop("ACCELERATE_USE_CPU", None)
 
 
 def settings(stage: int, **more: Any) -> dict[str, Any]:
@@ -34,6 +38,15 @@ def settings(stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def ran_on(model: Any) -> dict[str, Any]:
+    return {
+        "model": type(model).__name__,
+        "stage": model.zero_optimization_stage(),
+        "dtype": str(next(model.module.parameters()).dtype),
+        "optimizer": type(model.optimizer).__name__,
+    }
+
+
 def run(folder: Path, given: dict[str, Any], rows: int = 40, **more: Any) -> Any:
     resumed = more.pop("resumed", None)
     try:
@@ -45,7 +58,8 @@ def run(folder: Path, given: dict[str, Any], rows: int = 40, **more: Any) -> Any
         result = trained(made, resume_from_checkpoint=resumed)
         if given["zero_optimization"]["stage"] == 3:
             del result["weights"]  # shards
-        return {**result, "evaluated": running.lines([made.evaluate()])[0]}
+        evaluated = running.lines([made.evaluate()])[0]
+        return {"ran on": ran_on(made.model_wrapped), **result, "evaluated": evaluated}
     finally:
         unset_hf_deepspeed_config()
 
@@ -77,10 +91,27 @@ def stage_3(folder: Path) -> Any:
     return run(folder, settings(3))
 
 
+OWN = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+
+
+@case(2)
+def stage_2_with_its_own_optimizer(folder: Path) -> Any:
+    return run(folder, settings(2, optimizer=OWN))
+
+
+@case(2)
+def stage_2_with_its_own_optimizer_and_scheduler(folder: Path) -> Any:
+    rates = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+    own = {"type": "WarmupLR", "params": {"warmup_type": "linear", **dict.fromkeys(rates, "auto")}}
+    more = {"warmup_steps": 4, "lr_scheduler_type": "constant_with_warmup"}
+    return run(folder, settings(2, optimizer=OWN, scheduler=own), **more)
+
+
 @case(2)
 def by_hand(folder: Path) -> Any:
-    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+    PartialState(cpu=True)
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2, gradient_clipping=0.5)
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
     set_seed(5)
     model = writer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -97,7 +128,7 @@ def by_hand(folder: Path) -> Any:
             losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
     state = accelerator.get_state_dict(model)
     norms = {name: float(one.double().norm()) for name, one in list(state.items())[:6]}
-    return {"losses": losses, "norms": norms}
+    return {"ran on": ran_on(model), "losses": losses, "norms": norms}
 
 
 if __name__ == "__main__":

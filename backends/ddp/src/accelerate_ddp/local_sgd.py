@@ -24,7 +24,7 @@ class LocalSGD:
     Args:
         accelerator: the Accelerator that prepared `model`.
         model: a prepared model, whole on every rank.
-        local_sgd_steps: optimizer steps between two averages, at least 1.
+        local_sgd_steps: calls of `step` between two averages, at least 1.
 
     Raises:
         ConfigurationError: `local_sgd_steps` is less than 1, or the model's
@@ -78,8 +78,8 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count one optimizer step; average the parameters when `local_sgd_steps` are done."""
-        if not self.enabled or not self.accelerator.sync_gradients:
+        """Count one call, in a cycle of accumulation, too; average when there were `local_sgd_steps`."""
+        if not self.enabled:
             return
         self.num_steps += 1
         if self.num_steps % self.local_sgd_steps == 0:

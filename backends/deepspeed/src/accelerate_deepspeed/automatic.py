@@ -368,7 +368,11 @@ def settle_optimizer(
             f"DummyOptim stands for the optimizer of a DeepSpeed config, and {config.origin} has "
             "none: add the section, or prepare a torch optimizer."
         )
-    lr = config.get_value("optimizer.params.lr") if dummy is None else dummy.lr
+    if dummy is None:
+        there = getattr(optimizer, "defaults", {}).get("lr")
+        lr = config.get_value("optimizer.params.lr", there)
+    else:
+        lr = dummy.lr
     _settle_scheduler(config, scheduler, lr, 1 if split else data_ranks)
 
 
@@ -384,7 +388,8 @@ def _settle_scheduler(config: HfDeepSpeedConfig, scheduler: Any, lr: Any, parts:
         known = {"warmup_min_lr": 0.0, "warmup_max_lr": lr, "cycle_max_lr": lr}
         if dummy is not None:
             known |= dummy.kwargs
-            known["warmup_num_steps"] = math.ceil(dummy.warmup_num_steps / parts)
+            # DeepSpeed takes 2 for 1, and refuses 0.
+            known["warmup_num_steps"] = max(1, math.ceil(dummy.warmup_num_steps / parts))
             if dummy.total_num_steps is not None:
                 known["total_num_steps"] = math.ceil(dummy.total_num_steps / parts)
         _fill(config, "scheduler", known, "DummyScheduler")
