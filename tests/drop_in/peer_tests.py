@@ -27,9 +27,6 @@ VERSION = "1.15.0"
 LIMIT, FILE_LIMIT = 240, 1500
 #: What is not wanted to pass, by the start of its name, with the reason.
 _WORDS = "it compares a whole sentence of an error or warning; ours are in our own words"
-_PLACED = (
-    "device maps use the memory that nothing offloaded comes back to, and count ties otherwise"
-)
 _STATE = "the state of a prepared loader is ours: it holds for other numbers of ranks, too"
 _CLEARML = "names are cut at '/', images stay PNG; tables of data frames are the Accelerator's verb"
 _TPU = "TPUs come with a package that is planned"
@@ -70,7 +67,6 @@ EXPECTED: dict[str, str] = {
     "test_modeling_utils::ModelingUtilsTester::test_extract_model_from_parallel_partial": (
         "keep_torch_compile=False removes the compilation of submodules, too"
     ),
-    "test_modeling_utils::ModelingUtilsTester::test_infer_auto_device_map": _PLACED,
     "test_modeling_utils::ModelingUtilsTester::test_set_module_tensor_checks_shape": _WORDS,
     "test_sagemaker": "jobs of SageMaker are not started here",
     "test_tracking::ClearMLTest": _CLEARML,
