@@ -17,7 +17,8 @@ from accelerate_core.builtin.compile import uncompiled
 from accelerate_core.data.feeding import look_ahead
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.data.sources import IndexedSource
-from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.distributed.process import running
+from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing
 from accelerate_drop_in.data_loader import shown
 from accelerate_drop_in.models import without_containers
 
@@ -57,6 +58,23 @@ _BY_POSITION = (
 _FIRST = 6
 
 
+def _of_process(process: int, number: int) -> Any:
+    """Return an Accelerator of this process: the one that was pickled, else the latest.
+
+    Raises:
+        RuntimeConflictError: there is none.
+    """
+    runtime = running()
+    made = [user for ref in (runtime.users if runtime else ()) if (user := ref()) is not None]
+    if not made:
+        raise RuntimeConflictError(
+            f"A pickle of process {process} holds an Accelerator, which stands for that of the process "
+            "that reads it, and this one has none. Make one before: Accelerator()."
+        )
+    same = (user for user in made if (os.getpid(), id(user)) == (process, number))
+    return next(same, made[-1])
+
+
 class Accelerator(accelerator.Accelerator):
     """accelerate-core's, with what the original's scripts count on.
 
@@ -64,14 +82,25 @@ class Accelerator(accelerator.Accelerator):
 
     They skip by themselves what was seen of an epoch, so `load_state` leaves the loaders at its
     beginning, unless `restore_positions` or `use_stateful_dataloader` asks for more.
+
+    A pickle or a copy of an Accelerator, alone or within another object, stands for the one of the
+    process that reads it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= dict(zip(_BY_POSITION, args[_FIRST:], strict=False))
+        if kwargs.get("log_with") is not None:
+            from accelerate_drop_in.tracking import use_these
+
+            use_these()
         super().__init__(*args[:_FIRST], **kwargs)
         config = self.dataloader_config
         if config.restore_positions is None:
             config.restore_positions = config.use_stateful_dataloader
+
+    def __reduce__(self) -> Any:
+        # It has the group, threads and files of its process: a pickle or a copy names it.
+        return _of_process, (os.getpid(), id(self))
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Prepare objects, which have the mark of the original's after it."""
