@@ -129,7 +129,10 @@ MEMORY: dict[str, Shares] = {
 OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "": ({}, tuple(MEMORY)),
     "fallback": ({"fallback_allocation": True}, ("and disk", "three", "small")),
-    "blocks": ({"no_split_module_classes": ["Block", "Sequential", "ModuleDict"]}, ("and cpu", "three")),
+    "blocks": (
+        {"no_split_module_classes": ["Block", "Sequential", "ModuleDict"]},
+        ("and cpu", "three"),
+    ),
     "half": ({"dtype": torch.float16}, ("and disk", "three")),
     "special": ({"dtype": "float16", "special_dtypes": True}, ("and disk",)),
     "parts": ({"clean_result": False}, ("and disk", "small")),

@@ -18,7 +18,7 @@ RECORDED = json.loads(Path(maps.__file__).with_suffix(".json").read_text())
 DIFFERENT = {
     "block's buffer": "buffers of a module that is split have a device; there they have none",
     "declared": "the model's own `_no_split_modules` are not split",
-    "tied tenth": "there '10' is taken for a part of '0'",
+    "tied thrice": "buffers of what is tied to an offloaded module count as offloaded, too",
 }
 
 

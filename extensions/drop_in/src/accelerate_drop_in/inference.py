@@ -30,16 +30,13 @@ def generate_device_map(
     whole: Any = {"no_split_module_classes": no_split_module_classes, "clean_result": False}
     if num_processes == 1:
         return infer_auto_device_map(model, **whole)
-    if max_memory is not None:
-        return infer_auto_device_map(model, max_memory=max_memory, **whole)
-    size, (largest, _) = calculate_maximum_sizes(model)
-    # A tenth more, and a layer: what does not fit is the next one's, and nothing may be left.
-    share = int((size + largest) / num_processes * 1.1) + 1
-    limits = dict.fromkeys(range(num_processes), share)
-    placed = infer_auto_device_map(model, max_memory=limits, **whole)
-    if "disk" in placed.values():  # the first kept room for a layer that comes back; none does
-        placed = infer_auto_device_map(model, max_memory={**limits, 0: share + largest}, **whole)
-    return placed
+    if max_memory is None:
+        size, (largest, _) = calculate_maximum_sizes(model)
+        # A tenth more, and a layer: what does not fit is the next one's, and the last takes the rest.
+        share = int((size + largest) / num_processes * 1.1) + 1
+        # Room for what comes back from the CPU is kept on the first device: here on one of no memory.
+        max_memory = {-1: 0, **dict.fromkeys(range(num_processes), share), num_processes - 1: size}
+    return infer_auto_device_map(model, max_memory=max_memory, **whole)
 
 
 def find_pippy_batch_size(
