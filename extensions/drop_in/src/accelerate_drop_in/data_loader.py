@@ -243,5 +243,6 @@ def with_state_of_base(loader: CoreLoader) -> CoreLoader:
         object.__setattr__(base, plan, source.stream.plan)
         whole = StepReader(1, split_batches=False, even_batches=False, drop_last=False)
         loader._source = ReadSource(base, source.per_step, whole, 0)
-    _set_class(loader, _with_state_of_base(type(loader)))
+    kind: Any = type(loader)
+    _set_class(loader, _with_state_of_base(kind))
     return loader

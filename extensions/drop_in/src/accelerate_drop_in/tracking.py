@@ -63,7 +63,7 @@ except MissingPluginError:  # who lends the name says what to install
     pass
 else:
 
-    class ClearMLTracker(_ClearML):  # type: ignore[misc]
+    class ClearMLTracker(_ClearML):
         """A ClearML task: `eval_loss` is the title `loss` with the series `eval`.
 
         So with `test_` and `train_`; other names are titles of the series `train`. Values without a
