@@ -325,6 +325,8 @@ def nested_data(folder: Path) -> None:
     assert np.ndarray in TORCH_SAFE_GLOBALS
     assert find_pippy_batch_size((3,), {"x": torch.ones(5, 2)}) == 5
     assert set(generate_device_map(tower(), 2).values()) == {0, 1}
+    nine = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
+    assert sorted(generate_device_map(nine, 8).values()) == [*range(8), 7]
     alone = prepare_pippy(tower(), example_args=(torch.ones(2, 4),))
     assert alone(torch.ones(2, 4)).shape == (2, 4)
 
