@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from support import clean_environment
+
 TIMEOUT = 120
-
-#: Variables that must not leak from whoever runs the tests into what they start.
-_HIDDEN = ("ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "MASTER_")
-_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-
-
-def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without anything a launcher would read."""
-    kept = {
-        name: text
-        for name, text in os.environ.items()
-        if not name.startswith(_HIDDEN) and name not in _RANKS
-    }
-    return {**kept, "ACCELERATE_CONFIG_HOME": os.devnull, **more}
 
 
 def run_cli(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from launched import clean_environment
+from support import clean_environment
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / "build" / "clients"

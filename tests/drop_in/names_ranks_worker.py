@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from worker import PG_TIMEOUT, RANK, case, run_cases
 
-from accelerate_core import Accelerator
+from accelerate_core import Accelerator, DataLoaderConfiguration
 from accelerate_core.errors import ConfigurationError, DistributedOperationException
+from accelerate_drop_in.accelerator import Accelerator as Scripts
 from accelerate_drop_in.by_hand import DataLoaderDispatcher, DataLoaderShard
 from accelerate_drop_in.data_loader import prepare_data_loader
 from accelerate_drop_in.inference import build_pipeline, prepare_pippy
 from accelerate_drop_in.trees import TENSOR_INT_TO_DTYPE
-from accelerate_drop_in.verbs import chained_operation, gather_tensor_shape, verify_operation
+from accelerate_drop_in.verbs import (
+    broadcast_object_list,
+    chained_operation,
+    gather_tensor_shape,
+    verify_operation,
+)
 
 KEPT = Accelerator(cpu=True, process_group_timeout=PG_TIMEOUT)
 
@@ -82,6 +90,57 @@ def loaders_share_what_they_are_told_to() -> None:
     (batch,) = shard
     told = KEPT.gather(batch[None])
     assert torch.equal(told[0], told[1])
+
+
+@dataclass
+class Shards(IterableDataset[int]):
+    """A stream in parts, as those of Hugging Face's datasets."""
+
+    parts: list[list[int]]
+
+    @property
+    def n_shards(self) -> int:
+        return len(self.parts)
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        return Shards(self.parts[index::num_shards])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([one for part in self.parts for one in part])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError("it is rank 0's, of other shards")
+
+
+@case
+def streams_of_enough_shards_are_read_by_shards() -> None:
+    def loader(*parts: list[int]) -> Any:
+        return DataLoader(Shards(list(parts)), 2)
+
+    def read(loader: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in loader]
+
+    reads = DataLoaderConfiguration(dispatch_batches=False)
+    scripts: Any = Scripts(cpu=True, dataloader_config=reads)
+    parts = [0, 1, 2], [3, 4, 5], [6, 7], [8]
+    own = ([[0, 1], [2, 6], [7]], [[3, 4], [5, 8]])[RANK]
+    prepared = scripts.prepare(loader(*parts))
+    assert isinstance(prepared.dataset, Shards)
+    for made in (prepared, prepare_data_loader(loader(*parts), dispatch_batches=False)):
+        assert read(made) == read(made) == own
+        assert made.remainder == -1  # nothing was filled up
+    begun = scripts.prepare_data_loader(loader(*parts))
+    next(iter(begun))
+    (state,) = broadcast_object_list([begun.state_dict()])
+    begun.load_state_dict(state)
+    assert read(begun) == own[1:]
+    few = scripts.prepare(loader([*range(8)]))
+    assert read(few) == [[2 * RANK, 2 * RANK + 1], [4 + 2 * RANK, 5 + 2 * RANK]]
+    split = prepare_data_loader(loader(*parts), dispatch_batches=False, split_batches=True)
+    assert read(split)[0] == [RANK]
 
 
 if __name__ == "__main__":

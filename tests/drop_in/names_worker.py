@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ from accelerate.utils.operations import (
 from accelerate.utils.other import TORCH_SAFE_GLOBALS, has_repeated_blocks, is_repeated_blocks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 def tower() -> nn.Sequential:
@@ -146,6 +148,44 @@ def loaders_made_by_hand(folder: Path) -> None:
     order = torch.utils.data.SequentialSampler(rows)
     assert get_sampler(DataLoader(rows, sampler=BatchSampler(order, 4, False))) is order
     assert get_sampler(DataLoader(rows, batch_size=4, sampler=order)) is order
+
+
+def states_of_torchdatas_loaders(folder: Path) -> None:
+    rows = list(range(12))
+
+    def read(batches: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in batches]
+
+    def begun(kind: Any, workers: int) -> Any:
+        order = torch.Generator().manual_seed(3)
+        told = {} if kind is StatefulDataLoader else {"use_stateful_dataloader": True}
+        return kind(rows, batch_size=2, shuffle=True, num_workers=workers, generator=order, **told)
+
+    pairs = [(StatefulDataLoader, DataLoaderShard), (DataLoaderShard, StatefulDataLoader)]
+    pairs += [(DataLoaderDispatcher, DataLoaderShard), (SkipDataLoader, DataLoaderDispatcher)]
+    for workers, (first, second) in [
+        *((0, pair) for pair in pairs),
+        *((2, one) for one in pairs[:2]),
+    ]:
+        whole = read(begun(StatefulDataLoader, workers))
+        one, other = begun(first, workers), begun(second, workers)
+        seen = read(islice(one, 4))
+        state = one.state_dict()
+        other.load_state_dict(state)
+        if hasattr(other, "set_epoch"):
+            other.set_epoch(1)
+        assert seen + read(other) == whole
+        assert len(read(other)) == len(read(begun(second, workers))) == 6
+    for made in (DataLoaderShard, DataLoaderDispatcher):
+        ended = made(rows, batch_size=4, use_stateful_dataloader=True)
+        plain = StatefulDataLoader(rows, batch_size=4)
+        assert ended.state_dict() == plain.state_dict()
+        for batch, _ in zip(ended, plain, strict=True):
+            finished = {"_iterator_finished": ended.end_of_dataloader}
+            assert ended.state_dict() == plain.state_dict() | finished, batch
+        assert ended.state_dict() == plain.state_dict()
+        ended.load_state_dict(plain.state_dict())
+        assert len(list(ended)) == 3
 
 
 def an_optimizer_and_a_scheduler_made_by_hand(folder: Path) -> None:
@@ -285,6 +325,8 @@ def nested_data(folder: Path) -> None:
     assert np.ndarray in TORCH_SAFE_GLOBALS
     assert find_pippy_batch_size((3,), {"x": torch.ones(5, 2)}) == 5
     assert set(generate_device_map(tower(), 2).values()) == {0, 1}
+    nine = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
+    assert sorted(generate_device_map(nine, 8).values()) == [*range(8), 7]
     alone = prepare_pippy(tower(), example_args=(torch.ones(2, 4),))
     assert alone(torch.ones(2, 4)).shape == (2, 4)
 
@@ -382,6 +424,7 @@ if __name__ == "__main__":
     for case in (
         states_before_and_after_an_accelerator,
         loaders_made_by_hand,
+        states_of_torchdatas_loaders,
         an_optimizer_and_a_scheduler_made_by_hand,
         states_of_a_run_as_files,
         placing_modules,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -313,3 +314,68 @@ assert seen == [(first, noise), (second, more), (third, last)], seen
 def test_a_batch_is_read_while_the_one_before_it_is_trained_on() -> None:
     done = python("-c", "import accelerate_drop_in as d; d.install()\n" + NOISY)
     assert done.returncode == 0, done.stderr
+
+
+CLEARML = """
+import accelerate_drop_in as d; d.install()
+import numpy, pandas, pytest
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, ClearMLTracker, filter_trackers
+
+a = Accelerator(cpu=True, log_with="clearml")
+quiet = {"auto_resource_monitoring": False, "auto_connect_streams": False}
+a.init_trackers("digits", {"lr": 1}, {"clearml": quiet})
+assert a.get_tracker("clearml", unwrap=True).name == "first"
+a.log({"eval_loss": 1.0, "accuracy": 2.0, "test_a_b": 3.0}, step=4)
+a.log({"best": 5.0})
+a.log_images({"batch": numpy.zeros((2, 8, 8, 3), numpy.uint8)}, step=1)
+tracker = a.get_tracker("clearml")
+assert type(tracker) is ClearMLTracker is LOGGER_TYPE_TO_CLASS["clearml"]
+assert filter_trackers("all", "logs").count("clearml") == 1
+tracker.log_images({"train_grey": numpy.eye(8, dtype=numpy.uint8)}, step=1)
+tracker.log_table("rows", data=[["A"], [1]], step=2)
+tracker.log_table("named", columns=["A"], data=[[1]], step=2)
+tracker.log_table("test_frame", dataframe=pandas.DataFrame({"A": [1]}))
+with pytest.raises(ValueError, match="dataframe="):
+    tracker.log_table("nothing")
+a.end_training()
+"""
+
+
+def test_clearml_has_the_names_and_images_of_the_original(tmp_path: Path) -> None:
+    pytest.importorskip("clearml")
+    pytest.importorskip("pandas")
+    environ = {name: str(tmp_path) for name in ("CLEARML_CACHE_DIR", "HOME")}
+    done = python("-c", CLEARML, CLEARML_OFFLINE_MODE="1", CLEARML_TASK="first", **environ)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.rglob("metrics.jsonl")
+    events = [event for line in file.read_text().splitlines() for event in json.loads(line)]
+    assert {(e["metric"], e["variant"], e["value"]) for e in events if "value" in e} == {
+        *(("loss", "eval", 1.0), ("accuracy", "train", 2.0), ("a_b", "test", 3.0)),
+        ("Summary", "best", 5.0),
+    }
+    tables = {(e["metric"], e["variant"]) for e in events if "plot_str" in e}
+    assert tables == {("rows", "train"), ("named", "train"), ("frame", "test")}
+    images = {path.parent.name: path.suffix for path in file.parent.rglob("*.*g")}
+    assert images == {"train": ".jpeg", "0": ".png", "1": ".png"}
+
+
+PICKLED = """
+import copy, pickle, sys
+import accelerate_drop_in as d; d.install()
+from accelerate import Accelerator
+first, second = Accelerator(cpu=True), Accelerator(cpu=True)
+if sys.argv[1] == "write":
+    assert pickle.loads(pickle.dumps(first)) is copy.deepcopy([first])[0] is first
+    assert pickle.loads(pickle.dumps(second)) is copy.copy(second) is second
+    open(sys.argv[2], "wb").write(pickle.dumps({"trainer": first}))
+else:
+    pickle.load(open(sys.argv[2], "rb"))
+"""
+
+
+def test_a_pickle_of_an_accelerator_is_itself_in_its_process_alone(tmp_path: Path) -> None:
+    done = python("-c", PICKLED, "write", tmp_path / "pickle")
+    assert done.returncode == 0, done.stderr
+    done = python("-c", PICKLED, "read", tmp_path / "pickle")
+    assert "This pickle holds an Accelerator of another process" in done.stderr

@@ -137,6 +137,7 @@ def test_prepared_objects_are_what_clients_take_them_for(tmp_path: Path) -> None
     assert isinstance(made[3], DataLoaderDispatcher)
     assert made[3].use_stateful_dataloader
     assert len(list(made[3])) == 2
+    assert accelerator.prepare(made[3]) is made[3]
     made[1]._is_overflow = True
     made[2].step()
     assert made[1].step_was_skipped

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import pytest
 import seed_worker
-from launched import clean_environment, run_cli
+from launched import run_cli
 from seed_parts import CASES
-from support import run_workers
+from support import clean_environment, run_workers
 
 TIMEOUT = 240
 

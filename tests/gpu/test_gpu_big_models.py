@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -11,6 +12,8 @@ from torch import nn
 from accelerate_core.utils import (
     cpu_offload,
     dispatch_model,
+    get_balanced_memory,
+    get_max_memory,
     infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
@@ -66,3 +69,12 @@ def test_a_model_comes_to_the_device_part_by_part(device: torch.device) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(inputs).cpu(), outputs, rtol=1e-4, atol=1e-5)
     assert next(model[0].parameters()).device.type == "meta"
+
+
+@pytest.mark.device
+def test_a_tenth_of_a_lone_accelerator_is_left(device: torch.device) -> None:
+    free = get_max_memory()
+    if sum(isinstance(key, int) for key in free) != 1:
+        pytest.skip("there is not exactly one")
+    assert get_balanced_memory(blocks())[0] == pytest.approx(0.9 * free[0], rel=0.02)
+    assert get_balanced_memory(blocks(), {0: 1000}) == {0: 1000}

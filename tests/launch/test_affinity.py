@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launched import clean_environment
+from support import clean_environment
 
 from accelerate_core.config.files import read_config
 from accelerate_core.utils import set_numa_affinity

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from launched import clean_environment, run_cli
+from launched import run_cli
+from support import clean_environment
 
 from accelerate_core.cli import cli
 from accelerate_launch.commands.env import environment_report

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import clean_environment
+from support import clean_environment
 
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch import LaunchPlan, child_environment, choose_launcher, make_plan

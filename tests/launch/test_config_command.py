@@ -16,7 +16,8 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launched import clean_environment, run_cli
+from launched import run_cli
+from support import clean_environment
 
 from accelerate_core.errors import AccelerateError
 from accelerate_launch.editing import with_value

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pool
 import pytest
-from launched import clean_environment, run_cli
+from launched import run_cli
+from support import clean_environment
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accelerate_core.distributed import failures

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import dummies
 import pytest
-from launched import clean_environment
+from support import clean_environment
 
 #: Forks its ranks by itself, with the variables that say who each one is.
 FORKING = """

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import clean_environment, run_cli
+from launched import run_cli
+from support import clean_environment
 
 from accelerate_core.config.files import read_config
 from accelerate_core.config.provenance import BECAUSE_VARIABLE

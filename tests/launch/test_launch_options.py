@@ -11,7 +11,8 @@ from pathlib import Path
 import dummies
 import pytest
 from click.testing import CliRunner
-from launched import clean_environment, run_cli
+from launched import run_cli
+from support import clean_environment
 
 from accelerate_core.cli import cli
 from accelerate_core.plugins import catalog

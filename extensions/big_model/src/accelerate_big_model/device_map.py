@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +26,7 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, warn
 DeviceName: TypeAlias = int | str
 Item = tuple[str, Any]
 
+logger = logging.getLogger(__name__)
 _SUB_BYTE = {"fp8": 1.0, "int4": 0.5, "int2": 0.25}
 
 
@@ -46,7 +47,7 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the bytes of every module, parameter and buffer by full name; `""` is the whole.
 
-    A tensor that several names share counts once within each module that holds it.
+    A tensor that several names share counts under the first of them, and nowhere else.
 
     Args:
         dtype: count floating point tensors as if cast to this (never larger than they are).
@@ -55,8 +56,7 @@ def compute_module_sizes(
     """
     special = special_dtypes or {}
     sizes: dict[str, float] = defaultdict(float)
-    counted: set[tuple[str, int]] = set()
-    for name, tensor in named_module_tensors(model, recurse=True, remove_duplicate=False):
+    for name, tensor in named_module_tensors(model, recurse=True):
         if buffers_only and isinstance(tensor, nn.Parameter):
             continue
         element = dtype_byte_size(special.get(name, tensor.dtype))
@@ -64,10 +64,7 @@ def compute_module_sizes(
             element = min(element, dtype_byte_size(dtype))
         parts = name.split(".")
         for depth in range(len(parts) + 1):
-            prefix = ".".join(parts[:depth])
-            if (prefix, id(tensor)) not in counted:
-                counted.add((prefix, id(tensor)))
-                sizes[prefix] += tensor.numel() * element
+            sizes[".".join(parts[:depth])] += tensor.numel() * element
     return defaultdict(int, {name: math.ceil(size) for name, size in sizes.items()})
 
 
@@ -83,25 +80,23 @@ def compute_module_total_buffer_size(
 def get_max_layer_size(
     modules: Sequence[tuple[str, Any]],
     module_sizes: Mapping[str, int],
-    no_split_module_classes: Sequence[str],
+    no_split_module_classes: Collection[str],
 ) -> tuple[int, list[str]]:
     """Return the size and names of the largest layers: the pieces that must stay whole.
 
-    A piece is a lone tensor, a module without children, or one whose class is listed.
+    A piece is one of the list, or of the modules within, that has no children or a class that is listed.
     """
     largest, names = 0, list[str]()
     queue = list(modules)
     while queue:
         name, module = queue.pop(0)
-        children = list(module.named_children()) if isinstance(module, nn.Module) else []
-        if children and type(module).__name__ not in no_split_module_classes:
-            own = module.named_parameters(recurse=False)
-            queue = [(joined(name, n), part) for n, part in [*own, *children]] + queue
+        if _can_split(module, no_split_module_classes):
+            queue = [(joined(name, n), child) for n, child in module.named_children()] + queue
             continue
         size = module_sizes.get(name, 0)
         if size > largest:
             largest, names = size, [name]
-        elif size == largest and size:
+        elif size == largest:
             names.append(name)
     return largest, names
 
@@ -109,9 +104,8 @@ def get_max_layer_size(
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """Return the bytes of the model, and size and names of its largest layers."""
     sizes = compute_module_sizes(model)
-    no_split = getattr(model, "_no_split_modules", None) or []
-    pieces = [*model.named_children(), *model.named_parameters(recurse=False)]
-    return sizes[""], get_max_layer_size(pieces, sizes, list(no_split))
+    largest = get_max_layer_size(_parts("", model), sizes, _kept_whole(model, None))
+    return sizes[""], largest
 
 
 def _free_on_accelerator(index: int) -> int:
@@ -173,26 +167,28 @@ def get_max_memory(
 def get_balanced_memory(
     model: nn.Module,
     max_memory: Mapping[DeviceName, float | str] | None = None,
-    no_split_module_classes: Sequence[str] | str | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,
     low_zero: bool = False,
 ) -> dict[DeviceName, int]:
     """Return a `max_memory` under which the accelerators get about the same share of a model.
 
-    Each but the last is limited to its share and one more layer. Never more than
-    given or measured. With `low_zero` as much of accelerator 0 is left free as the others allow.
+    Each but the last is limited to its share and 1.25 times the size of a block or usual layer. Never
+    more than given or measured; a tenth of a lone accelerator that was measured is left for what
+    computing needs. With `low_zero` as much of the first is left free as the others allow.
     For the other arguments see `infer_auto_device_map`.
     """
     memory = get_max_memory(max_memory)
     devices = [key for key, size in memory.items() if isinstance(key, int) and size > 0]
     if len(devices) < 2:
+        for device in devices if max_memory is None else ():
+            memory[device] = int(memory[device] * 0.9)
         return memory
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    no_split = as_list(no_split_module_classes)
-    layer, _ = get_max_layer_size([*model.named_children()], sizes, no_split)
     sharing = devices[1:] if low_zero else devices
-    limit = math.ceil(sizes[""] / len(sharing)) + layer
+    slack = _usual_size(model, sizes, _kept_whole(model, no_split_module_classes))
+    limit = sizes[""] // len(sharing) + int(1.25 * slack)
     for device in sharing[:-1]:
         memory[device] = min(memory[device], limit)
     if low_zero:
@@ -201,105 +197,219 @@ def get_balanced_memory(
     return memory
 
 
-def as_list(value: Sequence[str] | str | None) -> list[str]:
-    """Return one name or several or none as a list."""
-    return [value] if isinstance(value, str) else list(value or ())
+def _usual_size(model: nn.Module, sizes: Mapping[str, int], no_split: Sequence[str]) -> int:
+    """Return the mean size of the innermost modules; a block's if one that stays whole is larger."""
+    tensors = set(get_module_leaves(sizes))
+    modules = {name: size for name, size in sizes.items() if name not in tensors}
+    innermost = get_module_leaves(modules)
+    mean = sum(modules[name] for name in innermost) // max(len(innermost), 1)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    blocks: dict[str, int] = {}
+    for name, size in modules.items():
+        if name and kinds[name] in no_split:
+            blocks.setdefault(kinds[name], size)
+    return max(mean, *blocks.values(), 0)
+
+
+def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
+    """Return the names that are no part of another one's name."""
+    parents = {name.rpartition(".")[0] for name in module_sizes}
+    return [name for name in module_sizes if name and name not in parents]
+
+
+def _kept_whole(model: nn.Module, classes: Collection[str] | str | None) -> list[str]:
+    """Return the names of the classes that are not split: what is given, or the model's own."""
+    if classes is None:
+        classes = getattr(model, "_no_split_modules", None)
+    return [classes] if isinstance(classes, str) else list(classes or ())
 
 
 # --- the map ----------------------------------------------------------------------------------
 
 
-@dataclass
-class _Plan:
-    """One attempt to fill the devices in order."""
-
-    sizes: Mapping[str, int]
-    no_split: list[str]
-    tied: list[list[str]]
-    free: dict[DeviceName, float]
-    placed: dict[str, DeviceName] = field(default_factory=dict)
-    log: list[str] = field(default_factory=list)
-
-    def extra(self, name: str, device: DeviceName) -> int:
-        """Return the bytes a piece adds to a device that may hold what it is tied to."""
-        size = self.sizes.get(name, 0)
-        for group in self.tied:
-            inside = [tied for tied in group if within(tied, name)]
-            if inside and any(self._is_on(tied, device) for tied in group):
-                size -= self.sizes.get(inside[0], 0)
-        return size
-
-    def _is_on(self, tensor: str, device: DeviceName) -> bool:
-        return any(place == device and within(tensor, name) for name, place in self.placed.items())
-
-    def fits(self, name: str, device: DeviceName) -> bool:
-        return self.extra(name, device) <= self.free[device]
-
-    def device_of_twin(self, name: str) -> DeviceName | None:
-        """Return the device of something tied to a piece, if the piece fits there too."""
-        for group in self.tied:
-            if any(within(tied, name) for tied in group):
-                for device in self.free:
-                    shared = any(self._is_on(tied, device) for tied in group)
-                    if shared and self.fits(name, device):
-                        return device
-        return None
-
-    def put(self, name: str, device: DeviceName) -> None:
-        size = self.extra(name, device)
-        self.free[device] -= size
-        self.placed[name] = device
-        self.log.append(f"{name} ({size} bytes) goes to {device}.")
-
-    def can_split(self, module: Any) -> bool:
-        whole = not isinstance(module, nn.Module) or type(module).__name__ in self.no_split
-        return not whole and any(True for _ in module.children())
+def _can_split(module: Any, no_split: Collection[str]) -> bool:
+    whole = not isinstance(module, nn.Module) or type(module).__name__ in no_split
+    return not whole and next(module.children(), None) is not None
 
 
-def _pieces(name: str, module: nn.Module) -> list[Item]:
-    parts = [*named_module_tensors(module), *module.named_children()]
+def _parts(name: str, module: nn.Module) -> list[Item]:
+    """Return what a module consists of under every name that it has, tensors and modules."""
+    parts = [
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *((n, child) for n, child in module._modules.items() if child is not None),
+        *module.named_buffers(recurse=False, remove_duplicate=False),
+    ]
     return [(joined(name, n), part) for n, part in parts]
 
 
-def _take_first_fitting(plan: _Plan, queue: list[Item], device: DeviceName) -> list[Item] | None:
-    """Place the first piece, largest pieces first, that fits; return the rest, None if none."""
-    while True:
-        for position, (name, _) in enumerate(queue):
-            if plan.extra(name, device) > 0 and plan.fits(name, device):
-                plan.put(name, device)
-                return queue[:position] + queue[position + 1 :]
-        if not any(plan.can_split(module) for _, module in queue):
-            return None
-        queue = [
-            piece
-            for name, module in queue
-            for piece in (_pieces(name, module) if plan.can_split(module) else [(name, module)])
-        ]
+def _tied_outside(name: str, tied: Collection[Sequence[str]]) -> list[str]:
+    """Return the names outside of a module under which its parameters stand, too."""
+    found: list[str] = []
+    for group in tied:
+        outside = [one for one in group if not within(one, name)]
+        if len(outside) < len(group):
+            found += outside
+    return found
 
 
-def _fill(plan: _Plan, model: nn.Module, fallback: bool) -> None:
-    devices, queue = list(plan.free), _pieces("", model)
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[Item],
+) -> tuple[int, list[str], list[Any]]:
+    """Return a module's bytes with those of the modules tied to it, their names, and these.
+
+    Args:
+        tied_params: names of parameters elsewhere that are the module's own, too.
+        modules_to_treat: where they are looked for.
+    """
+    owners = [
+        (parameter, name, module)
+        for parameter in tied_params
+        for name, module in modules_to_treat
+        if within(parameter, name)
+    ]
+    more = sum(module_sizes.get(name, 0) - module_sizes.get(p, 0) for p, name, _ in owners)
+    return module_size + more, [name for _, name, _ in owners], [one for _, _, one in owners]
+
+
+def fallback_allocate(
+    modules: Sequence[Item],
+    module_sizes: Mapping[str, int],
+    size_limit: int | str,
+    no_split_module_classes: Sequence[str] | None = None,
+    tied_parameters: Sequence[Sequence[str]] | None = None,
+) -> tuple[str | None, Any, list[Item]]:
+    """Find a module, or a part of one, that fits into a size with what is tied to it.
+
+    The outermost first, in order.
+
+    Returns:
+        Its name, the module, and what is left: (None, None, `modules`) if nothing fits.
+    """
+    limit = convert_file_size_to_int(size_limit)
+    queue = list(modules)
     while queue:
         name, module = queue.pop(0)
-        device = devices[0]
-        twin = plan.device_of_twin(name)
-        if twin is not None:
-            plan.put(name, twin)
-        elif plan.fits(name, device):
-            plan.put(name, device)
-        elif plan.can_split(module):
-            queue = _pieces(name, module) + queue
+        tied = _tied_outside(name, tied_parameters or ())
+        size = module_sizes.get(name, 0)
+        size, owners, _ = get_module_size_with_ties(tied, size, module_sizes, queue)
+        # An owner that is not in the queue did not fit itself.
+        if size <= limit and len(owners) == len(tied):
+            return name, module, _without(modules, name)
+        if _can_split(module, no_split_module_classes or ()):
+            queue = _parts(name, module) + queue
+    return None, None, list(modules)
+
+
+def _without(modules: Sequence[Item], found: str) -> list[Item]:
+    """Return the modules with the one that holds what was found replaced by its other parts."""
+    left: list[Item] = []
+    for name, module in modules:
+        if name == found:
+            continue
+        if within(found, name):
+            left += _without(_parts(name, module), found)
         else:
-            queue.insert(0, (name, module))
-            if fallback and device not in plan.placed.values() and device not in ("cpu", "disk"):
-                queue = _take_first_fitting(plan, queue, device) or queue
-            devices.pop(0)
+            left.append((name, module))
+    return left
+
+
+class _Plan:
+    """The parts of a model that have no place yet, and what the devices hold."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        memory: Mapping[DeviceName, float],
+        sizes: Mapping[str, int],
+        no_split: list[str],
+    ) -> None:
+        self.memory, self.sizes, self.no_split = memory, sizes, no_split
+        self.tied = find_tied_parameters(model)
+        self.queue = _parts("", model)
+        self.accelerators = [device for device in memory if device not in ("cpu", "disk")]
+        #: Here room is kept: what was offloaded comes back to them, layer by layer.
+        self.main = {*self.accelerators[:1], "cpu"}
+        if "mps" in memory:
+            self.main = {"mps"}
+        self.used = dict.fromkeys(memory, 0)
+        self.placed: dict[str, DeviceName] = {}
+        #: The bytes that the first part would have needed on devices that got none.
+        self.lacking: dict[DeviceName, int] = {}
+        self.log: list[str] = []
+        self.room, self.largest = get_max_layer_size(self.queue, sizes, no_split)
+
+    def fill(self, fallback: bool) -> None:
+        """Place all parts, one device after the other."""
+        for device in self.memory:
+            while self.queue and self._place_next(device, fallback):
+                pass
+
+    def _place_next(self, device: DeviceName, fallback: bool) -> bool:
+        """Place, split or put off the first part; return False if the device takes nothing more."""
+        name, module = self.queue.pop(0)
+        # Room is kept for the largest of the layers that follow.
+        self.largest = [one for one in self.largest if not within(one, name)]
+        if not self.largest:
+            self._measure()
+        room = self.room if device in self.main else 0
+        left = self.memory[device] - room - self.used[device]
+        size = self.sizes.get(name, 0)
+        whole, names, modules = get_module_size_with_ties(
+            _tied_outside(name, self.tied), size, self.sizes, self.queue
+        )
+        if whole <= left:
+            self._put([name, *names], whole, device)
+            return True
+        self.queue.insert(0, (name, module))
+        # What fits alone may have large twins; their tied parts may be enough.
+        pairs = zip(names, modules) if size <= left else ()
+        parted = [one for one, its in pairs if _can_split(its, self.no_split)]
+        if size >= left and _can_split(module, self.no_split):
+            parted.append(name)
+        if parted:
+            self._split(parted[0])
+            return True
+        if not self.used[device]:
+            limit = int(self.memory[device]) - max(self.room, whole)
+            if fallback and self._bring_forward(limit):
+                return True
+            self.lacking[device] = whole + room
+        self.used[device] += room
+        return False
+
+    def _measure(self) -> None:
+        modules = [item for item in self.queue if isinstance(item[1], nn.Module)]
+        self.room, self.largest = get_max_layer_size(modules, self.sizes, self.no_split)
+
+    def _put(self, names: list[str], size: int, device: DeviceName) -> None:
+        self.used[device] += size
+        self.placed.update(dict.fromkeys(names, device))
+        if len(names) > 1:
+            self.queue = [item for item in self.queue if item[0] not in names]
+        self.log.append(f"{', '.join(dict.fromkeys(names))} ({size} bytes) goes to {device}.")
+
+    def _split(self, name: str) -> None:
+        at = next(index for index, item in enumerate(self.queue) if item[0] == name)
+        self.queue[at : at + 1] = _parts(*self.queue[at])
+        self._measure()
+
+    def _bring_forward(self, limit: int) -> bool:
+        """Begin with a part further on that fits; return False if there is none."""
+        found, module, rest = fallback_allocate(
+            self.queue[1:], self.sizes, limit, self.no_split, self.tied
+        )
+        if found is not None:
+            self.queue = [(found, module), self.queue[0], *rest]
+        return found is not None
 
 
 def infer_auto_device_map(
     model: nn.Module,
     max_memory: Mapping[DeviceName, float | str] | None = None,
-    no_split_module_classes: Sequence[str] | str | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,
     verbose: bool = False,
@@ -309,12 +419,12 @@ def infer_auto_device_map(
 ) -> dict[str, DeviceName]:
     """Spread a model over accelerators, then the CPU, then the disk, in the order of its parts.
 
-    Only sizes of weights count, not those of activations. If something must be offloaded,
-    memory is left free on the device that computes, for the largest layer that comes back to it.
-    Tied weights stay together where they fit.
+    Only sizes of weights count, not those of activations. On the first accelerator and on the CPU
+    memory is left free for the largest of the layers that follow, which may have to come back to it.
+    Modules that are tied to each other go to the same device.
 
     Args:
-        max_memory: limits in bytes or as text, by device; measured where None.
+        max_memory: limits in bytes or as text, by device; measured where None. The disk has none.
         no_split_module_classes: names of classes that stay whole on one device, as those
             with residual connections; by default the model's own `_no_split_modules`.
         dtype: count floating point tensors as if cast to this.
@@ -322,42 +432,28 @@ def infer_auto_device_map(
         verbose: print each decision.
         clean_result: write one entry where all of a module is on one device.
         offload_buffers: buffers of offloaded modules are offloaded too.
-        fallback_allocation: where nothing fits in order on an accelerator, look for a later
+        fallback_allocation: where nothing fits in order on a device, look for a later
             part that does.
 
     Returns:
         Device by full module name; devices are indices of accelerators, `"cpu"`, `"disk"`.
     """
-    if no_split_module_classes is None:
-        no_split_module_classes = getattr(model, "_no_split_modules", None)
-    no_split = as_list(no_split_module_classes)
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    memory: dict[DeviceName, float] = {**get_max_memory(max_memory)}
-    memory.setdefault("disk", math.inf)
-    main = next(iter(memory))
-    away = {"cpu", "disk"} - {main}
-    layer, _ = get_max_layer_size(_pieces("", model), sizes, no_split)
-    kept_free: set[DeviceName] = set()
-    while True:
-        limits = {d: size - (layer if d in kept_free else 0) for d, size in memory.items()}
-        plan = _Plan(sizes, no_split, find_tied_parameters(model), limits)
-        _fill(plan, model, fallback_allocation)
-        used = set(plan.placed.values())
-        needed = {main} if used & away else set()
-        if "disk" in used and "cpu" in memory:
-            needed.add("cpu")
-        needed.discard("disk")
-        if needed <= kept_free:
-            break
-        kept_free |= needed
+    memory: dict[DeviceName, float] = {**get_max_memory(max_memory), "disk": math.inf}
+    plan = _Plan(model, memory, sizes, _kept_whole(model, no_split_module_classes))
+    plan.fill(fallback_allocation)
     if verbose:
         print("\n".join(plan.log))
-    buffers = compute_module_sizes(model, buffers_only=True)
-    staying = sum(buffers.get(name, 0) for name, device in plan.placed.items() if device in away)
-    if not offload_buffers and staying > plan.free[main] + layer:
+    if plan.lacking:
+        needs = ", ".join(f"{device} (needs {size} bytes)" for device, size in plan.lacking.items())
+        logger.info("Nothing was placed on %s: insufficient memory for the first part.", needs)
+    buffers = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
+    away = sum(buffers.get(n, 0) for n, place in plan.placed.items() if place in ("cpu", "disk"))
+    left = [memory[device] - plan.used[device] for device in plan.accelerators]
+    if left and away > max(0, *left) and not offload_buffers:
         warn(
-            f"The buffers of the offloaded modules take {staying} bytes of {main!r}, more than is"
-            " left there. Pass offload_buffers=True to offload them too.",
+            f"The buffers of the offloaded modules take {away} bytes, more than is left on any"
+            " accelerator. Pass offload_buffers=True to offload them too.",
         )
     return clean_device_map(plan.placed) if clean_result else plan.placed
 
@@ -366,11 +462,11 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
     """Merge the entries of every module that is on one device, in place; return the map."""
     prefix = joined(module_name, "")
     inside = [name for name in device_map if name.startswith(prefix) and name != module_name]
-    devices = {device_map[name] for name in inside}
-    if len(devices) == 1:
+    if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
+        device = device_map[inside[0]]
         for name in inside:
             del device_map[name]
-        device_map[module_name] = devices.pop()
+        device_map[module_name] = device
     else:
         for child in dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in inside):
             clean_device_map(device_map, prefix + child)

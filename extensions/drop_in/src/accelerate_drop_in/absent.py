@@ -140,10 +140,8 @@ DIFFERENT: dict[str, str] = {
     ),
     "parallelism_config.ParallelismConfig": "1 is what None stands for, which may be given, too",
     "tracking.AimTracker.log_images": "what the library takes is passed by name, not as a dict",
-    **dict.fromkeys(
-        ("tracking.ClearMLTracker.log_table", "tracking.WandBTracker.log_table"),
-        "a table has columns and rows; a dataframe's are df.columns and df.values.tolist()",
-    ),
+    "tracking.WandBTracker.log_table": "a table has columns and rows; a dataframe's are "
+    "df.columns and df.values.tolist()",
     **{
         f"tracking.MLflowTracker.{name}": "as of every tracker, see docs/tracking.md; the original's "
         f"is tracker.tracker.{name} of the library"

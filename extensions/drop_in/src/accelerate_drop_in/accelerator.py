@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -17,7 +19,7 @@ from accelerate_core.builtin.compile import uncompiled
 from accelerate_core.data.feeding import look_ahead
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.data.sources import IndexedSource
-from accelerate_core.errors import ConfigurationError, listing
+from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing
 from accelerate_drop_in.data_loader import shown
 from accelerate_drop_in.models import without_containers
 
@@ -57,6 +59,26 @@ _BY_POSITION = (
 _FIRST = 6
 
 
+#: The Accelerators of this process that were pickled or copied.
+_pickled: WeakValueDictionary[str, Accelerator] = WeakValueDictionary()
+
+
+def _same(key: str) -> Accelerator:
+    """Return the Accelerator that was pickled.
+
+    Raises:
+        RuntimeConflictError: it was that of another process, or is gone.
+    """
+    found = _pickled.get(key)
+    if found is None:
+        raise RuntimeConflictError(
+            "This pickle holds an Accelerator of another process, or one that is gone, and an "
+            "Accelerator has the group, threads and files of its process. Pickle what it prepared "
+            "(unwrap_model, save_state), and make an Accelerator where it is read."
+        )
+    return found
+
+
 class Accelerator(accelerator.Accelerator):
     """accelerate-core's, with what the original's scripts count on.
 
@@ -64,14 +86,25 @@ class Accelerator(accelerator.Accelerator):
 
     They skip by themselves what was seen of an epoch, so `load_state` leaves the loaders at its
     beginning, unless `restore_positions` or `use_stateful_dataloader` asks for more.
+
+    A copy or a pickle, alone or within another object, is the Accelerator itself; one of another
+    process is refused where it is read.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= dict(zip(_BY_POSITION, args[_FIRST:], strict=False))
+        if kwargs.get("log_with") is not None:
+            from accelerate_drop_in import tracking  # noqa: F401  (its classes take their places)
+
         super().__init__(*args[:_FIRST], **kwargs)
         config = self.dataloader_config
         if config.restore_positions is None:
             config.restore_positions = config.use_stateful_dataloader
+
+    def __reduce__(self) -> Any:
+        key = vars(self).setdefault("_pickled_as", uuid.uuid4().hex)
+        _pickled[key] = self
+        return _same, (key,)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Prepare objects, which have the mark of the original's after it."""

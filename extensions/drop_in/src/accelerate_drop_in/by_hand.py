@@ -24,7 +24,7 @@ from accelerate_core.training import optimizer as optimizers
 from accelerate_core.training import scheduler as schedulers
 from accelerate_drop_in import private  # noqa: F401
 from accelerate_drop_in.accelerator import Accelerator
-from accelerate_drop_in.data_loader import prepare_data_loader, shown
+from accelerate_drop_in.data_loader import prepare_data_loader, shown, with_state_of_base
 
 
 class _Prepared(type):
@@ -51,6 +51,14 @@ class _Prepared(type):
 _alone: list[gradients.GradientState] = []
 
 
+class _SharedState:
+    """`_shared_state`: not empty once a state was made, be it without an Accelerator."""
+
+    def __get__(self, one: Any, owner: Any) -> Any:
+        core: Any = gradients.GradientState
+        return dict(vars(_alone[0])) if _alone else core._shared_state
+
+
 class GradientState(metaclass=_Prepared):
     """How gradients are accumulated: that of the latest Accelerator, else the process's own.
 
@@ -59,6 +67,7 @@ class GradientState(metaclass=_Prepared):
     """
 
     core: Any = gradients.GradientState
+    _shared_state = _SharedState()
 
     def __new__(  # type: ignore[misc]
         cls, gradient_accumulation_plugin: Any = None
@@ -239,7 +248,8 @@ class DataLoaderShard(DataLoaderStateMixin):
         rng_types: generators whose state rank 0 shares at the start of every iteration.
         synchronized_generator: the one that "generator" means; the sampler's own if None.
         skip_batches: how many are left out at the start of every iteration.
-        use_stateful_dataloader: read through torchdata's `StatefulDataLoader`.
+        use_stateful_dataloader: read through torchdata's `StatefulDataLoader`, whose state is then the
+            loader's, unless several ranks share the data out.
         torch_device_mesh: not needed here.
         iteration: the epoch of the next iteration.
         kwargs: of the loader.
@@ -318,7 +328,7 @@ class DataLoaderDispatcher(DataLoaderStateMixin):
 
 def _started(loader: CoreLoader, skip_batches: int, iteration: int) -> CoreLoader:
     loader.iteration = iteration
-    return shown(loader.skipping(skip_batches) if skip_batches else loader)  # type: ignore[no-any-return]
+    return with_state_of_base(shown(loader.skipping(skip_batches) if skip_batches else loader))
 
 
 # --- optimizers and schedulers ------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from accelerate_core.data.loader import (
 )
 from accelerate_core.data.order import Wrapper, iterate_from
 from accelerate_core.data.prepare import prepare_loader
+from accelerate_core.data.resumable import ResumableReader
+from accelerate_core.data.shard import IterableDatasetShard
+from accelerate_core.data.sources import IndexedSource, ReadSource
+from accelerate_core.data.steps import StepReader
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.process import current_runtime
 from accelerate_core.distributed.torch_collectives import TorchCollectives, host_group
@@ -56,7 +60,8 @@ def prepare_data_loader(
         split_batches: the loader's batch size is that of all ranks together.
         rng_types: generators whose state rank 0 shares at the start of every iteration: "torch",
             "generator" (the sampler's or dataset's own) or a device type; `["generator"]` if None.
-        dispatch_batches: rank 0 reads for all; None means for iterable datasets.
+        dispatch_batches: rank 0 reads for all; None means for iterable datasets. Else a stream of
+            enough shards (`n_shards`, `shard`) is read by shards, not sample by sample.
         even_batches: fill up the last global step from the start of the epoch.
         slice_fn_for_dispatch: `(data, tensor_slice, process_index=, num_processes=)` -> part.
         use_seedable_sampler, data_seed: shuffle by a seed and the epoch instead of a generator.
@@ -102,7 +107,9 @@ def prepare_data_loader(
         comm=_default_communicator(count) if comm is None else comm,
         **options,
     )
-    return prepare_loader(dataloader, settled)
+    made = prepare_loader(dataloader, settled)
+    _read_shards(made)
+    return made
 
 
 def _names_of(mesh: Any) -> tuple[str, ...]:
@@ -146,6 +153,42 @@ class SkipBatchSampler(Wrapper, BatchSampler):
         return len(self.batch_sampler)
 
 
+class _CountingReader(ResumableReader):
+    """Asks nobody for a state: a checkpoint has rank 0's for all, who read other shards.
+
+    They go on by the number of batches, which is the same on each.
+    """
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+        self._asks_loader = self._asks_dataset = False
+
+
+def _read_shards(loader: CoreLoader) -> None:
+    """Let a rank read its own shards of a stream, as the original does where there are enough.
+
+    Streams have them that have `n_shards` and `shard(num_shards=, index=)`, as Hugging Face's. Nothing
+    is read twice or filled up, so ranks may have different numbers of batches.
+    """
+    base = loader.base
+    part = getattr(base, "dataset", None)
+    if not isinstance(part, IterableDatasetShard) or part is loader._users.dataset:
+        return
+    stream, count = part.dataset, part.num_processes
+    shards = getattr(stream, "n_shards", None)
+    enough = isinstance(shards, int) and shards >= count and not part.split_batches
+    if enough and callable(getattr(stream, "shard", None)):
+        shard = stream.shard(num_shards=count, index=part.process_index)
+        object.__setattr__(base, "dataset", shard)
+        loader._source = ReadSource(base, 1, loader._source.steps, 0)
+        loader._source.reader = _CountingReader(base)
+        loader.options = replace(loader.options, num_processes=1, process_index=0)
+
+
+#: Works again where `_read_as` has made `__class__` a property, which has no setter.
+_set_class: Any = object.__dict__["__class__"].__set__
+
+
 @functools.cache
 def _read_as(kind: Any, read: Any) -> Any:
     return type(kind.__name__, (kind,), {"__class__": property(lambda _: read)})
@@ -157,12 +200,49 @@ def shown(loader: Any) -> Any:
     It counts as one of the class that it reads, and on one process as a dispatcher if it was to be.
     """
     if isinstance(loader, CoreLoader):
+        _read_shards(loader)
         kind: Any = type(loader)
         read: Any = type(loader.base)
         if loader.options.config.dispatch_batches and kind is DataLoaderShard:
             kind = DataLoaderDispatcher
         if read is not DataLoader and issubclass(read, DataLoader) and not issubclass(read, kind):
             kind = _read_as(kind, read) if kind.__module__ == CoreLoader.__module__ else kind
-        if kind is not type(loader):  # each `prepare` shows the earlier ones again
-            object.__setattr__(loader, "__class__", kind)
+        _set_class(loader, kind)
+    return loader
+
+
+def _state(loader: Any) -> dict[str, Any]:
+    """Return what a loader of torchdata's goes on from behind the batch that was handed out last."""
+    state: dict[str, Any] | None = loader._position.loader_state
+    if state is None:  # between epochs
+        return loader.base.state_dict()  # type: ignore[no-any-return]
+    return state | ({"_iterator_finished": True} if loader.end_of_dataloader else {})
+
+
+def _load_state(loader: Any, state_dict: dict[str, Any]) -> None:
+    """Continue, at the next iteration, where a loader of torchdata's was."""
+    loader._position.start_of(loader.iteration)
+    loader.base.load_state_dict(state_dict)
+
+
+@functools.cache
+def _with_state_of_base(kind: Any) -> Any:
+    return type(kind.__name__, (kind,), {"state_dict": _state, "load_state_dict": _load_state})
+
+
+def with_state_of_base(loader: CoreLoader) -> CoreLoader:
+    """Let a loader that one process reads through torchdata's have its state, not a position of ours.
+
+    So either can go on from the other's state. Its batches are then read one ahead.
+    """
+    base, source = loader.base, loader._source
+    if not hasattr(type(base), "load_state_dict") or loader.options.num_processes > 1:
+        return loader
+    if isinstance(source, IndexedSource):
+        plan = "sampler" if base.batch_sampler is None else "batch_sampler"
+        object.__setattr__(base, plan, source.stream.plan)
+        whole = StepReader(1, split_batches=False, even_batches=False, drop_last=False)
+        loader._source = ReadSource(base, source.per_step, whole, 0)
+    kind: Any = type(loader)
+    _set_class(loader, _with_state_of_base(kind))
     return loader

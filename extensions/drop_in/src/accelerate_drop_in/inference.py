@@ -32,10 +32,10 @@ def generate_device_map(
         return infer_auto_device_map(model, **whole)
     if max_memory is None:
         size, (largest, _) = calculate_maximum_sizes(model)
-        # A tenth more, and a layer: what does not fit is the next one's, and nothing may be left.
-        max_memory = dict.fromkeys(
-            range(num_processes), int((size + largest) / num_processes * 1.1) + 1
-        )
+        # A tenth more, and a layer: what does not fit is the next one's, and the last takes the rest.
+        share = int((size + largest) / num_processes * 1.1) + 1
+        # Room for what comes back from the CPU is kept on the first device: here on one of no memory.
+        max_memory = {-1: 0, **dict.fromkeys(range(num_processes), share), num_processes - 1: size}
     return infer_auto_device_map(model, max_memory=max_memory, **whole)
 
 

@@ -172,6 +172,15 @@ def get_non_persistent_buffers(
     }
 
 
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Say whether two devices are one: without a number, an accelerator is the first."""
+    first, second = (
+        (one.type, one.index if one.type == "cpu" else one.index or 0)
+        for one in (first_device, second_device)
+    )
+    return first == second
+
+
 def move_to_device(state: Any, device: Any) -> Any:
     """Return the state of an optimizer with its tensors on a device."""
     return send_to_device(state, device)

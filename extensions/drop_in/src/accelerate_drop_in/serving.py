@@ -68,7 +68,7 @@ _HOMES = {
     "utils.environment": ("accelerate_drop_in.environment",),
     "utils.imports": ("accelerate_drop_in.environment",),
     "utils.launch": ("accelerate_drop_in.launching",),
-    "utils.modeling": ("accelerate_drop_in.placement", "accelerate_drop_in.models"),
+    "utils.modeling": ("accelerate_drop_in.models", "accelerate_big_model.device_map"),
     "utils.operations": ("accelerate_drop_in.trees", "accelerate_drop_in.verbs"),
     "utils.other": ("accelerate_drop_in.other", "accelerate_drop_in.models"),
     "utils.transformer_engine": ("accelerate_drop_in.fp8",),

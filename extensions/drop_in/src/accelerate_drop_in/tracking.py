@@ -55,3 +55,81 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         if cls.requires_logging_directory and isinstance(one, str) and logging_dir is None:
             raise ConfigurationError(f"The tracker {one!r} writes to logging_dir; pass one.")
     return list(asked)
+
+
+try:
+    _ClearML: Any = tracker_class("clearml")
+except MissingPluginError:  # who lends the name says what to install
+    pass
+else:
+
+    class ClearMLTracker(_ClearML):
+        """A ClearML task: `eval_loss` is the title `loss` with the series `eval`.
+
+        So with `test_` and `train_`; other names are titles of the series `train`. Values without a
+        step are single ones.
+
+        Args:
+            run_name: the project, and the task's name; `CLEARML_PROJECT` and `CLEARML_TASK` go before.
+            kwargs: for `clearml.Task.init`.
+        """
+
+        counts_steps = False
+
+        def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+            variables = {"project_name": "CLEARML_PROJECT", "task_name": "CLEARML_TASK"}
+            told = {key: os.environ[name] for key, name in variables.items() if name in os.environ}
+            super().__init__(run_name, **(told | kwargs))
+
+        @staticmethod
+        def _place(name: str) -> tuple[str, str]:
+            series, found, title = name.partition("_")
+            prefixed = found and series in ("eval", "test", "train")
+            return (title, series) if prefixed else (name, "train")
+
+        def _report(self, name: str, number: float, step: int | None, **kwargs: Any) -> None:
+            if step is not None:
+                super()._report(name, number, step, **kwargs)
+            else:
+                self.task.get_logger().report_single_value(name=name, value=number, **kwargs)
+
+        def log_images(
+            self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+        ) -> None:
+            """Log images by name: one each, of which the library makes a JPEG, or batches, as PNG."""
+            batches = {key: one for key, one in values.items() if getattr(one, "ndim", 0) == 4}
+            if batches:
+                super().log_images(batches, step, **kwargs)
+            for key in [key for key in values if key not in batches]:
+                title, series = self._place(key)
+                self.task.get_logger().report_image(
+                    title, series, iteration=step, image=values[key], **kwargs
+                )
+
+        def log_table(
+            self,
+            table_name: str,
+            columns: list[str] | None = None,
+            data: list[list[Any]] | None = None,
+            dataframe: Any = None,
+            step: int | None = None,
+            **kwargs: Any,
+        ) -> None:
+            """Log a table; without `columns` their names are the first row of `data`.
+
+            Raises:
+                ConfigurationError: there is neither `data` nor `dataframe`.
+            """
+            if dataframe is None and data is None:
+                raise ConfigurationError(
+                    f"log_table({table_name!r}) takes data= (a list of rows), or dataframe=."
+                )
+            table = ([columns] if columns else []) + list(data or ())
+            self.task.get_logger().report_table(
+                *self._place(table_name),
+                iteration=step,
+                table_plot=table if dataframe is None else dataframe,
+                **kwargs,
+            )
+
+    _registered.setdefault("clearml", ClearMLTracker)

@@ -92,7 +92,8 @@ def _is_tracker_class(given: object) -> TypeGuard[type[GeneralTracker]]:
 
 def available_names() -> list[str]:
     """Return the names that `"all"` looks at."""
-    return [*(record.name for record in installed().of_kind("tracker")), *_registered]
+    named = [record.name for record in installed().of_kind("tracker")]
+    return list(dict.fromkeys([*named, *_registered]))
 
 
 def get_available_trackers() -> list[LoggerType]:

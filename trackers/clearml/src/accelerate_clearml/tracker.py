@@ -118,12 +118,11 @@ class ClearMLTracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Report `title/series` as a scalar; ClearML keeps no NaN and no infinity but as 0."""
-        logger = self.task.get_logger()
         numbers, texts, _ = split(values)
         problems = {}
         for key, number in numbers.items():
             if math.isfinite(number):
-                logger.report_scalar(*_split(key), value=number, iteration=step, **kwargs)
+                self._report(key, number, step, **kwargs)
             else:
                 problems[key] = f"is {number}, which ClearML would keep as 0: it is in its log only"
                 texts[key] = str(number)
@@ -153,13 +152,13 @@ class ClearMLTracker(GeneralTracker):
         self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
         self.task.get_logger().report_table(
-            *_split(table_name), iteration=step or 0, table_plot=[columns, *data], **kwargs
+            *self._place(table_name), iteration=step or 0, table_plot=[columns, *data], **kwargs
         )
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
         options = {"report_image": True, **kwargs}
         self.task.get_logger().report_matplotlib_figure(
-            *_split(name), figure, iteration=step or 0, **options
+            *self._place(name), figure, iteration=step or 0, **options
         )
 
     def log_artifact(self, path: str, name: str, **kwargs: Any) -> None:
@@ -175,7 +174,7 @@ class ClearMLTracker(GeneralTracker):
         counts, edges = numpy.histogram(values, bins=64)
         labels = [f"{edge:.4g}" for edge in edges[:-1]]
         self.task.get_logger().report_histogram(
-            *_split(name), counts.tolist(), iteration=step or 0, xlabels=labels, **kwargs
+            *self._place(name), counts.tolist(), iteration=step or 0, xlabels=labels, **kwargs
         )
 
     def flush(self) -> bool:
@@ -195,8 +194,14 @@ class ClearMLTracker(GeneralTracker):
             self.task.mark_failed(status_reason="the script raised", force=True)
         self.finish()
 
+    def _report(self, name: str, number: float, step: int | None, **kwargs: Any) -> None:
+        self.task.get_logger().report_scalar(
+            *self._place(name), value=number, iteration=step, **kwargs
+        )
 
-def _split(name: str) -> tuple[str, str]:
-    title, _, series = name.rpartition("/")
-    # A series of its title's name is what the library makes of one without a name.
-    return (title, series) if title and title != series else (name, "")
+    @staticmethod
+    def _place(name: str) -> tuple[str, str]:
+        """Return title and series."""
+        title, _, series = name.rpartition("/")
+        # A series of its title's name is what the library makes of one without a name.
+        return (title, series) if title and title != series else (name, "")
