@@ -243,9 +243,9 @@ class MicroBatches(Plain):
         losses, outputs = [], []
         for x, y in zip(batch[0].chunk(4), batch[1].chunk(4), strict=True):
             out = model(x)
-            loss = mse_loss(out, y)
+            loss = mse_loss(out, y, reduction="sum" if step.counted else "mean")
             if step.training:
-                (step.divide(loss) / 4).backward()
+                (step.divide(loss) / (1 if step.counted else 4)).backward()
             losses.append(loss.detach())
             outputs.append(out.detach())
         return ScheduleResult(torch.stack(losses).mean(), torch.cat(outputs))
@@ -283,6 +283,20 @@ def test_a_schedule_over_micro_batches_trains_as_one_batch(accumulation: int) ->
                 assert accelerator.eval_step((X, Y)).loss.ndim == 0
                 assert all(p.grad is None for p in net.parameters())
     torch.testing.assert_close(*runs)
+
+
+def test_a_schedule_is_told_when_items_are_counted() -> None:
+    gradients = []
+    for counted in (True, False):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, backend=MicroBatches)
+        net = nn.Linear(4, 2)
+        model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        with accelerator.accumulate(model, num_items=Y.numel() if counted else None):
+            accelerator.train_step((X, Y))
+        assert net.weight.grad is not None
+        gradients.append(net.weight.grad)
+    torch.testing.assert_close(*gradients)
 
 
 # --- generators that torch does not know ---------------------------------------------------------

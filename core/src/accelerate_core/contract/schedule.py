@@ -19,11 +19,13 @@ class ScheduleStep:
         sync: gradients are synchronised by this backward: it ends an accumulation cycle.
         divide: what a loss goes through before its backward: it is divided by the micro-batches
             of the cycle, or counted by items, and scaled.
+        counted: the items of the cycle are counted: a loss is to be their sum, not their mean.
     """
 
     training: bool
     sync: bool
     divide: Callable[[torch.Tensor], torch.Tensor]
+    counted: bool = False
 
 
 class ScheduleResult(NamedTuple):

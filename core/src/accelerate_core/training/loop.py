@@ -282,7 +282,7 @@ class TrainingLoop:
         def divide(loss: torch.Tensor) -> torch.Tensor:
             return self._hooks.scale_loss(self._accelerator, self._divided(loss))  # type: ignore[no-any-return]
 
-        step = ScheduleStep(training, self.state.sync_gradients, divide)
+        step = ScheduleStep(training, self.state.sync_gradients, divide, self.tokens.open)
         chosen = self.models[0] if model is None else model
         result = self._hooks.run_schedule(self._accelerator, chosen, batch, step)
         if not isinstance(result, ScheduleResult) or getattr(result.loss, "ndim", None) != 0:
