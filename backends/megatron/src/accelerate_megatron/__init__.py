@@ -1,0 +1,7 @@
+"""Megatron for accelerate-core. Importing this does not import megatron."""
+
+from accelerate_megatron.backend import MegatronBackend
+from accelerate_megatron.scheduler import MegatronLMDummyScheduler
+from accelerate_megatron.settings import MegatronLMPlugin
+
+__all__ = ["MegatronBackend", "MegatronLMDummyScheduler", "MegatronLMPlugin"]

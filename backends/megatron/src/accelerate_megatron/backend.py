@@ -1,0 +1,429 @@
+"""The backend: megatron-core's tensor and pipeline parallelism, its schedules and its optimizers."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from accelerate_core import (
+    AcceleratorView,
+    Backend,
+    Claim,
+    GradScalerKwargs,
+    ParallelismConfig,
+    Request,
+)
+from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
+from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
+from accelerate_core.training.scheduler import AcceleratedScheduler
+from accelerate_megatron import checkpoint, library, models
+from accelerate_megatron.engine import Engine, build_optimizer
+from accelerate_megatron.module import GPT, CausalLMOutput, MegatronModel
+from accelerate_megatron.prepare import (
+    Made,
+    Run,
+    assign,
+    built,
+    made_by_provider,
+    multiplied,
+    wrapped,
+)
+from accelerate_megatron.schedule import run
+from accelerate_megatron.scheduler import MegatronLMDummyScheduler, build_scheduler
+from accelerate_megatron.settings import MegatronLMPlugin, Sizes, check_sizes
+from accelerate_megatron.step import own_step
+
+_OPTIONS = {"load_optimizer", "save_optimizer", "strict"}
+
+
+class MegatronBackend(Backend):
+    """Trains GPT models over tensor, pipeline and data parallel ranks."""
+
+    name = "megatron"
+    api_version = (1, 0)
+    reduces_gradients = "step"
+    supports: ClassVar[Mapping[str, Any]] = {
+        "accepts": (),
+        "precisions": ("bf16", "fp16"),
+        "mesh": ("pp", "dp_replicate", "dp_shard", "tp"),
+        "devices": None,
+        "no_sync": True,
+        "join": False,
+        "compile": False,
+        "gradients": False,
+        "several_models": True,
+    }
+    owns: ClassVar[frozenset[str]] = frozenset(
+        {"precision", "device_placement", "optimizer", "checkpoint"}
+    )
+    needs_group = True
+    compile_at = "own"
+    Settings = MegatronLMPlugin
+    shards: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "tensor and pipeline": ("weights", "gradients", "optimizer")
+    }
+    handlers = (MegatronLMPlugin, GradScalerKwargs)
+
+    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+        super().__init__(settings or MegatronLMPlugin(), handlers)
+        self.plugin: MegatronLMPlugin = self.settings
+        self.sizes: Sizes = self.plugin.sizes()
+        self.engines: list[Engine] = []
+        self._step: Any = None
+        given = [handler for handler in handlers if isinstance(handler, GradScalerKwargs)]
+        self._scaling = given[0] if given else GradScalerKwargs()
+
+    @classmethod
+    def detect(cls, request: Request) -> Claim | None:
+        """Claim what asks for Megatron, and meshes with a pipeline."""
+        if request.arguments.get("megatron_lm_plugin") is not None:
+            return Claim(60, "megatron_lm_plugin was passed")
+        if request.flag("ACCELERATE_USE_MEGATRON_LM"):
+            return Claim(60, "ACCELERATE_USE_MEGATRON_LM is set")
+        if request.config is not None and "megatron_lm_config" in request.config:
+            return Claim(35, request.config.where("megatron_lm_config"))
+        config = request.arguments.get("parallelism_config")
+        if getattr(config, "pp_size", 1) > 1:
+            return Claim(60, "parallelism_config has pp_size")
+        size = request.environ.get("PARALLELISM_CONFIG_PP_SIZE", "1")
+        if request.flag("ACCELERATE_USE_PARALLELISM_CONFIG") and size != "1":
+            return Claim(60, f"PARALLELISM_CONFIG_PP_SIZE={size}")
+        return None
+
+    def core_defaults(self) -> Mapping[str, Any]:
+        """Take the mesh from the plugin's degrees."""
+        layout = self.plugin.sizes()
+        return {"parallelism_config": ParallelismConfig(tp_size=layout.tp, pp_size=layout.pp)}
+
+    def check(self, accelerator: AcceleratorView) -> None:
+        """Refuse sizes that contradict each other, or that cannot be."""
+        sizes, wanted = accelerator.parallelism_config, self.plugin.sizes()
+        for name in ("tp", "pp"):
+            said, here = getattr(wanted, name), sizes.size(name)
+            if said not in (1, here):
+                raise ConfigurationError(
+                    f"{name}_degree={said} of MegatronLMPlugin contradicts {name}_size={here} of "
+                    "parallelism_config. Remove one of them."
+                )
+        self.sizes = wanted._replace(tp=sizes.size("tp"), pp=sizes.size("pp"))
+
+    def distributed_type(self, accelerator: AcceleratorView) -> str:
+        """`MEGATRON_LM`."""
+        return "MEGATRON_LM"
+
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
+        """Serve the plugin."""
+        return {"megatron_lm_plugin": self.plugin}
+
+    # --- start --------------------------------------------------------------------------------
+
+    def on_start(self, accelerator: AcceleratorView) -> None:
+        """Make megatron's groups."""
+        if accelerator.device.type == "cpu" and torch.cuda.is_available():
+            raise ConfigurationError(
+                "megatron-core computes on CUDA devices alone, and the CPU was asked for: leave "
+                "cpu=True out, or use backend='fsdp2'."
+            )
+        check_sizes(self.plugin, self.sizes, accelerator.num_processes)
+        seed = torch.tensor(torch.initial_seed() % 2**31, device=accelerator.device)
+        torch.distributed.broadcast(seed, 0)  # generators of one tensor group begin alike
+        library.start(self.sizes, int(seed), accelerator.group_timeout)
+
+    def on_free(self, accelerator: AcceleratorView) -> None:
+        """Let go of the models."""
+        self.engines.clear()
+
+    def on_end(self, accelerator: AcceleratorView) -> None:
+        """Let go of the models; the groups end with the process group."""
+        self.engines.clear()
+
+    def on_seed(self, accelerator: AcceleratorView, seed: int) -> None:
+        """Seed megatron's generators."""
+        library.seed_generators(seed)
+
+    def rng_state(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
+        """Return the state of megatron's generators on this rank."""
+        return dict(library.generators().get_states())
+
+    def load_rng_state(self, accelerator: AcceleratorView, state: Mapping[str, Any]) -> None:
+        """Set the state of megatron's generators."""
+        if state:
+            library.generators().set_states(dict(state))
+
+    # --- prepare ------------------------------------------------------------------------------
+
+    def classify(self, accelerator: AcceleratorView, obj: Any) -> str | None:
+        """Recognise stand-ins and providers, functions with `pre_process` and `post_process`."""
+        if isinstance(obj, MegatronLMDummyScheduler):
+            return "scheduler"
+        if isinstance(obj, nn.Module | type) or not callable(obj):
+            return None
+        try:
+            names = inspect.signature(obj).parameters
+        except (TypeError, ValueError):
+            return None
+        return "model" if {"pre_process", "post_process"} <= names.keys() else None
+
+    def make_model(self, accelerator: AcceleratorView, obj: Any) -> nn.Module:
+        """Call a provider for this rank's chunks."""
+        if isinstance(obj, nn.Module):
+            return obj
+        return self._wrapped(accelerator, made_by_provider(obj, self._run(accelerator)))
+
+    def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
+        """Convert models, put them under megatron's data parallelism, and build its optimizers."""
+        plan.rebind()
+        jobs = assign(plan, self.engines)
+        for job in jobs:
+            if job.entry is not None and not isinstance(job.entry.value, MegatronModel):
+                made = built(job.entry.value, self._run(accelerator))
+                job.entry.value = self._wrapped(accelerator, made)
+                job.engine, job.names = job.entry.value.engine, made.names
+        for job in jobs:
+            if job.optimizer is None:
+                continue
+            others = [one for one in self.engines if one.optimizer is not None]
+            if others and accelerator.mixed_precision == "fp16":
+                raise ConfigurationError(
+                    "Under fp16 megatron scales the loss for each optimizer by itself, and one loss "
+                    "cannot be scaled for two: train one model, or use bf16."
+                )
+            options = self.plugin.optimizer_options()
+            build_optimizer(job.engine, job.optimizer.value, job.groups(), options, self._scaling)
+        for entry in plan.of_kind("scheduler"):
+            self._follow(accelerator, plan, entry)
+        if self.plugin.multiply_batch:
+            count = self.plugin.num_micro_batches or 1
+            plan.each("loader", lambda loader, _: multiplied(loader, count))
+
+    def _follow(self, accelerator: AcceleratorView, plan: Any, entry: Any) -> None:
+        """Let a scheduler follow its optimizer; put megatron's in the place of its stand-in."""
+        scheduler = entry.value
+        meant = getattr(scheduler, "optimizer", None)
+        for one in plan.of_kind("optimizer"):
+            one.value = accelerator.wrap_optimizer(one.value)
+        mine = [e.value for e in plan.of_kind("optimizer") if e.original is meant]
+        mine += [one for one in accelerator.optimizers if meant in (one, one.optimizer)]
+        if not mine:
+            raise PrepareError(
+                f"The {type(scheduler).__name__} is for an optimizer that is not prepared: pass both "
+                "in one call of prepare."
+            )
+        if isinstance(scheduler, MegatronLMDummyScheduler):
+            _, count = accelerator.hooks.data_shard(accelerator)
+            scheduler = build_scheduler(
+                self.plugin,
+                mine[0].optimizer,
+                scheduler,
+                data_ranks=1 if accelerator.split_batches else count,
+                samples_per_step=self._samples(accelerator, plan, count),
+            )
+        # It moves by one step of the optimizer, whatever the number of data ranks.
+        entry.value = AcceleratedScheduler(
+            scheduler,
+            mine[:1],
+            gradient_state=accelerator.gradient_state,
+            step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+        )
+
+    def _samples(self, accelerator: AcceleratorView, plan: Any, ranks: int) -> int | None:
+        """Return the samples of one optimizer step on all ranks; None if no loader says."""
+        sizes = [
+            size
+            for loader in [*plan.values("loader"), *accelerator.loaders]
+            if (size := getattr(loader, "batch_size", None)) is not None
+        ]
+        if not sizes:
+            return None
+        parts = 1 if accelerator.split_batches else ranks
+        more = (self.plugin.num_micro_batches or 1) if self.plugin.multiply_batch else 1
+        return int(sizes[0]) * parts * more * accelerator.gradient_accumulation_steps
+
+    def _run(self, accelerator: AcceleratorView) -> Run:
+        halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = halves.get(accelerator.mixed_precision, torch.float32)
+        return Run(accelerator, self.plugin, self.sizes, dtype)
+
+    def _wrapped(self, accelerator: AcceleratorView, made: Made) -> MegatronModel:
+        model = wrapped(made, self._run(accelerator))
+        self.engines.append(model.engine)
+        if self.plugin.forward_runs_step:
+            model.run_step = partial(self._forward, accelerator, weakref.ref(model))
+        return model
+
+    def _forward(self, accelerator: AcceleratorView, reference: Any, batch: Any) -> CausalLMOutput:
+        """Run a whole step where the model is called, as Hugging Face Accelerate does."""
+        model, cycle = reference(), accelerator.gradient_accumulation_steps
+        training = model.training and torch.is_grad_enabled()
+        step = ScheduleStep(training, accelerator.sync_gradients, lambda loss: loss / cycle)
+        result = self.run_schedule(accelerator, model, batch, step)
+        return CausalLMOutput(result.loss, None, logits=result.outputs)
+
+    def unwrap_model(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
+        """Return a plain module; a converted or provided model stays what it is, a part."""
+        if isinstance(model, MegatronModel) and model.engine.plain:
+            plain: nn.Module = model.engine.modules[0]
+            return plain
+        return model
+
+    # --- step ---------------------------------------------------------------------------------
+
+    def autocast(
+        self, accelerator: AcceleratorView, model: nn.Module | None, settings: Any
+    ) -> AbstractContextManager[Any]:
+        """Do nothing: parameters have the precision."""
+        return nullcontext()
+
+    def backward(
+        self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
+    ) -> None:
+        """Run backward; gradients go into megatron's buffers, which no rank has reduced yet."""
+        if self.plugin.forward_runs_step:
+            return
+        if self.sizes.pp > 1:
+            raise ConfigurationError(
+                f"With {self.sizes.pp} pipeline ranks accelerator.train_step(batch) runs forward and "
+                "backward together; leave accelerator.backward(loss) out."
+            )
+        for engine in self.engines:
+            engine.begin()
+        for engine in self.engines:
+            if engine.config.fp16 and engine.optimizer is not None:
+                loss = engine.optimizer.scale_loss(loss).reshape(())
+                break
+        super().backward(accelerator, loss, kwargs)
+
+    def scale_gradients(
+        self, accelerator: AcceleratorView, models: Sequence[nn.Module], factor: torch.Tensor
+    ) -> None:
+        """Multiply what the buffers have accumulated."""
+        for model in models:
+            if isinstance(model, MegatronModel):
+                model.engine.scale(factor)
+
+    def clip_grad(
+        self,
+        accelerator: AcceleratorView,
+        parameters: Sequence[torch.Tensor],
+        max_norm: float | None,
+        norm_type: float,
+        clip_value: float | None,
+    ) -> Any:
+        """Clip by the norm over all parts of the model."""
+        engine = self._engine_of(parameters)
+        if not accelerator.sync_gradients:
+            return None if clip_value is not None else torch.zeros(())
+        if clip_value is not None:
+            return engine.clip_value(clip_value)
+        assert max_norm is not None
+        return engine.clip_norm(max_norm, norm_type)
+
+    def _engine_of(self, parameters: Sequence[torch.Tensor]) -> Engine:
+        given = {id(parameter) for parameter in parameters}
+        for engine in self.engines:
+            own = [p for p in engine.parameters() if p.requires_grad]
+            here = sum(id(parameter) in given for parameter in own)
+            if here and here < len(own):
+                raise ConfigurationError(
+                    f"Clipping got {here} of {len(own)} parameters, and megatron clips a model as a "
+                    "whole: pass model.parameters()."
+                )
+            if here:
+                if engine.optimizer is None:
+                    raise ConfigurationError("Clipping needs the model's optimizer to be prepared.")
+                return engine
+        raise ConfigurationError(
+            "Clipping got none of the prepared model's parameters; pass model.parameters() of what "
+            "prepare returned."
+        )
+
+    def optimizer_step(
+        self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
+    ) -> bool:
+        """Reduce gradients, if clipping has not, and step; False if they overflowed."""
+        engine = next((one for one in self.engines if one.inner is optimizer), None)
+        if engine is None:
+            return super().optimizer_step(accelerator, optimizer, closure)
+        if closure is not None:
+            raise ConfigurationError("A closure cannot be used with Megatron.")
+        if not engine.begun:
+            accelerator.note_once("optimizer.step() without a backward before it does nothing.")
+            return True
+        return engine.step()
+
+    def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
+        """Clear megatron's buffers."""
+        engine = next((one for one in self.engines if one.inner is optimizer), None)
+        if engine is None:
+            super().zero_grad(accelerator, optimizer, set_to_none)
+        else:
+            engine.clear()
+
+    def run_schedule(
+        self, accelerator: AcceleratorView, model: nn.Module, batch: Any, step: ScheduleStep
+    ) -> ScheduleResult:
+        """Run a batch in `num_micro_batches` parts through megatron's schedule."""
+        if not isinstance(model, MegatronModel):
+            raise ConfigurationError("train_step takes a model that prepare returned.")
+        if step.training and model.engine.optimizer is None:
+            raise ConfigurationError("train_step needs the model's optimizer to be prepared.")
+        count = self.plugin.num_micro_batches or 1
+        keep = bool(self.plugin.return_logits)
+        if self._step is None:
+            self._step = own_step(accelerator, self.plugin) or False
+        return run(model, batch, step, count, keep_logits=keep, own_step=self._step or None)
+
+    # --- keep ---------------------------------------------------------------------------------
+
+    def save_state(
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any], later: bool
+    ) -> Callable[[], None] | None:
+        """Write every rank's parts."""
+        if later:
+            accelerator.note_once(
+                "The backend megatron writes its checkpoints while training waits: blocking=False "
+                "has no effect on them."
+            )
+        _known("save_state", options)
+        optimizers = options.get("save_optimizer", not self.plugin.no_save_optim)
+        checkpoint.save(self.engines, directory, optimizers=bool(optimizers))
+        return None
+
+    def load_state(
+        self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
+    ) -> None:
+        """Read what `save_state` wrote, on any layout."""
+        _known("load_state", options)
+        for engine in self.engines:
+            engine.clear()
+        optimizers = options.get("load_optimizer", not self.plugin.no_load_optim)
+        strict = bool(options.get("strict", True))
+        checkpoint.load(self.engines, directory, optimizers=bool(optimizers), strict=strict)
+
+    def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
+        """Return the whole state dict, a converted model's with Transformers' names, on rank 0."""
+        if not isinstance(model, MegatronModel) or model.engine.plain:
+            return super().consolidate(accelerator, model)
+        if not isinstance(model, GPT) or model.conversion is None:
+            raise PrepareError(
+                "Only models converted from Transformers are put together again; a provider's is "
+                "kept by save_state()."
+            )
+        return dict(models.export(model.engine.modules, model.conversion))
+
+
+def _known(what: str, options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in _OPTIONS:
+            raise ConfigurationError(
+                f"{what} got {name!r}; with Megatron it takes {listing(sorted(_OPTIONS))}."
+                f"{did_you_mean(name, _OPTIONS)}"
+            )

@@ -1,0 +1,370 @@
+"""Checkpoints in shards: torch.distributed.checkpoint inside the core's atomic directory.
+
+Each rank gives what it holds, as boxes of whole tensors, so that any layout reads what another one
+wrote. Megatron's own writer is not used: it pickles, and starts a process that runs the main script
+again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from accelerate_checkpoint import SafeReader, read_metadata
+from accelerate_core.errors import CheckpointError
+from accelerate_megatron.engine import Engine
+from accelerate_megatron.shards import Part
+
+_PLAIN = "optimizers.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """A run of a tensor in memory, and the box of a stored tensor that it is."""
+
+    key: str
+    part: Part
+    tensor: torch.Tensor
+    main: bool
+
+    @property
+    def index(self) -> MetadataIndex:
+        """By what it is found again."""
+        return MetadataIndex(self.key, torch.Size(self.part.offset))
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Where it lies in the whole."""
+        return ChunkStorageMetadata(torch.Size(self.part.offset), torch.Size(self.part.shape))
+
+
+def save(engines: list[Engine], directory: Path, *, optimizers: bool) -> None:
+    """Write models and optimizers of all ranks into `directory`."""
+    found = [box for number, engine in enumerate(engines) for box in _model(number, engine)]
+    plain: list[Any] = []
+    if optimizers:
+        for number, engine in enumerate(engines):
+            found += _optimizer(number, engine)
+            plain.append(_plain(engine))
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _PLAIN).write_text(json.dumps(plain))
+    dist.barrier()
+    writer = dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
+    dcp.save({}, storage_writer=writer, planner=_SavePlanner(found))
+
+
+def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bool) -> None:
+    """Read what any layout wrote.
+
+    Raises:
+        CheckpointError: something is missing or does not fit. Nothing has been changed then.
+    """
+    metadata = read_metadata(directory)
+    stored = metadata.state_dict_metadata
+    boxes = [box for number, engine in enumerate(engines) for box in _model(number, engine)]
+    _compare(directory, boxes, stored, strict)
+    boxes = [box for box in boxes if box.key in stored]
+    plain: list[Any] = []
+    if optimizers:
+        try:
+            plain = json.loads((directory / _PLAIN).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
+        if len(plain) != len(engines):
+            said = "without optimizers" if not plain else f"with {len(plain)} models"
+            raise CheckpointError(
+                f"{directory} was saved {said}, and here are {len(engines)} models. "
+                "load_state(load_optimizer=False) reads models alone."
+            )
+        for engine, there in zip(engines, plain, strict=True):
+            _check_groups(engine, there, directory)
+    read: list[dict[torch.Tensor, dict[str, torch.Tensor]]] = []
+    for number, engine in enumerate(engines if optimizers else []):
+        names = plain[number]["keys"] if plain[number] else []
+        read.append(_allocate(engine, names))
+        boxes += _optimizer(number, engine, read[-1], names)
+    try:
+        dcp.load(
+            {}, storage_reader=SafeReader(directory, metadata), planner=_LoadPlanner(boxes, stored)
+        )
+    except Exception as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}") from error
+    for engine, there, states in zip(engines, plain, read, strict=False):
+        _put(engine, there, states)
+    for engine in engines:
+        if engine.optimizer is not None and not optimizers:
+            engine.optimizer.reload_model_params()
+
+
+# --- what there is ------------------------------------------------------------------------------
+
+
+def _model(number: int, engine: Engine) -> Iterator[Box]:
+    for parameter, parts in engine.parts.items():
+        for part in parts:
+            flat = parameter.detach().reshape(-1)
+            yield _box(f"model.{number}.", part, flat, 0, main=not any(part.replica))
+
+
+def _box(prefix: str, part: Part, flat: torch.Tensor, first: int, *, main: bool) -> Box:
+    size = 1
+    for length in part.shape:
+        size *= length
+    run = flat[part.start - first : part.start - first + size]
+    return Box(prefix + part.key, part, run.view(part.shape), main)
+
+
+def _optimizer(
+    number: int,
+    engine: Engine,
+    states: dict[torch.Tensor, dict[str, torch.Tensor]] | None = None,
+    names: list[str] | None = None,
+) -> Iterator[Box]:
+    """Yield what the optimizer keeps of each parameter: its fp32 copy, and its state.
+
+    Args:
+        states: in the place of the optimizer's own.
+    """
+    if engine.optimizer is None:
+        return
+    for parameter, held, first, end in engine.held():
+        kept = _kept(engine, parameter, held) if states is None else states[held]
+        split = end - first < parameter.numel() or hasattr(
+            engine.optimizer, "model_param_group_index_map"
+        )
+        for part in engine.parts[parameter]:
+            replica = part.replica[:-1] if split else part.replica
+            for box in part.within(first, end):
+                for name, value in kept.items():
+                    prefix = f"optimizer.{number}.{name}."
+                    flat = value.detach().reshape(-1)
+                    yield _box(prefix, box, flat, first, main=not any(replica))
+
+
+def _kept(engine: Engine, parameter: Any, held: torch.Tensor) -> dict[str, torch.Tensor]:
+    state = engine.inner.state.get(held, {}) if engine.inner is not None else {}
+    kept = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == held.shape
+    }
+    # A shard of the distributed optimizer in fp32 is a view of the parameter.
+    if held is not parameter and held.dtype != parameter.dtype:
+        kept["param"] = held
+    return kept
+
+
+def _plain(engine: Engine) -> Any:
+    """Return what is no tensor of a parameter's shape, the same on every rank."""
+    if engine.inner is None:
+        return None
+    steps: dict[str, float] = {}
+    keys: set[str] = set()
+    for parameter, held, _, _ in engine.held():
+        keys |= _kept(engine, parameter, held).keys()
+        for name, value in engine.inner.state.get(held, {}).items():
+            if not isinstance(value, torch.Tensor) or value.numel() == 1:
+                steps[name] = float(value)
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (steps, sorted(keys)))
+    steps = {name: value for there, _ in everything for name, value in there.items()}
+    groups = [
+        {key: _value(value) for key, value in group.items() if key != "params"} | {"params": names}
+        for group, names in zip(engine.inner.param_groups, engine.group_names, strict=True)
+    ]
+    scaler = getattr(engine.optimizer, "grad_scaler", None)
+    return {
+        "class": type(engine.inner).__name__,
+        "groups": groups,
+        "values": steps,
+        "keys": sorted({key for _, names in everything for key in names}),
+        "scaler": None if scaler is None else _scaler_state(scaler),
+    }
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _scaler_state(scaler: Any) -> dict[str, Any]:
+    return {name: _value(value) for name, value in scaler.state_dict().items()}
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def _compare(directory: Path, boxes: list[Box], stored: Any, strict: bool) -> None:
+    wrong = []
+    for box in boxes:
+        entry = stored.get(box.key)
+        if not isinstance(entry, TensorStorageMetadata):
+            wrong += [f"{box.key} is missing there"] if strict else []
+        elif tuple(entry.size) != box.part.size and not box.part.padded:
+            wrong.append(
+                f"{box.key} has shape {list(entry.size)} there and {list(box.part.size)} here"
+            )
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise CheckpointError(f"{directory} does not fit: {'; '.join(wrong[:3])}{more}.")
+
+
+def _check_groups(engine: Engine, there: Any, directory: Path) -> None:
+    if (there is None) != (engine.inner is None):
+        raise CheckpointError(
+            f"{directory} was saved {'without' if there is None else 'with'} an optimizer."
+        )
+    if there is None or engine.inner is None:
+        return
+    kind = type(engine.inner).__name__
+    if there["class"] != kind:
+        raise CheckpointError(f"{directory}: a {there['class']} was saved, and here is a {kind}.")
+    groups = [list(group["params"]) for group in there["groups"]]
+    if groups != engine.group_names:
+        raise CheckpointError(
+            f"{directory}: the optimizer's groups hold other parameters than when it was saved: "
+            f"{[len(g) for g in groups]} there, {[len(g) for g in engine.group_names]} here."
+        )
+
+
+def _allocate(engine: Engine, names: list[str]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    if engine.optimizer is None:
+        return {}
+    return {
+        held: {
+            name: torch.zeros_like(held, dtype=torch.float32)
+            for name in names
+            if name != "param" or held.dtype != parameter.dtype
+        }
+        for parameter, held, _, _ in engine.held()
+    }
+
+
+def _put(engine: Engine, there: Any, states: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+    """Give the optimizer what was read."""
+    inner, optimizer = engine.inner, engine.optimizer
+    if inner is None:
+        return
+    if "param" not in there["keys"]:  # saved in fp32: the copies are made of the parameters
+        optimizer.reload_model_params()
+    inner.state.clear()
+    for held, kept in states.items():
+        if "param" in kept:
+            held.data.copy_(kept.pop("param"))
+        if kept or there["values"]:
+            numbers = {name: torch.tensor(value) for name, value in there["values"].items()}
+            inner.state[held] = {**numbers, **kept}
+    for group, saved in zip(inner.param_groups, there["groups"], strict=True):
+        for key, value in saved.items():
+            was = group.get(key)
+            if key != "params":
+                group[key] = tuple(value) if isinstance(was, tuple) else value
+    scaler = getattr(optimizer, "grad_scaler", None)
+    if scaler is not None and there["scaler"] is not None:
+        saved = dict(there["scaler"])
+        saved["scale"] = torch.tensor([saved["scale"]], device=scaler.scale.device)
+        scaler.load_state_dict(saved)
+
+
+# --- torch.distributed.checkpoint ---------------------------------------------------------------
+
+
+class _SavePlanner(SavePlanner):
+    """Writes boxes: what is read is found by key and offset."""
+
+    def __init__(self, boxes: list[Box]) -> None:
+        self._boxes = {box.index: box for box in boxes if box.main}
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Have all that is needed."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Write what this rank is the first to hold."""
+        items = [
+            WriteItem(
+                index=index,
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=box.chunk,
+                    properties=TensorProperties(dtype=box.tensor.dtype),
+                    size=torch.Size(box.part.size),
+                ),
+            )
+            for index, box in self._boxes.items()
+        ]
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        """Put the plans of the ranks together."""
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take the plan as it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """Return what is written."""
+        return self._boxes[MetadataIndex(write_item.index.fqn, write_item.index.offset)].tensor
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads boxes from whatever they were cut into."""
+
+    def __init__(self, boxes: list[Box], stored: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._stored = stored
+        self._by_key: dict[str, list[Box]] = {}
+        for box in boxes:
+            self._by_key.setdefault(box.key, []).append(box)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Read each box of this rank."""
+        items = []
+        for key, boxes in self._by_key.items():
+            stored: Any = self._stored[key]
+            items += create_read_items_for_chunk_list(key, stored, [b.chunk for b in boxes])
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        """Return where it is read to."""
+        index = read_item.dest_index
+        for box in self._by_key[index.fqn]:
+            if torch.Size(box.part.offset) == index.offset:
+                return self._narrowed(box.tensor, read_item)
+        raise KeyError(index)
+
+    def _narrowed(self, tensor: torch.Tensor, item: Any) -> torch.Tensor:
+        for dimension, (at, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(dimension, at, size)
+        return tensor
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        """Nothing to do: it was read in place."""

@@ -1,0 +1,316 @@
+"""One model under megatron: its chunks, their gradients, and the optimizer that steps them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate_core import GradScalerKwargs
+from accelerate_core.errors import ConfigurationError, PrepareError, warn
+from accelerate_megatron.library import imported
+from accelerate_megatron.settings import Sizes
+from accelerate_megatron.shards import Part, parts_of, parts_of_plain
+
+#: Megatron stores norms under the layers that Transformer Engine would have them in.
+_STORED_AS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+@dataclass(eq=False)
+class Engine:
+    """A model's chunks under megatron's data parallelism, and its optimizer once it is prepared.
+
+    Gradients are accumulated in megatron's buffers by every backward, reduced once per step, when
+    they are clipped or stepped, and cleared by `zero_grad`.
+
+    Attributes:
+        modules: this rank's parts of the model, one for each virtual stage.
+        chunks: the same under megatron's data parallelism.
+        config: megatron's `TransformerConfig` of the model.
+        plain: a module that is no megatron model, held whole.
+    """
+
+    modules: list[Any]
+    chunks: list[Any]
+    config: Any
+    sizes: Sizes
+    plain: bool
+    optimizer: Any = None
+    inner: torch.optim.Optimizer | None = None
+    #: Global names of each group's parameters.
+    group_names: list[list[str]] = field(default_factory=list)
+    #: Norm to which gradients are clipped when the script does not clip.
+    clip: float | None = None
+    #: The model was called, with gradients, since the last backward.
+    called: bool = False
+    #: A backward has run since gradients were cleared.
+    begun: bool = False
+    #: Gradients are those of all ranks, unscaled, and where the optimizer reads them.
+    ready: bool = False
+    #: They overflowed (fp16).
+    overflowed: bool = False
+    clipped: bool = False
+    _parts: dict[torch.Tensor, list[Part]] | None = None
+
+    @property
+    def parts(self) -> dict[torch.Tensor, list[Part]]:
+        """Which part of which whole tensor each of this rank's parameters is, and buffers."""
+        if self._parts is None:
+            if self.plain:
+                rank = dist.get_rank(imported("parallel_state").get_data_parallel_group())
+                self._parts = parts_of_plain(self.modules[0], rank)
+            else:
+                self._parts = parts_of(self.modules)
+        return self._parts
+
+    def name(self, parameter: nn.Parameter) -> str:
+        """Return the global name of one of this rank's parameters."""
+        name = self.parts[parameter][0].key
+        for stored, called in _STORED_AS.items():
+            name = name.replace(stored, called)
+        return name
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over this rank's parameters."""
+        for module in self.modules:
+            yield from module.parameters()
+
+    # --- the step -----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Note that a backward is about to add to the gradients.
+
+        Raises:
+            ConfigurationError: they have been reduced already.
+        """
+        called, self.called = self.called, False
+        if self.ready and not called:
+            return  # it is another model's
+        if self.ready:
+            raise ConfigurationError(
+                "backward() after gradients were reduced, by optimizer.step() or clipping: megatron "
+                "would add those of tied embeddings and norms twice. Call optimizer.zero_grad() "
+                "after each step, and clip once, before it."
+            )
+        self.begun = True
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply the accumulated gradients."""
+        for chunk in self.chunks:
+            chunk.scale_gradients(factor)
+
+    def settle(self) -> None:
+        """Reduce gradients over the ranks and hand them to the optimizer, once per step."""
+        if self.ready:
+            return
+        imported("distributed.finalize_model_grads").finalize_model_grads(self.chunks)
+        self.overflowed = bool(self.optimizer.prepare_grads())
+        self.ready = True
+
+    def norm(self, norm_type: float) -> float:
+        """Return the norm of the whole model's gradients."""
+        clip = imported("optimizer.clip_grads")
+        grads = self.optimizer.get_main_grads_for_grad_norm()
+        if not grads:  # such as a data rank that steps nothing
+            grads = [torch.zeros(1, device=next(self.parameters()).device)]
+        group = self.optimizer.get_grad_stats_parallel_group()
+        return float(clip.get_grad_norm_fp32(grads, norm_type, grad_stats_parallel_group=group))
+
+    def clip_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip the gradients by their norm; return it as it was."""
+        self.settle()
+        self.clipped = True
+        norm = self.norm(norm_type)
+        if not self.overflowed:
+            clip = imported("optimizer.clip_grads").clip_grad_by_total_norm_fp32
+            clip(self.optimizer.get_parameters(), max_norm, norm)
+        return torch.tensor(norm, device=next(self.parameters()).device)
+
+    def clip_value(self, value: float) -> None:
+        """Clip each element of the gradients."""
+        self.settle()
+        self.clipped = True
+        held = [p for p in self.optimizer.get_parameters() if p.grad is not None]
+        torch.nn.utils.clip_grad_value_(held, value)
+
+    def step(self) -> bool:
+        """Step; False if gradients overflowed."""
+        self.settle()
+        if self.overflowed:
+            return False
+        if self.clip is not None and not self.clipped:
+            self.clip_norm(self.clip, 2.0)
+        return bool(self.optimizer.step_with_ready_grads())
+
+    def clear(self) -> None:
+        """Clear the gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.begun = self.ready = self.overflowed = self.clipped = self.called = False
+
+    # --- what the optimizer holds ---------------------------------------------------------------
+
+    def held(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, int]]:
+        """Yield what is stepped: parameter, the tensor the optimizer has for it, and its elements.
+
+        The tensor is the parameter itself, its fp32 copy, or with the distributed optimizer this
+        data rank's elements `first` to `end` of it, counted flat.
+        """
+        optimizer = self.optimizer
+        if hasattr(optimizer, "model_param_group_index_map"):
+            for parameter, (group, at) in optimizer.model_param_group_index_map.items():
+                run = optimizer._get_model_param_range_map(parameter)["param"]
+                held = optimizer.optimizer.param_groups[group]["params"][at]
+                yield parameter, held, run.start, run.end
+            return
+        for parameter in self.parameters():
+            if parameter in self.stepped:
+                held = getattr(parameter, "main_param", None)
+                yield parameter, parameter if held is None else held, 0, parameter.numel()
+
+    stepped: set[nn.Parameter] = field(default_factory=set)
+
+
+def cuts(sizes: Sizes) -> bool:
+    """Tell whether a rank holds a part of the model only."""
+    return sizes.tp * sizes.pp * sizes.ep > 1
+
+
+def build_optimizer(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[Sequence[str]],
+    options: Mapping[str, Any],
+    scaling: GradScalerKwargs,
+) -> None:
+    """Put megatron's optimizer around the user's own, which gets this rank's parameters.
+
+    Args:
+        names: global names of the parameters of each group; those of other ranks are passed over.
+        options: `OptimizerConfig`'s keyword arguments.
+        scaling: of losses in fp16.
+
+    Raises:
+        ConfigurationError: megatron cannot step by such an optimizer.
+        PrepareError: a trainable parameter is in no group, with the distributed optimizer.
+    """
+    distributed = bool(options.get("use_distributed_optimizer"))
+    _check_class(optimizer, engine.sizes, distributed)
+    own = {engine.name(parameter): parameter for parameter in engine.parameters()}
+    names = _everywhere(names, own)
+    for group, wanted in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = [own[name] for name in wanted if name in own]
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    lost = [n for n, p in own.items() if p.requires_grad and p not in held]
+    if lost:
+        text = (
+            f"{len(lost)} trainable parameter(s), such as {lost[0]!r}, are in no group of the "
+            f"{type(optimizer).__name__}: freeze them with requires_grad_(False)"
+        )
+        if distributed:
+            raise PrepareError(f"{text}, or leave use_distributed_optimizer out, which steps all.")
+        warn(f"{text}.")
+    optimizer.state.clear()
+    engine.stepped = held
+    engine.inner, engine.group_names = optimizer, [list(wanted) for wanted in names]
+    engine.optimizer = _wrapped(engine, optimizer, options, scaling)
+
+
+def _everywhere(names: Sequence[Sequence[str]], own: Collection[str]) -> list[list[str]]:
+    """Put the names of all pipeline ranks' groups together.
+
+    Raises:
+        PrepareError: the ranks have different groups, or no rank has a parameter of such a name.
+    """
+    group = imported("parallel_state").get_pipeline_model_parallel_group()
+    mine = ([list(one) for one in names], sorted(own))
+    found: list[Any] = [mine] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(found, mine, group)
+    there = {name for _, stage in found for name in stage}
+    merged: list[dict[str, None]] = [{} for _ in names]
+    for stage, _ in found:
+        if len(stage) != len(merged):
+            raise PrepareError(
+                f"The optimizer has {len(merged)} groups on one pipeline rank and {len(stage)} on "
+                "another: make the same groups everywhere, also those that stay empty."
+            )
+        for into, one in zip(merged, stage, strict=True):
+            into.update(dict.fromkeys(one))
+            if strange := [name for name in one if name not in there]:
+                raise PrepareError(
+                    f"The optimizer holds {strange[0]!r}, which no rank's part of the model has."
+                )
+    return [list(one) for one in merged]
+
+
+def _check_class(optimizer: torch.optim.Optimizer, sizes: Sizes, distributed: bool) -> None:
+    kind = type(optimizer).__name__
+    adam, adamw, sgd = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+    if distributed and not isinstance(optimizer, adamw):
+        raise ConfigurationError(
+            f"megatron's distributed optimizer steps by AdamW alone, not by {kind}: use "
+            "torch.optim.AdamW (with weight_decay=0 it is Adam), or leave "
+            "use_distributed_optimizer out."
+        )
+    if cuts(sizes) and type(optimizer) not in (adam, adamw, sgd):
+        raise ConfigurationError(
+            f"{kind} may need whole parameters, and here a rank has parts of them: use Adam, AdamW "
+            "or SGD of torch.optim."
+        )
+
+
+def _wrapped(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    scaling: GradScalerKwargs,
+) -> Any:
+    module = imported("optimizer.optimizer")
+    state = imported("parallel_state")
+    config = imported("optimizer").OptimizerConfig(
+        **options, bf16=engine.config.bf16, fp16=engine.config.fp16
+    )
+    engine.clip = config.clip_grad or None
+    scaler = None
+    if config.fp16:
+        scaler = imported("optimizer.grad_scaler").DynamicGradScaler(
+            initial_scale=scaling.init_scale,
+            min_scale=1.0,
+            growth_factor=scaling.growth_factor,
+            backoff_factor=scaling.backoff_factor,
+            growth_interval=scaling.growth_interval,
+            hysteresis=1,
+        )
+    if config.use_distributed_optimizer:
+        buffers = {index: chunk.buffers for index, chunk in enumerate(engine.chunks)}
+        made = imported("optimizer.distrib_optimizer").DistributedOptimizer(
+            optimizer,
+            config,
+            scaler,
+            None,
+            model_chunks=engine.chunks,
+            per_model_buffers=buffers,
+            data_parallel_group=state.get_data_parallel_group(with_context_parallel=True),
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=dist.get_rank(state.get_model_parallel_group()),
+            distributed_optimizer_instance_id=0,
+        )
+        made.grad_stats_parallel_group = None  # every rank of the world steps a part of its own
+    elif config.bf16 or config.fp16:
+        made = module.Float16OptimizerWithFloat16Params(optimizer, config, scaler, None)
+        made.grad_stats_parallel_group = state.get_model_parallel_group()
+    else:
+        made = module.FP32Optimizer(optimizer, config, None)
+        made.grad_stats_parallel_group = state.get_model_parallel_group()
+    made.tp_group = state.get_tensor_model_parallel_group()
+    return made

@@ -1,0 +1,504 @@
+"""GPT-2, Llama and Mistral of Transformers as megatron-core's `GPTModel`: settings and weights.
+
+Written from what both libraries' classes compute. Nothing of Transformers is imported: a model or
+config is told by its class, and only Transformers' own classes are converted, as another one's
+forward pass is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_megatron.models.weights import (
+    Read,
+    Source,
+    Weight,
+    collect,
+    fill,
+    mark,
+    parameters_of,
+)
+
+_PROVIDER = (
+    "give prepare() a provider instead, a function of pre_process, post_process and vp_stage that "
+    "returns a model of megatron-core"
+)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """Compute the approximation of GELU that GPT-2 was trained with."""
+    return functional.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "swish": functional.silu,
+}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What becomes of a model of Transformers on so many tensor parallel ranks.
+
+    Attributes:
+        family: "gpt2", "llama" or "mistral".
+        tp: tensor parallel ranks.
+        transformer: arguments of megatron's `TransformerConfig`, without parallel sizes and precision.
+        model: arguments of `GPTModel`, besides the config, the layers and the stage.
+        vocab_size: the model's, without padding; `model["vocab_size"]` is with it.
+        weights: by megatron's global name with `{}` for the layer; its sources' names have it, too.
+        tied: Transformers' names of a head that is the embedding, and of the embedding.
+    """
+
+    family: str
+    tp: int
+    transformer: dict[str, Any]
+    model: dict[str, Any]
+    vocab_size: int
+    weights: Mapping[str, Weight]
+    tied: tuple[str, str] | None = None
+
+    def weight(self, name: str) -> Weight:
+        """Return what a parameter is made of; layers in its name are counted through all stages.
+
+        Raises:
+            ConfigurationError: a `GPTModel` of this conversion has no such parameter.
+        """
+        # Transformer Engine has the norms in the linear layer after them.
+        general = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+        general = general.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        number = re.match(r"decoder\.layers\.(\d+)\.", general)
+        if number:
+            general = f"decoder.layers.{{}}.{general[number.end() :]}"
+        found = self.weights.get(general)
+        if found is None or (number and int(number[1]) >= self.transformer["num_layers"]):
+            raise ConfigurationError(
+                f"{name!r} is no parameter that the conversion of a {self.family} model knows."
+                f"{did_you_mean(general, self.weights)} To train a model with layers of your own, "
+                f"{_PROVIDER}."
+            )
+        return found.of_layer(int(number[1])) if number else found
+
+    def names(self) -> list[str]:
+        """Return the global names of all parameters, each once: a tied head is the embedding."""
+        layers = range(self.transformer["num_layers"])
+        names = [name for name in self.weights if not (self.tied and name == _HEAD)]
+        return [
+            name.format(number)
+            for name in names
+            for number in (layers if "{}" in name else range(1))
+        ]
+
+    def padded(self, rank: int) -> int:
+        """Return how many columns at the end of a tensor parallel rank's logits are padding."""
+        share = int(self.model["vocab_size"]) // self.tp
+        return min(max((rank + 1) * share - self.vocab_size, 0), share)
+
+
+_HEAD = "output_layer.weight"
+
+
+def is_convertible(candidate: object) -> bool:
+    """Tell whether it is a language model, or the config of one, that `conversion_of` takes."""
+    return _family(candidate) is not None
+
+
+def conversion_of(candidate: Any, tp: int = 1) -> Conversion:
+    """Say how a model of Transformers is built with megatron-core on `tp` tensor parallel ranks.
+
+    Args:
+        candidate: a causal language model of GPT-2, Llama or Mistral, or its config.
+
+    Raises:
+        ConfigurationError: megatron-core has no counterpart for the model or for a setting of its
+            config, or a size cannot be divided by `tp`.
+    """
+    family = _family(candidate)
+    if family is None:
+        kind = type(candidate).__name__
+        classes = [name for one in _FAMILIES.values() for name in (one.model, one.config)]
+        raise ConfigurationError(
+            f"A {kind} cannot be converted for megatron-core. Converted are Transformers' own "
+            f"classes {listing(classes)}. For others (other heads, BERT, T5, mixtures of "
+            f"experts, subclasses), {_PROVIDER}."
+        )
+    config = getattr(candidate, "config", candidate)
+    if getattr(config, "quantization_config", None) is not None:
+        _refuse(config, "quantization_config", "quantized weights cannot be split and trained")
+    return family.convert(config, tp)
+
+
+def load(chunks: Sequence[nn.Module], conversion: Conversion, read: Read) -> None:
+    """Fill this rank's parameters with Transformers' weights.
+
+    They may have been made with `perform_initialization=False`.
+
+    Args:
+        chunks: this rank's `GPTModel`s, one for each virtual stage.
+        read: gives a tensor by its name in Transformers: a tensor, or what safetensors'
+            `get_slice` returns, of which a rank then reads its own rows alone.
+
+    Raises:
+        ConfigurationError: a tensor is missing or has another shape.
+    """
+    for chunk in chunks:
+        group: Any = chunk.tp_group
+        for name, parameter in parameters_of([chunk]):
+            weight = conversion.weight(name)
+            fill(parameter, weight, read, group.rank(), group.size())
+            mark(parameter, weight)
+
+
+def export(
+    chunks: Sequence[nn.Module],
+    conversion: Conversion,
+    master: Callable[[nn.Parameter], torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return the state dict of the model of Transformers, on the CPU of rank 0; on others nothing.
+
+    Every rank has to call it. Beside the result one tensor at a time is in memory.
+
+    Args:
+        chunks: this rank's `GPTModel`s, one for each virtual stage.
+        master: gives the float32 values of a parameter of this rank; without it, the parameter's.
+    """
+    skipped = _HEAD if conversion.tied else None
+    result = collect(chunks, conversion.weight, skipped, master)
+    if result and conversion.tied:
+        head, embedding = conversion.tied
+        result[head] = result[embedding]
+    return result
+
+
+def trained_names(conversion: Conversion) -> dict[str, str]:
+    """Return, for each parameter of the model of Transformers, the one of megatron it becomes.
+
+    Queries, keys and values become one, as do gate and up; a tied head is the embedding.
+    """
+    names = {hf: name for name in conversion.names() for hf in conversion.weight(name).names}
+    if conversion.tied:
+        head, embedding = conversion.tied
+        names[head] = names[embedding]
+    return names
+
+
+# --- the families ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Family:
+    model: str
+    config: str
+    convert: Callable[[Any, int], Conversion]
+
+
+def _family(candidate: object) -> _Family | None:
+    kind = type(candidate)
+    for name, family in _FAMILIES.items():
+        if kind.__module__.startswith(f"transformers.models.{name}.") and (
+            kind.__name__ in (family.model, family.config)
+        ):
+            return family
+    return None
+
+
+def _refuse(
+    config: Any, setting: str, why: str, way: str | None = None, near: str = ""
+) -> NoReturn:
+    value = getattr(config, setting, None)
+    out = f"{way}, or {_PROVIDER}" if way else _PROVIDER[0].upper() + _PROVIDER[1:]
+    raise ConfigurationError(
+        f"{type(config).__name__}.{setting}={value!r} has no counterpart in megatron-core: "
+        f"{why}.{near} {out}."
+    )
+
+
+def _gpt2(config: Any, tp: int) -> Conversion:
+    if config.scale_attn_by_inverse_layer_idx:
+        _refuse(config, "scale_attn_by_inverse_layer_idx", "it scales all layers alike")
+    if config.reorder_and_upcast_attn:
+        why = "it computes attention scores in the model's precision and their softmax in float32"
+        _refuse(config, "reorder_and_upcast_attn", why, "Set it to False")
+    if config.add_cross_attention:
+        _refuse(config, "add_cross_attention", "GPTModel has no encoder to attend to")
+    if config.embd_pdrop != config.resid_pdrop:
+        why = f"one rate is used for embeddings and layers, and resid_pdrop={config.resid_pdrop!r}"
+        _refuse(config, "embd_pdrop", why, "Make the two equal")
+    hidden, heads = config.n_embd, config.n_head
+    inner = config.n_inner if config.n_inner is not None else 4 * hidden
+    _divides(config, tp, {"n_head": heads, "n_inner": inner})
+    width = hidden // heads
+    transformer = {
+        **_common(config, config.n_layer, hidden, heads, "activation_function"),
+        "num_query_groups": heads,
+        "kv_channels": width,
+        "ffn_hidden_size": inner,
+        "gated_linear_unit": False,
+        "normalization": "LayerNorm",
+        "layernorm_epsilon": config.layer_norm_epsilon,
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "attention_dropout": config.attn_pdrop,
+        "hidden_dropout": config.resid_pdrop,
+        # None is one over the root of the head's width.
+        "softmax_scale": None if config.scale_attn_weights else 1.0,
+    }
+    vocabulary = _padded(config.vocab_size, tp)
+    model = {
+        "vocab_size": vocabulary,
+        "max_sequence_length": config.n_positions,
+        "position_embedding_type": "learned_absolute",
+        "share_embeddings_and_output_weights": config.tie_word_embeddings,
+    }
+    weights = _Weights(tied=config.tie_word_embeddings, transposed=True)
+    weights.vocabulary("transformer.wte", "lm_head", config.vocab_size, vocabulary)
+    weights.whole("embedding.position_embeddings.weight", "transformer.wpe.weight")
+    weights.norm("decoder.final_layernorm", "transformer.ln_f", bias=True)
+    ours, theirs = "decoder.layers.{}", "transformer.h.{}"
+    weights.norm(f"{ours}.input_layernorm", f"{theirs}.ln_1", bias=True)
+    weights.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.ln_2", bias=True)
+    attention, mlp = f"{ours}.self_attention", f"{ours}.mlp"
+    name = f"{theirs}.attn.c_attn"  # queries, keys and values in one
+    third = [(name, start * hidden, hidden, 3 * hidden) for start in range(3)]
+    weights.columns(f"{attention}.linear_qkv", third, heads, bias=True)
+    weights.rows(f"{attention}.linear_proj", f"{theirs}.attn.c_proj", hidden, bias=True)
+    one = [(f"{theirs}.mlp.c_fc", 0, inner, inner)]
+    weights.columns(f"{mlp}.linear_fc1", one, 1, bias=True)
+    weights.rows(f"{mlp}.linear_fc2", f"{theirs}.mlp.c_proj", inner, bias=True)
+    return weights.conversion("gpt2", tp, transformer, model, config.vocab_size)
+
+
+def _llama(config: Any, tp: int) -> Conversion:
+    # Mistral has none of these two.
+    bias = bool(getattr(config, "attention_bias", False))
+    if bias != bool(getattr(config, "mlp_bias", False)):
+        why = (
+            "its linear layers all have a bias, or none of them, or the queries, keys and values "
+            f"alone; here mlp_bias={config.mlp_bias!r}"
+        )
+        _refuse(config, "attention_bias", why)
+    return _rotary(config, tp, "llama", bias)
+
+
+def _mistral(config: Any, tp: int) -> Conversion:
+    window, positions = config.sliding_window, config.max_position_embeddings
+    if window is not None and window < positions:
+        why = (
+            f"the sequences may have {positions} tokens (max_position_embeddings), and with a "
+            "window its attention leaves the padding mask out"
+        )
+        way = (
+            f"For sequences of at most {window} tokens, which see all of each other, set it to None"
+        )
+        _refuse(config, "sliding_window", why, way)
+    return _rotary(config, tp, "mistral", bias=False)
+
+
+def _rotary(config: Any, tp: int, family: str, bias: bool) -> Conversion:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    groups, inner = config.num_key_value_heads or heads, config.intermediate_size
+    width = config.head_dim or hidden // heads
+    if heads % groups:
+        raise ConfigurationError(
+            f"{type(config).__name__} has num_attention_heads={heads} and num_key_value_heads="
+            f"{groups}: heads that share keys and values come in equal groups, and {heads} / "
+            f"{groups} leaves {heads % groups}."
+        )
+    sizes = {"num_attention_heads": heads, "intermediate_size": inner}
+    _divides(config, tp, sizes, groups, width)
+    transformer = {
+        **_common(config, config.num_hidden_layers, hidden, heads, "hidden_act"),
+        "num_query_groups": groups,
+        "kv_channels": width,
+        "ffn_hidden_size": inner,
+        "gated_linear_unit": True,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "add_bias_linear": bias,
+        "add_qkv_bias": bias,
+        "attention_dropout": config.attention_dropout or 0.0,
+        "hidden_dropout": 0.0,
+        "rotary_interleaved": False,
+    }
+    vocabulary = _padded(config.vocab_size, tp)
+    model = {
+        "vocab_size": vocabulary,
+        "max_sequence_length": config.max_position_embeddings,
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": config.tie_word_embeddings,
+        **_rope(config),
+    }
+    weights = _Weights(tied=config.tie_word_embeddings)
+    weights.vocabulary("model.embed_tokens", "lm_head", config.vocab_size, vocabulary)
+    weights.norm("decoder.final_layernorm", "model.norm")
+    ours, theirs = "decoder.layers.{}", "model.layers.{}"
+    weights.norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm")
+    weights.norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm")
+    attention, mlp = f"{ours}.self_attention", f"{ours}.mlp"
+    of_heads = {"q_proj": heads * width, "k_proj": groups * width, "v_proj": groups * width}
+    sources = [(f"{theirs}.self_attn.{name}", 0, n, n) for name, n in of_heads.items()]
+    weights.columns(f"{attention}.linear_qkv", sources, groups, bias)
+    name = f"{theirs}.self_attn.o_proj"
+    weights.rows(f"{attention}.linear_proj", name, heads * width, bias)
+    gated = [(f"{theirs}.mlp.{name}", 0, inner, inner) for name in ("gate_proj", "up_proj")]
+    weights.columns(f"{mlp}.linear_fc1", gated, tp, bias)
+    weights.rows(f"{mlp}.linear_fc2", f"{theirs}.mlp.down_proj", inner, bias)
+    return weights.conversion(family, tp, transformer, model, config.vocab_size)
+
+
+_FAMILIES = {
+    "gpt2": _Family("GPT2LMHeadModel", "GPT2Config", _gpt2),
+    "llama": _Family("LlamaForCausalLM", "LlamaConfig", _llama),
+    "mistral": _Family("MistralForCausalLM", "MistralConfig", _mistral),
+}
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def _common(config: Any, layers: int, hidden: int, heads: int, activation: str) -> dict[str, Any]:
+    name = getattr(config, activation)
+    if name not in _ACTIVATIONS:
+        why = f"known are {listing(_ACTIVATIONS)}"
+        _refuse(config, activation, why, near=did_you_mean(str(name), _ACTIVATIONS))
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "activation_func": _ACTIVATIONS[name],
+        "init_method_std": config.initializer_range,
+    }
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """Return how GPTModel makes the frequencies of rotary positions that the config asks for."""
+    rope: Mapping[str, Any] | None = getattr(config, "rope_parameters", None)
+    if not rope or "rope_theta" not in rope:
+        raise ConfigurationError(
+            f"{type(config).__name__} has rope_parameters={rope!r}; its 'rope_theta' is needed, "
+            "which configs of Transformers 5 and later have."
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        _refuse(config, "rope_parameters", "here the whole head is rotated in these families")
+    made = {"rotary_base": rope["rope_theta"], "rotary_percent": 1.0}
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return made
+    if kind == "linear":
+        return {**made, "seq_len_interpolation_factor": float(rope["factor"])}
+    if kind == "llama3":
+        wanted = {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        other = {name: rope.get(name) for name in wanted if rope.get(name) != wanted[name]}
+        if other:
+            fixed = ", ".join(f"{name}={value}" for name, value in wanted.items())
+            _refuse(config, "rope_parameters", f"its llama3 scaling is fixed at {fixed}")
+        return {**made, "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    known = ("default", "linear", "llama3")
+    why = f"its rope types are {listing(known)}"
+    _refuse(config, "rope_parameters", why, near=did_you_mean(kind, known))
+
+
+def _padded(vocab_size: int, tp: int) -> int:
+    return -(-vocab_size // tp) * tp
+
+
+def _divides(
+    config: Any, tp: int, sizes: Mapping[str, int], groups: int | None = None, width: int = 1
+) -> None:
+    """Refuse sizes that the tensor parallel ranks cannot share out.
+
+    Args:
+        groups: groups of heads, of which a rank has some, or some ranks have one.
+        width: of a head.
+    """
+
+    def fits(ranks: int) -> bool:
+        if any(size % ranks for size in sizes.values()):
+            return False
+        # Ranks that share a group divide its rows of queries, keys and values.
+        few = groups is not None and ranks % groups == 0 and 2 * groups * width % ranks == 0
+        return groups is None or groups % ranks == 0 or few
+
+    if fits(tp):
+        return
+    told = [f"{name}={n} leaves {n % tp}" for name, n in sizes.items() if n % tp]
+    told = told or [f"num_key_value_heads={groups} is neither a multiple nor a divisor of {tp}"]
+    allowed = [str(ranks) for ranks in range(1, min(sizes.values()) + 1) if fits(ranks)]
+    raise ConfigurationError(
+        f"A {type(config).__name__} cannot be divided by {tp} tensor parallel ranks: "
+        f"{', '.join(told)}. Sizes that divide it: {', '.join(allowed)}."
+    )
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+class _Weights:
+    """The weights of a family, module by module.
+
+    Args:
+        tied: the head is the embedding.
+        transposed: linear layers are stored with the inputs first.
+    """
+
+    def __init__(self, *, tied: bool, transposed: bool = False) -> None:
+        self.made: dict[str, Weight] = {}
+        self.tied = tied
+        self.transposed = transposed
+        self.names: tuple[str, str] = ("", "")
+
+    def vocabulary(self, embedding: str, head: str, size: int, padded: int) -> None:
+        """Add the embedding and the head, which both are divided by rows."""
+        self.names = (f"{head}.weight", f"{embedding}.weight")
+        source = embedding if self.tied else head
+        for name, theirs in (("embedding.word_embeddings", embedding), ("output_layer", source)):
+            one = Source(f"{theirs}.weight", 0, size, size)
+            self.made[f"{name}.weight"] = Weight((one,), 0, padded)
+
+    def whole(self, name: str, theirs: str) -> None:
+        """Add a parameter that every tensor parallel rank has."""
+        self.made[name] = Weight((Source(theirs, 0, 0, 0),))
+
+    def norm(self, name: str, theirs: str, bias: bool = False) -> None:
+        """Add a norm's parameters."""
+        for leaf in ("weight", "bias")[: 1 + bias]:
+            self.whole(f"{name}.{leaf}", f"{theirs}.{leaf}")
+
+    def columns(
+        self, name: str, sources: list[tuple[str, int, int, int]], blocks: int, bias: bool
+    ) -> None:
+        """Add a linear layer whose outputs are divided; its weights and biases alike."""
+        size = sum(source[2] for source in sources)
+        for leaf in ("weight", "bias")[: 1 + bias]:
+            made = tuple(Source(f"{theirs}.{leaf}", *rest) for theirs, *rest in sources)
+            transposed = self.transposed and leaf == "weight"
+            self.made[f"{name}.{leaf}"] = Weight(made, 0, size, blocks, transposed)
+
+    def rows(self, name: str, theirs: str, size: int, bias: bool) -> None:
+        """Add a linear layer whose inputs are divided; every rank has its bias."""
+        source = Source(f"{theirs}.weight", 0, size, size)
+        self.made[f"{name}.weight"] = Weight((source,), 1, size, transposed=self.transposed)
+        if bias:
+            self.whole(f"{name}.bias", f"{theirs}.bias")
+
+    def conversion(
+        self, family: str, tp: int, transformer: dict[str, Any], model: dict[str, Any], size: int
+    ) -> Conversion:
+        """Return them with the settings."""
+        tied = self.names if self.tied else None
+        return Conversion(family, tp, transformer, model, size, self.made, tied)

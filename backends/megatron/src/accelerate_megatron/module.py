@@ -1,0 +1,326 @@
+"""The models that `prepare` returns: called as Transformers' are, or as the user's provider made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from accelerate_core.errors import ConfigurationError, listing
+from accelerate_megatron.engine import Engine
+from accelerate_megatron.library import imported
+
+#: Labels that count for no loss, as Transformers has it.
+IGNORED = -100
+
+
+class CausalLMOutput(Mapping[str, Any]):
+    """Loss and logits of a converted model, by attribute, by name or by place.
+
+    With tensor parallelism logits are gathered when they are first read, by all its ranks together.
+
+    Attributes:
+        loss: 0-d, None without labels.
+        logits: batch x sequence x vocabulary.
+        local_logits: batch x sequence x this rank's part of the vocabulary, with its padding.
+    """
+
+    def __init__(
+        self,
+        loss: torch.Tensor | None,
+        local_logits: torch.Tensor | None,
+        vocab_size: int = 0,
+        logits: torch.Tensor | None = None,
+    ) -> None:
+        self.loss = loss
+        self.local_logits = local_logits
+        self._vocab_size = vocab_size
+        self._logits = logits
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """The logits of the whole vocabulary; None if a step was not told to return them."""
+        if self._logits is None and self.local_logits is not None:
+            gather = imported("tensor_parallel").gather_from_tensor_model_parallel_region
+            self._logits = gather(self.local_logits)[..., : self._vocab_size]
+        return self._logits
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("logits",) if self.loss is None else ("loss", "logits"))
+
+    def __len__(self) -> int:
+        return 1 + (self.loss is not None)
+
+    def __getitem__(self, key: Any) -> Any:
+        names = tuple(self)
+        name = names[key] if isinstance(key, int) else key
+        if name not in names:
+            raise KeyError(key)
+        return getattr(self, name)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a GPT model is given, batch first.
+
+    Attributes:
+        tokens: batch x sequence.
+        positions: batch x sequence.
+        mask: batch x 1 x sequence x sequence, True where attention must not go; None is causal.
+        labels: batch x sequence, already the next tokens; `IGNORED` counts for nothing.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor | None
+    labels: torch.Tensor | None
+
+
+def read_batch(batch: Mapping[str, Any], learned_positions: bool) -> MicroBatch:
+    """Read a batch in Transformers' form (`input_ids`) or in megatron's (`tokens`).
+
+    Labels of the first are shifted here, those of the second are the next tokens already and count
+    where `loss_mask` is not 0.
+
+    Raises:
+        ConfigurationError: something that a converted model cannot take.
+    """
+    known = {"input_ids", "tokens", "attention_mask", "position_ids", "labels", "loss_mask"}
+    extra = [name for name, value in batch.items() if name not in known and value is not None]
+    if extra or ("input_ids" in batch) == ("tokens" in batch):
+        raise ConfigurationError(
+            f"A model under megatron takes input_ids or tokens, with {listing(sorted(known))}; the "
+            f"batch has {listing(batch)}."
+        )
+    shifted = "tokens" in batch
+    tokens = batch["tokens" if shifted else "input_ids"]
+    positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+    given = batch.get("position_ids")
+    if given is not None and learned_positions:
+        positions = given.expand_as(tokens)
+    elif given is not None and not torch.equal(given.expand_as(tokens), positions):
+        raise ConfigurationError(
+            "position_ids other than 0, 1, 2, ...: megatron's rotary embedding counts by itself. "
+            "Leave them out."
+        )
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    if labels is not None and not shifted:
+        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if labels is not None and batch.get("loss_mask") is not None:
+        labels = labels.masked_fill(batch["loss_mask"] == 0, IGNORED)
+    return MicroBatch(tokens, positions, _mask(mask, tokens), labels)
+
+
+def _mask(mask: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Turn Transformers' mask (1 is attended to) into megatron's (True is not), causal as well."""
+    if mask is None or mask.dim() == 4:
+        return mask
+    size = tokens.size(1)
+    future = torch.ones(size, size, dtype=torch.bool, device=tokens.device).triu(1)
+    return future | (mask == 0)[:, None, None, :]
+
+
+def causal_loss(
+    logits: torch.Tensor, labels: torch.Tensor, *, total: bool, items: Any = None
+) -> torch.Tensor:
+    """Return the cross entropy of logits of which each tensor parallel rank has a part.
+
+    Megatron computes it in place: float32 logits are used up.
+
+    Args:
+        logits: batch x sequence x this rank's part of the vocabulary.
+        labels: batch x sequence, the next tokens.
+        total: the sum over tokens instead of the mean.
+        items: by how many the sum is divided instead.
+    """
+    counted = labels != IGNORED
+    loss = imported("tensor_parallel").vocab_parallel_cross_entropy(
+        logits.float(), labels.masked_fill(~counted, 0)
+    )
+    summed: torch.Tensor = (loss * counted).sum()
+    if total:
+        return summed
+    return summed / (counted.sum() if items is None else items)
+
+
+class MegatronModel(nn.Module):
+    """A model under megatron, whose parameters are this rank's part of it.
+
+    Without a pipeline it is called as it was before; with one, `accelerator.train_step(batch)` runs
+    it.
+
+    Attributes:
+        run_step: runs a whole step on a batch when the model is called (`forward_runs_step`).
+    """
+
+    run_step: Callable[[Any], Any] | None = None
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList(engine.chunks)
+        self._engine = [engine]  # in a list: it is no submodule's business
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it."""
+        return self._engine[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; with a pipeline no single rank can.
+
+        Raises:
+            ConfigurationError: the layers are on several ranks.
+        """
+        if self.run_step is not None:
+            return self.run_step(kwargs if not args else args[0])
+        if self.engine.sizes.pp > 1:
+            self._refuse()
+        self.engine.called = torch.is_grad_enabled()
+        return self.call(*args, **kwargs)
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigurationError(
+            f"The model's layers are on {self.engine.sizes.pp} pipeline ranks, so no rank can call "
+            "it by itself. Write `loss = accelerator.train_step(batch).loss` in the place of "
+            "`model(batch)` and `accelerator.backward(loss)`, and eval_step(batch) in evaluation."
+        )
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the only chunk as it is."""
+        return self.chunks[0](*args, **kwargs)
+
+    def run_chunk(self, chunk: nn.Module, batch: Any, keep: bool) -> tuple[Any, Callable[..., Any]]:
+        """Run one chunk on one micro-batch.
+
+        Args:
+            keep: logits are asked for.
+
+        Returns:
+            What it gives, and a function `(output, total) -> (loss, logits)` for the last stage.
+        """
+        if isinstance(batch, Mapping):
+            output = chunk(**batch)
+        else:
+            output = chunk(*batch) if isinstance(batch, list | tuple) else chunk(batch)
+
+        def loss(output: Any, total: bool) -> tuple[torch.Tensor, Any]:
+            found = output["loss"] if isinstance(output, Mapping) else output
+            found = getattr(found, "loss", found)
+            if not isinstance(found, torch.Tensor) or found.dim():
+                raise ConfigurationError(
+                    "train_step needs a model that returns its loss, 0-d or under 'loss'; or call "
+                    "the model and accelerator.backward(loss) yourself."
+                )
+            return found, None
+
+        return output, loss
+
+
+class GPT(MegatronModel):
+    """A GPT model of megatron-core: converted from Transformers, or made by the user's provider.
+
+    Args:
+        padding: vocabulary columns of this rank that pad it.
+        vocab_size: without padding.
+        skeleton: of a converted model: the original without weights, for `save_pretrained`.
+        conversion: how it came from Transformers.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        vocab_size: int,
+        padding: int = 0,
+        skeleton: Any = None,
+        conversion: Any = None,
+    ) -> None:
+        super().__init__(engine)
+        self.conversion = conversion
+        self.vocab_size, self.padding = vocab_size, padding
+        self._skeleton = [skeleton]
+        embedding = getattr(engine.modules[0], "position_embedding_type", "learned_absolute")
+        self._learned_positions = embedding == "learned_absolute"
+
+    @property
+    def config(self) -> Any:
+        """The configuration: Transformers' of a converted model, else megatron's."""
+        skeleton = self._skeleton[0]
+        return self.engine.config if skeleton is None else skeleton.config
+
+    def call(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> CausalLMOutput:
+        """Return loss and logits, as Transformers' causal models do."""
+        if args:
+            kwargs["input_ids"] = args[0]
+        kwargs.pop("return_dict", None)
+        kwargs.pop("use_cache", None)
+        batch = read_batch(kwargs, self._learned_positions)
+        logits = self._logits(self.chunks[0], batch)
+        loss = None
+        if batch.labels is not None:
+            used = logits.float() if logits.dtype != torch.float32 else logits.clone()
+            loss = causal_loss(used, batch.labels, total=False, items=num_items_in_batch)
+        output = CausalLMOutput(loss, logits, self.vocab_size)
+        if not torch.is_grad_enabled():
+            output.logits  # noqa: B018  gathered now: all ranks are here
+        return output
+
+    def _logits(self, chunk: nn.Module, batch: MicroBatch) -> Any:
+        output = chunk(batch.tokens, batch.positions, batch.mask)
+        return self._masked(output) if self._is_last(chunk) else output
+
+    def _masked(self, logits: torch.Tensor) -> torch.Tensor:
+        if not self.padding:
+            return logits
+        columns = torch.arange(logits.size(-1), device=logits.device)
+        return logits.masked_fill(columns >= logits.size(-1) - self.padding, float("-inf"))
+
+    def _is_last(self, chunk: nn.Module) -> bool:
+        module = self.engine.modules[list(self.chunks).index(chunk)]
+        return bool(getattr(module, "post_process", True))
+
+    def run_chunk(self, chunk: nn.Module, batch: Any, keep: bool) -> tuple[Any, Callable[..., Any]]:
+        """Run one chunk on one micro-batch."""
+        read = read_batch(batch, self._learned_positions)
+
+        def loss(logits: torch.Tensor, total: bool) -> tuple[torch.Tensor, Any]:
+            kept = logits.detach().clone() if keep else None
+            if read.labels is None and torch.is_grad_enabled():
+                raise ConfigurationError("train_step needs labels in the batch.")
+            if read.labels is None:
+                return logits.new_full((), float("nan")), kept
+            return causal_loss(logits, read.labels, total=total), kept
+
+        return self._logits(chunk, read), loss
+
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Write a converted model as Transformers would.
+
+        Args:
+            state_dict: `accelerator.get_state_dict(model)`, which every rank calls.
+
+        Raises:
+            ConfigurationError: it was not converted, or no weights are given.
+        """
+        skeleton = self._skeleton[0]
+        if skeleton is None:
+            raise ConfigurationError("The model was not converted from one of Transformers.")
+        if state_dict is None:
+            raise ConfigurationError(
+                "save_pretrained under megatron needs the weights of all ranks: "
+                "save_pretrained(directory, state_dict=accelerator.get_state_dict(model), "
+                "is_main_process=accelerator.is_main_process)."
+            )
+        if is_main_process:
+            skeleton.save_pretrained(
+                save_directory, is_main_process=True, state_dict=dict(state_dict), **options
+            )

@@ -1,0 +1,82 @@
+"""Names of Hugging Face Accelerate's Megatron module: what they mean here, or what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.training.optimizer import AcceleratedOptimizer
+from accelerate_core.training.scheduler import AcceleratedScheduler
+from accelerate_megatron.library import imported
+from accelerate_megatron.module import MegatronModel
+
+#: What `prepare` returns, by the names that user code compares classes with.
+MegatronEngine = MegatronModel
+MegatronLMOptimizerWrapper = AcceleratedOptimizer
+MegatronLMSchedulerWrapper = AcceleratedScheduler
+
+
+def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the means over the data parallel ranks of some losses, 1-d."""
+    group = imported("parallel_state").get_data_parallel_group()
+    averaged = torch.stack([loss.detach().reshape(()) for loss in losses])
+    dist.all_reduce(averaged, group=group)
+    means: torch.Tensor = averaged / group.size()
+    return means
+
+
+def gather_across_data_parallel_groups(tensor: Any) -> Any:
+    """Return tensors of all data parallel ranks, one after the other along the first dimension."""
+    if isinstance(tensor, dict):
+        return {name: gather_across_data_parallel_groups(one) for name, one in tensor.items()}
+    if isinstance(tensor, list | tuple):
+        return type(tensor)(gather_across_data_parallel_groups(one) for one in tensor)
+    group = imported("parallel_state").get_data_parallel_group()
+    tensor = tensor.reshape(1).contiguous() if tensor.dim() == 0 else tensor.contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor, group=group)
+    return torch.cat(parts)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ConfigurationError(
+        f"{name}() is not offered: Accelerator(megatron_lm_plugin=MegatronLMPlugin(...)) and "
+        "accelerator.prepare(model, optimizer, loader, scheduler) do it."
+    )
+
+
+def megatron_lm_initialize(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse: the Accelerator starts megatron-core."""
+    _refuse("megatron_lm_initialize")
+
+
+def megatron_lm_prepare_data_loader(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse: `prepare` shares out loaders."""
+    _refuse("megatron_lm_prepare_data_loader")
+
+
+def megatron_lm_prepare_model_optimizer_scheduler(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse: `prepare` makes them."""
+    _refuse("megatron_lm_prepare_model_optimizer_scheduler")
+
+
+def megatron_lm_prepare_optimizer(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse: `prepare` makes it."""
+    _refuse("megatron_lm_prepare_optimizer")
+
+
+def megatron_lm_prepare_scheduler(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse: `prepare` makes it."""
+    _refuse("megatron_lm_prepare_scheduler")
+
+
+def add_model_config_to_megatron_parser(model_type: str) -> NoReturn:
+    """Refuse: models of other families come from a provider."""
+    raise ConfigurationError(
+        f"add_model_config_to_megatron_parser({model_type!r}): megatron's arguments are not parsed "
+        "here. Models of other families come from a provider, a function passed to prepare()."
+    )
