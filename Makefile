@@ -17,13 +17,14 @@ ARGS ?=
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help quickstart test conformance faults clients clients-recorded soak lint format docs dist drop-in bench downstream gpu clean
+.PHONY: help quickstart test conformance faults megatron clients clients-recorded soak lint format docs dist drop-in bench downstream gpu clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
 	@echo "make test         the tests (ARGS='-k name' for some)"
 	@echo "make conformance  the suite on every plugin of ours, and the rest of the author's kit"
 	@echo "make faults       kills, signals, ranks that fail, two machines and a cut cable"
+	@echo "make megatron     megatron-core on two ranks and on four, where there is no GPU through a shim"
 	@echo "make clients      Trainer and others on the drop-in, beside what they gave with the original"
 	@echo "make lint         ruff, mypy, import layers, generated docs"
 	@echo "make format       let ruff format the tree"
@@ -64,11 +65,15 @@ quickstart: $(VENV)/run.stamp
 CONFORMANCE := tests/conformance/test_third_party.py tests/testing tests/conformance
 FAULTS := tests/faults tests/machines
 CLIENTS := tests/clients
+MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
 test: $(VENV)/dev.stamp
-	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS)) $(ARGS)
+	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS) $(MEGATRON)) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
 	$(PYTEST) --dist loadscope --no-loadscope-reorder -m "not soak" $(CONFORMANCE) $(ARGS)
+
+megatron: $(VENV)/dev.stamp
+	$(PYTEST) -m "not soak" $(MEGATRON) $(ARGS)
 
 # One at a time: they hold a clock to how soon ranks end.
 faults: $(VENV)/dev.stamp

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,7 +23,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-WORKER = Path(__file__).parents[1] / "tests" / "backends" / "fsdp2" / "parity_worker.py"
+ROOT = Path(__file__).parents[1]
+BACKENDS = ROOT / "tests" / "backends"
+WORKER = BACKENDS / "fsdp2" / "parity_worker.py"
 
 
 @dataclass
@@ -36,19 +39,33 @@ class Case:
     loss: float = 1e-5
     norm: float = 1e-4
     environment: dict[str, str] = field(default_factory=dict)
+    #: What trains, with a model of its own.
+    worker: Path = WORKER
 
 
 def _stage(stage: int) -> dict[str, str]:
     return {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
 
 
-ROOT = Path(__file__).parents[1]
 OFFLOAD = ROOT / "examples" / "deepspeed" / "offload.json"
 ZERO = {"backend": "deepspeed"}
 BF16 = {"mixed_precision": "bf16"}
 FP16 = {"mixed_precision": "fp16"}
 #: DeepSpeed refuses fp16 where the CPU has none of its own; torch computes it everywhere.
-HAS_FP16 = {"PARITY_PRELUDE": str(ROOT / "tests" / "backends" / "deepspeed" / "cpu_has_fp16.py")}
+HAS_FP16 = {"PARITY_PRELUDE": str(BACKENDS / "deepspeed" / "cpu_has_fp16.py")}
+#: A GPT-2 of Transformers, as megatron trains no other model over tensor and pipeline ranks.
+MEGATRON = BACKENDS / "megatron" / "parity_worker.py"
+FOUR = {"num_micro_batches": 4}
+TWO = {"num_micro_batches": 2}
+INTERLEAVED = FOUR | {"num_layers_per_virtual_pipeline_stage": 1}
+SHARDED = {"use_distributed_optimizer": True}
+
+
+def _megatron(title: str, mesh: dict[str, int], **more: Any) -> Case:
+    ranks = math.prod(mesh.values())
+    return Case(f"megatron, {title}", ranks, mesh, more.pop("options", {}), worker=MEGATRON, **more)
+
+
 CASES = [
     Case("ddp, 2 ranks", 2, {}, {"backend": "ddp"}),
     Case("ddp, 2 ranks, bf16", 2, {}, {"backend": "ddp", **BF16}, loss=1e-1, norm=1.0),
@@ -97,24 +114,40 @@ CASES = [
     Case(
         "fsdp2, 2 ranks, bf16", 2, {"dp_shard": 2}, BF16, "ddp, 2 ranks, bf16", loss=1e-2, norm=1e-1
     ),
+    _megatron("TP 2", {"tp": 2}),
+    _megatron("PP 2", {"pp": 2}, options=FOUR),
+    _megatron("PP 2, interleaved", {"pp": 2}, options=INTERLEAVED),
+    _megatron("DP 2", {"dp_replicate": 2}),
+    _megatron("DP 2, distributed optimizer", {"dp_shard": 2}, options=SHARDED),
+    _megatron("TP 2 x PP 2", {"tp": 2, "pp": 2}, options=FOUR),
+    _megatron("TP 2 x DP 2", {"tp": 2, "dp_shard": 2}, options=TWO | SHARDED),
+    _megatron("TP 2, bf16", {"tp": 2}, options=BF16, loss=1e-2, norm=1e-1),
+    _megatron(
+        "DP 2, bf16, distributed optimizer",
+        {"dp_shard": 2},
+        options=BF16 | SHARDED,
+        loss=1e-2,
+        norm=1e-1,
+    ),
 ]
 
 
-def run(case: Case | None) -> dict[str, list[float]]:
-    """Return losses and norms of a case; None is plain PyTorch."""
+def run(case: Case, *, plain: bool = False) -> dict[str, list[float]]:
+    """Return losses and norms of a case, or of plain PyTorch with its model."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "told.json")
         command = [sys.executable]
-        mesh, options = (case.mesh, case.options) if case else (None, {})
-        if case:
+        mesh, options = (None, {}) if plain else (case.mesh, case.options)
+        if not plain:
             command += ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
             command += [f"--nproc_per_node={case.ranks}"]
-        command += [str(WORKER), json.dumps(mesh), json.dumps(options), str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment |= case.environment if case else {}
+        command += [str(case.worker), json.dumps(mesh), json.dumps(options), str(out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
+        environment |= {} if plain else case.environment
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         if done.returncode:
-            raise SystemExit(f"{case.title if case else 'plain'}: {done.stderr[-3000:]}")
+            title = "plain" if plain else case.title
+            raise SystemExit(f"{title}: {done.stderr[-3000:]}")
         told: dict[str, list[float]] = json.loads(out.read_text())
         return told
 
@@ -126,13 +159,14 @@ def main() -> None:
     chosen = [case for case in CASES if options.only in case.title]
     needed = {case.against for case in chosen}
     chosen = [case for case in CASES if case in chosen or case.title in needed]
-    plain = run(None)
+    plain = {one.worker: run(one, plain=True) for one in {c.worker: c for c in chosen}.values()}
     told = {case.title: run(case) for case in track(chosen, "training")}
     table = Table("case", "against", "loss, largest difference", "norm, relative", "")
     table.columns[2].justify = table.columns[3].justify = "right"
     failed = False
     for case in chosen:
-        one, other = told[case.title], told[case.against] if case.against else plain
+        other = told[case.against] if case.against else plain[case.worker]
+        one = told[case.title]
         pairs = zip(one["losses"], other["losses"], strict=True)
         loss = max(abs(a - b) for a, b in pairs)
         pairs = zip(one["norms"], other["norms"], strict=True)

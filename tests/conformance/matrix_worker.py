@@ -25,7 +25,8 @@ from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import problem_of
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "trackers"), str(TESTS / "backends" / "deepspeed")]
+_STAND_INS = ("deepspeed", "megatron")
+sys.path[:0] = [str(TESTS / "trackers"), *(str(TESTS / "backends" / name) for name in _STAND_INS)]
 import probe  # noqa: E402
 import readers  # noqa: E402
 
@@ -35,6 +36,10 @@ STEPS = 5
 def stand_in(backend: str) -> None:
     if backend == "deepspeed":
         import cpu_has_fp16  # noqa: F401
+    if backend == "megatron":
+        import cuda_on_cpu
+
+        cuda_on_cpu.install()
 
 
 def make(backend: str) -> list[list[Any]]:

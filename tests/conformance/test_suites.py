@@ -66,6 +66,14 @@ class TestDeepSpeed(BackendSuite):
 
 
 @pytest.mark.dist
+class TestMegatron(BackendSuite):
+    plugin = "megatron"
+    timeout = 40.0
+    environ = {"PYTHONPATH": str(HERE.parent / "backends" / "megatron")}
+    prelude = "megatron_on_cpu"
+
+
+@pytest.mark.dist
 class TestJsonl(TrackerSuite):
     plugin = "jsonl"
     options = {"read": "suite_readers:jsonl", "read_config": "suite_readers:jsonl_config"}

@@ -1,0 +1,74 @@
+"""megatron-core without a GPU: the names of torch.cuda that it uses, with their meaning on the CPU.
+
+No algorithm is replaced: process groups, sharded layers, schedules, optimizers and checkpoints run as
+they are, over gloo. What does not run: streams and their overlap, NCCL, fused kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils import _device
+
+
+class _Stream:
+    """A stream, or an event on it, whose work is done by the time anyone asks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _done(self, *args: Any) -> _Stream:
+        return self
+
+    wait = wait_stream = wait_event = record = record_event = synchronize = _done
+
+
+def install() -> None:
+    """Give the names their CPU meaning; to be called before megatron is imported."""
+    cuda: Any = torch.cuda
+    if cuda.is_available() or cuda.Stream is _Stream:
+        return
+    stream = _Stream()
+    # A device for factories, and a key for the generators.
+    cuda.current_device = lambda: "cpu"
+    cuda.default_generators = {"cpu": torch.default_generator}
+    cuda.manual_seed = torch.default_generator.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    cuda._lazy_call = lambda call, **kwargs: call()
+    cuda.synchronize = lambda device=None: None
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda device=None: stream
+    cuda.stream = nullcontext
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment, method-assign]
+    # Optimizers tell parameters apart by 'torch.cuda.FloatTensor' and its like.
+    torch.Tensor.type = _named_cuda(torch.Tensor.type)  # type: ignore[assignment, method-assign]
+    _device._device_constructors()  # `with torch.device(...)` knows them by what they are now
+    for name in ("empty", "ones", "tensor", "zeros"):
+        setattr(torch, name, _made_on_cpu(getattr(torch, name)))
+    # Its tracker's fork draws from the CPU's generator here, and says so each time.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def _named_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(type_of)
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    return named
+
+
+def _made_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return made

@@ -1,0 +1,284 @@
+"""`MegatronLMPlugin`: the peer's names from every source, what is refused, and what does not divide."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from support import case_names, check_case, run_workers
+
+from accelerate_core.cli import cli
+from accelerate_core.config.files import read_config
+from accelerate_core.config.lookup import Sources, resolve_settings
+from accelerate_core.config.schema import settings_fields
+from accelerate_core.errors import ConfigurationError
+from accelerate_megatron import settings as ours
+from accelerate_megatron.settings import (
+    MegatronLMPlugin,
+    Sizes,
+    check_batch,
+    check_context,
+    check_model,
+    check_sizes,
+)
+
+WORKER = Path(__file__).with_name("megatron_settings_worker.py")
+RECORD = Path(__file__).parents[2] / "drop_in" / "signatures.json"
+FIELDS = settings_fields(MegatronLMPlugin, owner="megatron")
+
+
+@pytest.fixture(scope="module")
+def run():
+    return run_workers(WORKER, 1, timeout=150)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", case_names(WORKER))
+def test_with_megatron_core(run, case):
+    check_case(run, case)
+
+
+def test_each_field_of_the_peer_is_there_in_its_place():
+    told = json.loads(RECORD.read_text())["utils.dataclasses.MegatronLMPlugin"]["()"]
+    shown = [f"{field.name}={field.default!r}" for field in FIELDS]
+    assert shown == [*told, "forward_runs_step=False", "multiply_batch=False"]
+
+
+#: Field -> a text and its value; all that the peer's launcher passes on.
+TEXTS = {
+    "tp_degree": ("2", 2), "pp_degree": ("2", 2), "num_micro_batches": ("4", 4),
+    "use_custom_fsdp": ("False", False), "no_load_optim": ("True", True),
+    "no_save_optim": ("true", True), "eod_mask_loss": ("False", False),
+    "overlap_cpu_optimizer_d2h_h2d": ("False", False), "optimizer_cpu_offload": ("0", False),
+    "use_precision_aware_optimizer": ("no", False), "sequence_parallelism": ("1", True),
+    "decoder_last_pipeline_num_layers": ("3", 3), "use_distributed_optimizer": ("true", True),
+    "gradient_clipping": ("0.5", 0.5), "recompute_granularity": ("Full", "full"),
+    "recompute_method": ("block", "block"), "recompute_num_layers": ("2", 2),
+    "attention_backend": ("True", "auto"), "expert_model_parallel_size": ("2", 2),
+    "context_parallel_size": ("1", 1), "attention_dropout": ("0.1", 0.1),
+    "hidden_dropout": ("0.0", 0.0), "attention_softmax_in_fp32": ("True", True),
+    "expert_tensor_parallel_size": ("2", 2), "calculate_per_token_loss": ("false", False),
+    "use_rotary_position_embeddings": ("True", True), "recompute_activations": ("false", False),
+}  # fmt: skip
+
+
+def test_each_option_of_the_peers_launcher_is_a_variable_a_key_and_an_option(tmp_path):
+    environ = {f"MEGATRON_LM_{name.upper()}": text for name, (text, _) in TEXTS.items()}
+    file = tmp_path / "c.yaml"
+    lines = [f"  megatron_lm_{name}: {text}" for name, (text, _) in TEXTS.items()]
+    file.write_text("\n".join(["megatron_lm_config:", *lines]))
+    for sources in (Sources(environ), Sources({}, read_config(str(file)))):
+        made, because = resolve_settings(MegatronLMPlugin, None, sources, owner="megatron")
+        for name, (_, value) in TEXTS.items():
+            assert getattr(made, name) == value, name
+            assert because[name].origin != "default"
+    shown = {field.cli[0] for field in FIELDS if field.cli}
+    assert {f"megatron_lm_{name}" for name in TEXTS} <= shown
+    (tmp_path / "s.py").write_text("")
+    options = [
+        part for name, (text, _) in TEXTS.items() for part in (f"--megatron_lm_{name}", text)
+    ]
+    arguments = ["launch", "--cpu", "--use_megatron_lm", *options, "--dry_run"]
+    result = CliRunner().invoke(cli, [*arguments, str(tmp_path / "s.py")])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"MEGATRON_LM_TP_DEGREE\W+2\b", result.output)
+
+
+def test_nothing_said_is_nothing_done():
+    plugin = MegatronLMPlugin()
+    assert plugin.sizes() == Sizes() == plugin.sizes(num_layers=4)
+    assert plugin.num_micro_batches is None
+    assert set(plugin.transformer_options().values()) == {1}  # sizes alone
+    assert plugin.optimizer_options() == {"clip_grad": 0.0, "use_distributed_optimizer": False}
+    assert (plugin.forward_runs_step, plugin.multiply_batch) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({"recompute_activations": True}, {"recompute_granularity": "selective"}),
+        (
+            {"recompute_method": "block"},
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 1,
+            },
+        ),
+        (
+            {"recompute_granularity": "full"},
+            {"recompute_method": "uniform", "recompute_num_layers": 1},
+        ),
+        ({"tp_degree": 2, "sequence_parallelism": True}, {"sequence_parallel": True}),
+        ({"decoder_last_pipeline_num_layers": 3}, {"num_layers_in_last_pipeline_stage": 3}),
+        (
+            {"attention_dropout": 0.0, "hidden_dropout": 0.25, "attention_softmax_in_fp32": False},
+            {"attention_dropout": 0.0, "hidden_dropout": 0.25, "attention_softmax_in_fp32": False},
+        ),
+        ({"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 2}),
+    ],
+)
+def test_what_becomes_of_a_field(given, made):
+    options = MegatronLMPlugin(**given).transformer_options()
+    assert made.items() <= options.items()
+
+
+def test_other_fields_have_their_meaning():
+    plugin = MegatronLMPlugin(
+        gradient_clipping=0.5, use_distributed_optimizer=True, attention_backend=False
+    )  # fmt: skip
+    assert plugin.optimizer_options() == {"clip_grad": 0.5, "use_distributed_optimizer": True}
+    assert plugin.ddp_options() == {"use_distributed_optimizer": True}
+    assert plugin.attention_backend == "unfused"
+
+
+def test_interleaving_is_set_up_so_that_messages_are_not_mixed_up():
+    plugin = MegatronLMPlugin(pp_degree=2, num_layers_per_virtual_pipeline_stage=2)
+    sizes = plugin.sizes(num_layers=8)
+    assert (sizes.pp, sizes.vp, plugin.sizes().vp) == (2, 2, 1)
+    options = plugin.transformer_options(sizes)
+    assert options["virtual_pipeline_model_parallel_size"] == 2
+    assert (options["overlap_p2p_comm"], options["batch_p2p_comm"]) == (True, False)
+    with pytest.raises(ConfigurationError, match=r"9 layers / \(2 stages x 2\) = 2.25"):
+        plugin.sizes(num_layers=9)
+    with pytest.raises(ConfigurationError, match="there is none"):
+        plugin.virtual_stages(8, pp=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tp_degre": 2}, "Did you mean 'tp_degree'"),
+        ({"tp_degree": 0}, "greater than or equal to 1"),
+        ({"use_custom_fsdp": True}, "backend='fsdp2'"),
+        ({"eod_mask_loss": True}, "-100"),
+        ({"optimizer_cpu_offload": True}, "'deepspeed'"),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, "'deepspeed'"),
+        ({"use_precision_aware_optimizer": True}, "use_distributed_optimizer"),
+        ({"pipeline_model_parallel_split_rank": 0}, "passed to prepare"),
+        ({"encoder_seq_length": 8}, "own length"),
+        ({"calculate_per_token_loss": True}, "num_items="),
+        ({"consumed_samples": [7]}, "DataLoader"),
+        ({"megatron_dataset_flag": True}, "DataLoader"),
+        ({"eval_iters": 10}, "DataLoader"),
+        ({"eval_interval": 10}, "DataLoader"),
+        ({"custom_megatron_datasets_provider_function": len}, "DataLoader"),
+        ({"custom_model_provider_function": len}, "pass the function itself to prepare"),
+        ({"tensorboard_dir": "x"}, "log_with='tensorboard'"),
+        ({"set_all_logging_options": True}, "log_with"),
+        ({"no_wd_decay_cond": len}, "weight_decay=0"),
+        ({"scale_lr_cond": len}, "its own lr"),
+        ({"lr_mult": 2.0}, "its own lr"),
+        ({"custom_prepare_model_function": len}, "passed to it"),
+        ({"custom_loss_function": 3}, "must be a function"),
+        ({"custom_train_step_kwargs": {"a": 1}}, "custom_train_step_class"),
+        ({"attention_backend": "flesh"}, "Did you mean 'flash'"),
+        ({"attention_backend": "flash"}, "Transformer Engine"),
+        ({"context_parallel_size": 2}, r"cp_size=2"),
+        ({"recompute_granularity": "ful"}, "'full' or 'selective'"),
+        ({"recompute_granularity": "full", "recompute_activations": True}, "leave one"),
+        ({"recompute_granularity": "selective", "recompute_num_layers": 2}, "'full'"),
+        ({"recompute_activations": False, "recompute_method": "block"}, "'full'"),
+        (
+            {"decoder_last_pipeline_num_layers": 1, "num_layers_per_virtual_pipeline_stage": 1},
+            "leave one",
+        ),
+        ({"lr_decay_style": "linnear"}, "Did you mean 'linear'"),
+        ({"gradient_clipping": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_what_cannot_be_says_what_can(given, text):
+    with pytest.raises(ConfigurationError, match=text):
+        MegatronLMPlugin(**given)
+
+
+def test_with_transformer_engine_its_features_are_taken(monkeypatch):
+    spec = importlib.machinery.ModuleSpec("transformer_engine", None)
+    monkeypatch.setattr(ours.importlib.util, "find_spec", lambda name: spec)
+    assert MegatronLMPlugin(attention_backend="Flash").attention_backend == "flash"
+    assert MegatronLMPlugin(context_parallel_size=2).sizes().cp == 2
+    check_context(2, "here")
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes", "text"),
+    [
+        ({}, Sizes(tp=2, pp=2), r"tp 2 x pp 2 x cp 1 = 4 .* 6 ranks / 4 = 1\.5"),
+        ({}, Sizes(ep=4), r"ep 4 x etp 1 x pp 1 = 4 .* 6 ranks / 4 = 1\.5"),
+        ({}, Sizes(cp=2), "backend='fsdp2'"),
+        ({"sequence_parallelism": True}, Sizes(pp=2), "of which there is one"),
+        ({"decoder_last_pipeline_num_layers": 1}, Sizes(), "there is none"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, Sizes(), "there is none"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_ranks(given, sizes, text):
+    with pytest.raises(ConfigurationError, match=text):
+        check_sizes(MegatronLMPlugin(**given), sizes, 6)
+
+
+SMALL = {"num_layers": 4, "num_attention_heads": 6, "num_query_groups": 2, "hidden_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes", "text"),
+    [
+        ({}, Sizes(tp=4), r"num_attention_heads 6 / tp 4 = 1\.5 .* '1', '2', '3', '6'"),
+        ({}, Sizes(tp=6), r"num_query_groups 2 / tp 6 = 0\.333"),
+        ({"ffn_hidden_size": 13}, Sizes(tp=2), r"ffn_hidden_size 13 / tp 2 = 6\.5"),
+        ({}, Sizes(pp=3), r"4 layers / pp 3 = 1\.33"),
+        ({}, Sizes(pp=2, vp=4), r"4 layers / pp 2 x vp 4 = 0\.5"),
+        (
+            {"num_layers_in_last_pipeline_stage": 2},
+            Sizes(pp=4),
+            r"\(4 layers - 2\) / \(4 stages - 1\)",
+        ),
+        ({"num_layers_in_last_pipeline_stage": 4}, Sizes(pp=2), "above 0"),
+        ({"num_moe_experts": 4}, Sizes(ep=3), r"num_moe_experts 4 / ep 3 = 1\.33"),
+        ({}, Sizes(ep=2), "the model has none"),
+    ],
+)
+def test_sizes_that_do_not_divide_a_model(more, sizes, text):
+    with pytest.raises(ConfigurationError, match=text):
+        check_model({**SMALL, **more}, sizes)
+
+
+def test_sizes_that_do():
+    assert check_sizes(MegatronLMPlugin(), Sizes(tp=2, pp=2), 8) == 2
+    check_model(SMALL, Sizes(tp=2, pp=2, vp=2))
+    check_model({**SMALL, "num_layers_in_last_pipeline_stage": 1}, Sizes(pp=4))
+    assert check_batch(8, 4, Sizes(pp=2, vp=2)) == 2
+    with pytest.raises(ConfigurationError, match=r"6 / num_micro_batches 4 = 1\.5"):
+        check_batch(6, 4, Sizes())
+    with pytest.raises(ConfigurationError, match=r"num_micro_batches 3 / 2 = 1\.5"):
+        check_batch(6, 3, Sizes(pp=2, vp=2))
+
+
+def test_positions_are_the_models():
+    plugin = MegatronLMPlugin(use_rotary_position_embeddings=True)
+    plugin.check_positions(rotary=True, model="Llama")
+    MegatronLMPlugin().check_positions(rotary=False, model="GPT-2")
+    with pytest.raises(ConfigurationError, match="GPT-2 are learned"):
+        plugin.check_positions(rotary=False, model="GPT-2")
+
+
+@pytest.mark.parametrize(
+    "given", [{"seq_length": 8}, {"decoder_seq_length": 8}, {"is_train_batch_min": False}]
+)
+def test_what_has_no_effect_says_so(given):
+    with pytest.warns(UserWarning, match=f"{next(iter(given))} has no effect"):
+        MegatronLMPlugin(**given)
+
+
+def test_no_field_is_taken_without_anyone_reading_it():
+    package = {path.name: path.read_text() for path in Path(ours.__file__).parent.glob("*.py")}
+    own = package.pop("settings.py")
+    others = "\n".join(package.values())
+    for field in FIELDS:
+        if field.name in ours._REFUSED or field.help == "without effect":
+            continue
+        by_name = rf"\b(plugin|args)\.{field.name}\b|\"{field.name}\""
+        assert re.search(by_name, others) or re.search(rf"self\.{field.name}\b", own), field.name

@@ -1,0 +1,48 @@
+"""Small models of Transformers with random weights, and text that ships with Python."""
+
+from __future__ import annotations
+
+import inspect
+import json.decoder
+from typing import Any
+
+import torch
+
+VOCABULARY, LENGTH = 65, 16  # a vocabulary that no tensor parallel size divides
+
+
+def tiny(family: str = "gpt2", layers: int = 4) -> Any:
+    """Return a causal language model without dropout."""
+    import transformers
+
+    shared = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    if family == "gpt2":
+        config: Any = transformers.GPT2Config(
+            n_positions=LENGTH,
+            n_embd=32,
+            n_layer=layers,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **shared,
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        **shared,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def batches(count: int) -> list[dict[str, torch.Tensor]]:
+    """Return `count` samples: rows of characters, which are their own labels."""
+    source = inspect.getsource(json.decoder)
+    numbers = [min(max(ord(one) - 32, 0), VOCABULARY - 1) for one in source]
+    rows = torch.tensor(numbers[: count * LENGTH]).view(count, LENGTH)
+    return [{"input_ids": row, "labels": row.clone()} for row in rows]

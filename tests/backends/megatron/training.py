@@ -1,0 +1,410 @@
+"""What the workers of Megatron share: training, and plain Transformers in this process beside it."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import cuda_on_cpu
+import pytest
+import torch
+from tiny import LENGTH, batches, tiny
+from torch.utils.data import DataLoader
+from worker import PG_TIMEOUT, RANK, scratch
+
+from accelerate_core import (
+    Accelerator,
+    GPTTrainStep,
+    MegatronLMDummyScheduler,
+    MegatronLMPlugin,
+    ParallelismConfig,
+)
+from accelerate_core.errors import ConfigurationError, PrepareError, RuntimeConflictError
+from accelerate_core.utils import set_seed
+from accelerate_megatron.library import imported
+
+cuda_on_cpu.install()
+
+STEPS, CYCLE, BATCH = 8, 2, 8
+CPU = not torch.cuda.is_available()
+
+
+#: The Accelerator that is not ended yet.
+_made: list[Accelerator] = []
+
+
+def made(sizes: dict[str, int], steps: int = CYCLE, **more: Any) -> Accelerator:
+    options = {name: more.pop(name) for name in ("mixed_precision", "project_dir") if name in more}
+    # Megatron-core's calls of torch.
+    warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*")
+    for one in _made:
+        one.end_training()  # a case failed before it did
+    _made[:] = []
+    sizes = {f"{name}_size": size for name, size in sizes.items()}
+    accelerator = Accelerator(
+        cpu=CPU,
+        parallelism_config=ParallelismConfig(**sizes),
+        megatron_lm_plugin=MegatronLMPlugin(**more),
+        gradient_accumulation_steps=steps,
+        process_group_timeout=PG_TIMEOUT,
+        **options,
+    )
+    _made.append(accelerator)
+    return accelerator
+
+
+def adam(model: Any, rate: float = 1e-2) -> Any:
+    """Make an optimizer with two groups that differ in the learning rate alone."""
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    others = [p for p in model.parameters() if p.dim() != 1]
+    return torch.optim.AdamW([{"params": others}, {"params": biases, "lr": 2 * rate}], lr=rate)
+
+
+@cache
+def plain(family: str, rate: float) -> tuple[list[float], list[float], Any]:
+    """Train in this process alone."""
+    set_seed(0)
+    model = tiny(family)
+    optimizer = adam(model, rate)
+    losses, norms, part = [], [], []
+    for number, batch in enumerate(DataLoader(batches(STEPS * CYCLE * BATCH), BATCH)):
+        loss = model(**batch).loss
+        (loss / CYCLE).backward()
+        part.append(loss.item())
+        if number % CYCLE == CYCLE - 1:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(sum(part) / CYCLE)
+            part = []
+    return losses, norms, model
+
+
+def start(
+    accelerator: Accelerator, family: str = "gpt2", rate: float = 1e-2
+) -> tuple[Any, Any, Any]:
+    set_seed(0)
+    model = tiny(family)
+    optimizer = adam(model, rate)
+    rows = BATCH // accelerator.parallelism_config.data_parallel_size
+    return accelerator.prepare(model, optimizer, DataLoader(batches(STEPS * CYCLE * BATCH), rows))
+
+
+def run(
+    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, *, scheduled: bool
+) -> tuple[list[float], list[float]]:
+    losses, norms, part = [], [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            if scheduled:
+                loss = accelerator.train_step(batch).loss
+            else:
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        part.append(accelerator.reduce(loss.detach(), "mean").item())
+        if len(part) == CYCLE:
+            losses.append(sum(part) / CYCLE)
+            part = []
+    return losses, norms
+
+
+def check(sizes: dict[str, int], family: str = "gpt2", *, loop: bool = True, **more: Any) -> None:
+    """Compare losses, norms and the exported weights with those of one process."""
+    limit = more.pop("limit", 1e-5)
+    rate = more.pop("rate", 1e-2)
+    losses, norms, reference = plain(family, rate)
+    for scheduled in (False, True) if loop else (True,):
+        accelerator = made(sizes, **more)
+        model, optimizer, loader = start(accelerator, family, rate)
+        found = run(accelerator, model, optimizer, loader, scheduled=scheduled)
+        assert max(abs(a - b) for a, b in zip(found[0], losses, strict=True)) <= limit, (
+            found[0],
+            losses,
+        )
+        worst = max(abs(a - b) / b for a, b in zip(found[1], norms, strict=True))
+        assert worst <= 10 * limit, (found[1], norms)
+        state = accelerator.get_state_dict(model)
+        assert bool(state) == (RANK == 0)
+        if RANK == 0 and limit < 1e-3:
+            told = reference.state_dict()
+            assert state.keys() == told.keys()
+            for name, value in state.items():
+                # Adam divides by the root of what may be almost 0: few elements differ more.
+                torch.testing.assert_close(value, told[name], atol=2e-3, rtol=0)
+        accelerator.end_training()
+
+
+def step(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> float:
+    with accelerator.accumulate(model):
+        loss = accelerator.train_step(batch).loss
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(accelerator.reduce(loss, "mean"))
+
+
+def resume_on_any_layout(layouts: list[dict[str, Any]]) -> None:
+    """Save in the middle; the same layout goes on bit for bit, another one within rounding."""
+    for number, layout in enumerate(layouts):
+        folder = scratch(f"saved{number}")
+        options = dict(layout)
+        accelerator = made(options.pop("sizes"), project_dir=str(folder), **options)
+        model, optimizer, loader = start(accelerator, "llama")
+        told = []
+        for index, batch in enumerate(loader):
+            told.append(step(accelerator, model, optimizer, batch))
+            if index == 5:
+                accelerator.save_state(str(folder / "state"))
+            if index == 9:
+                break
+        accelerator.end_training()
+        for other in layouts:
+            options = dict(other)
+            accelerator = made(options.pop("sizes"), project_dir=str(folder), **options)
+            model, optimizer, loader = start(accelerator, "llama")
+            for parameter in model.parameters():
+                parameter.data.add_(1.0)  # what is loaded is to be seen
+            accelerator.load_state(str(folder / "state"))
+            again = []
+            for batch in loader:
+                again.append(step(accelerator, model, optimizer, batch))
+                if len(again) == 4:
+                    break
+            accelerator.end_training()
+            if other is layout:
+                assert again == told[6:], (layout, again, told)
+            else:
+                worst = max(abs(a - b) for a, b in zip(again, told[6:], strict=True))
+                assert worst <= 1e-5, (layout, other, again, told[6:])
+
+
+def counted_items(sizes: dict[str, int]) -> None:
+    """Losses that are sums give the gradients of one batch, however it is cut."""
+    accelerator = made(sizes, num_micro_batches=2)
+    model, _, _ = start(accelerator)
+    set_seed(0)
+    reference = tiny()
+    rows = list(DataLoader(batches(2 * BATCH), BATCH))
+    for batch in rows:
+        for index, row in enumerate(batch["labels"]):
+            row[: index % 5] = -100  # a different number in every micro-batch
+    items = [int((batch["labels"][:, 1:] != -100).sum()) for batch in rows]
+    for batch in rows:
+        loss = reference(**batch, num_items_in_batch=sum(items)).loss
+        loss.backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
+    for batch, count in zip(rows, items, strict=True):
+        with accelerator.accumulate(model, num_items=count):
+            accelerator.train_step({n: v.to(accelerator.device) for n, v in batch.items()})
+            if accelerator.sync_gradients:
+                found = float(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+    assert abs(found - norm) / norm <= 1e-4, (found, norm)
+    accelerator.end_training()
+
+
+def evaluation_and_logits(sizes: dict[str, int]) -> None:
+    accelerator = made(sizes, num_micro_batches=2, return_logits=True)
+    set_seed(0)
+    model, reference = tiny(), tiny()
+    reference.load_state_dict(model.state_dict())
+    model, _ = accelerator.prepare(model, adam(model))
+    model.eval()
+    batch = next(iter(DataLoader(batches(BATCH), BATCH)))
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][::2, :3] = 0  # padded on the left
+    batch["labels"][::2, :3] = -100
+    batch["position_ids"] = torch.arange(LENGTH).expand(BATCH, LENGTH).clone()
+    result = accelerator.eval_step({n: v.to(accelerator.device) for n, v in batch.items()})
+    told = reference(**batch)
+    where = batch["attention_mask"].bool()
+    torch.testing.assert_close(result.outputs.cpu()[where], told.logits[where], atol=1e-5, rtol=0)
+    accelerator.end_training()
+
+
+def a_pipeline_is_not_called(sizes: dict[str, int]) -> None:
+    accelerator = made(sizes, num_micro_batches=3)
+    model, _, loader = start(accelerator)
+    batch = next(iter(loader))
+    with pytest.raises(ConfigurationError, match=r"accelerator\.train_step"):
+        model(**batch)
+    with pytest.raises(ConfigurationError, match="train_step"):
+        accelerator.backward(torch.zeros((), requires_grad=True))
+    with pytest.raises(ConfigurationError, match="num_micro_batches"):
+        accelerator.train_step(batch)
+    accelerator.end_training()
+
+
+def a_provider(sizes: dict[str, int]) -> None:
+    """A model of megatron-core made by the script, its optimizer made afterwards."""
+    accelerator = made(sizes, num_micro_batches=2)
+    config = imported("transformer.transformer_config").TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        tensor_model_parallel_size=sizes.get("tp", 1),
+        pipeline_model_parallel_size=sizes["pp"],
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+    def provider(pre_process: bool, post_process: bool) -> Any:
+        return imported("models.gpt").GPTModel(
+            config,
+            imported("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(),
+            vocab_size=66,
+            max_sequence_length=LENGTH,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=True,
+        )
+
+    model = accelerator.prepare(provider)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    rows = next(iter(DataLoader(batches(BATCH), BATCH)))["input_ids"]
+    batch = {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+    batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+    losses = []
+    for _ in range(6):
+        losses.append(float(accelerator.train_step(batch).loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.1, losses
+    accelerator.end_training()
+
+
+def there_and_back(sizes: dict[str, int], family: str) -> None:
+    """Read from a folder, train, write to a folder: what plain Transformers would have written."""
+    begin, end = scratch(f"{family}-begin"), scratch(f"{family}-end")
+    reference = plain(family, 1e-3)[2]
+    kind = type(reference)
+    accelerator = made(sizes, num_micro_batches=4, return_logits=True)
+    set_seed(0)
+    first = tiny(family)
+    if accelerator.is_main_process:
+        first.save_pretrained(begin)
+    accelerator.wait_for_everyone()
+    model: Any = kind.from_pretrained(begin).train()
+    loader: Any = DataLoader(batches(STEPS * CYCLE * BATCH), BATCH)
+    model, optimizer, loader = accelerator.prepare(model, adam(model, 1e-3), loader)
+    batch = next(iter(loader))
+    found = accelerator.eval_step(batch).outputs.cpu()
+    batch = {name: value.cpu() for name, value in batch.items()}
+    torch.testing.assert_close(found, first(**batch).logits, atol=1e-4, rtol=0)
+    run(accelerator, model, optimizer, loader, scheduled=True)
+    state = accelerator.get_state_dict(model)
+    model.save_pretrained(end, state_dict=state, is_main_process=accelerator.is_main_process)
+    if accelerator.is_main_process:
+        last = kind.from_pretrained(end)(**batch).logits
+        torch.testing.assert_close(last, reference(**batch).logits, atol=1e-4, rtol=0)
+        assert (last - found).abs().max() > 1e-2, "it was not trained"
+    accelerator.end_training()
+
+
+def the_form_of_the_peer() -> None:
+    """Calling the model runs the step, on a batch of all micro-batches; backward does nothing."""
+    losses, _, _ = plain("gpt2", 1e-2)
+    options = {"forward_runs_step": True, "multiply_batch": True, "gradient_clipping": 0.5}
+    accelerator = made({"pp": 2}, num_micro_batches=2, **options)
+    set_seed(0)
+    model = tiny()
+    optimizer = adam(model)
+    schedule = MegatronLMDummyScheduler(optimizer, total_num_steps=4 * STEPS)
+    loader = DataLoader(batches(STEPS * CYCLE * BATCH), BATCH // 2)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    rates, found = [], []
+    for batch in loader:
+        assert len(batch["input_ids"]) == BATCH
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        found.append(loss.item())
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert abs(sum(found[:2]) / 2 - losses[0]) <= 1e-5
+    assert rates[:2] == [1e-2, 1e-2 * (1 - 1 / (4 * STEPS))]
+    model.eval()
+    with torch.no_grad():
+        assert model(**batch).loss.item() < found[0]
+    accelerator.end_training()
+
+
+def a_step_of_the_script() -> None:
+    """A loss function and a step class of the script's own are what train."""
+
+    def weighted(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+        return 3 * (output.float() * loss_mask).sum() / loss_mask.sum(), {}
+
+    class Step(GPTTrainStep):
+        def __init__(self, accelerator: Any, args: Any, factor: float) -> None:
+            super().__init__(accelerator, args)
+            inner = self.loss_func
+            self.loss_func = lambda mask, output: (factor * inner(mask, output)[0], {})
+
+    told = []
+    for more in (
+        {},
+        {"custom_loss_function": weighted},
+        {"custom_train_step_class": Step, "custom_train_step_kwargs": {"factor": 3.0}},
+    ):
+        accelerator = made({"pp": 2}, num_micro_batches=2, **more)
+        _, _, loader = start(accelerator)
+        told.append(float(accelerator.train_step(next(iter(loader))).loss))
+        accelerator.end_training()
+    assert max(abs(one - 3 * told[0]) for one in told[1:]) <= 1e-5, told
+
+
+def what_cannot_be() -> None:
+    """Bad input is one clear error."""
+    accelerator = made({"tp": 2})
+    linear = torch.nn.Linear(2, 2)
+    with pytest.raises(PrepareError, match="provider"):
+        accelerator.prepare(linear, torch.optim.AdamW(linear.parameters()))
+    model = tiny()
+    with pytest.raises(ConfigurationError, match="Adagrad"):
+        accelerator.prepare(model, torch.optim.Adagrad(model.parameters()))
+    model = tiny("llama")
+    model.model.layers[0].self_attn.q_proj.requires_grad_(False)
+    with pytest.raises(PrepareError, match="frozen"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    model = tiny("llama")
+    layers = model.model.layers
+    mixed = [
+        {"params": [layers[0].self_attn.q_proj.weight]},
+        {"params": [layers[0].self_attn.k_proj.weight], "lr": 1.0},
+    ]
+    with pytest.raises(PrepareError, match="different groups"):
+        accelerator.prepare(model, torch.optim.AdamW(mixed))
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = next(iter(DataLoader(batches(BATCH), BATCH)))
+    accelerator.gradient_accumulation_steps = 1
+    accelerator.train_step(batch)
+    some = list(model.parameters())[:2]
+    with pytest.raises(ConfigurationError, match="as a whole"):
+        accelerator.clip_grad_norm_(some, 1.0)
+    optimizer.step()
+    with pytest.raises(ConfigurationError, match="zero_grad"):
+        accelerator.train_step(batch)
+    optimizer.zero_grad()
+    accelerator.train_step(batch)
+    # Megatron lets every torch.load unpickle classes of its own; ours takes that back.
+    assert not [one for one in torch.serialization.get_safe_globals() if "megatron" in str(one)]
+    _made.clear()
+    with pytest.raises(RuntimeConflictError, match="parallel_state"):
+        made({"pp": 2})
+    accelerator.end_training()
+    accelerator = made({"dp_shard": 2}, use_distributed_optimizer=True)
+    model = tiny()
+    with pytest.raises(ConfigurationError, match="AdamW"):
+        accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    accelerator.end_training()
