@@ -43,6 +43,7 @@ from accelerate_fsdp2.settings import (
 from accelerate_launch.commands.plugins import print_rows
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import rows as plugin_rows
+from accelerate_megatron.settings import MegatronLMPlugin
 from accelerate_testing.contract import HOOK_KINDS, contract
 from accelerate_testing.scaffold import write_repository
 from accelerate_tracking import VERBS, GeneralTracker
@@ -233,6 +234,7 @@ def configuration() -> str:
         TorchTensorParallelConfig,
         TorchContextParallelConfig,
         DeepSpeedPlugin,
+        MegatronLMPlugin,
     ]:
         prefix = getattr(cls, "__settings_names__", ("",))[0]
         lines += [f"## {cls.__name__}", "", (inspect.getdoc(cls) or "").split("\n\n")[0], ""]
@@ -365,7 +367,7 @@ def _state_of(module: str, name: str, extras: Mapping[str, str]) -> str:
         return "left out"
     if module.startswith("test_utils"):
         return ""
-    if name in absent.REFUSED:
+    if absent.refused(module, name):
         return "refuses"
     extra = absent.planned(module, name) or extras.get(name)
     return f"lent by `{extra}`" if extra else ""
@@ -449,14 +451,14 @@ def known_packages() -> str:
         of_the_core = {variable for setting in CORE_SETTINGS for variable in setting.env}
         for name, target in points.get("triggers", {}).items():
             if name.startswith("ACCELERATE_USE_"):
-                found["VARIABLES"][name] = extra
-                found["SWITCHES"][name.removeprefix("ACCELERATE_").lower()] = extra
+                found["VARIABLES"].setdefault(name, extra)  # a mesh is several backends'
+                found["SWITCHES"].setdefault(name.removeprefix("ACCELERATE_").lower(), extra)
             elif target in extensions and name.isupper() and name not in of_the_core:
                 found["VARIABLES"][name] = extra
             elif name.endswith("_config") and name not in _ARGUMENTS:
                 found["SECTIONS"][name] = extra
             elif name.isidentifier() and name.islower() and name not in _RESERVED:
-                found["ARGUMENTS"][name] = extra
+                found["ARGUMENTS"].setdefault(name, extra)
     added = tomllib.loads((ROOT / "docs" / "planned.toml").read_text(encoding="utf-8"))
     absent = added.pop("absent")
     found["ABSENT_ATTRIBUTES"] = {

@@ -30,11 +30,18 @@ from accelerate_core.errors import (
     MissingPluginError,
     UnknownArgumentError,
 )
-from accelerate_core.plugins import discovery, selection
+from accelerate_core.plugins import catalog, discovery, selection
 from accelerate_core.plugins.selection import Request, select
 
 
 class Foreign(KwargsHandler): ...
+
+
+@pytest.fixture(autouse=True)
+def _names_of_a_planned_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the catalogue know what will ask for a package that is not there yet."""
+    monkeypatch.setitem(catalog.ARGUMENTS, "xla_plugin", "xla")
+    monkeypatch.setitem(catalog.VARIABLES, "ACCELERATE_USE_XLA", "xla")
 
 
 CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
@@ -87,14 +94,14 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "no backend at all": ({"backend": 3}, ConfigurationError, ["backend=3"]),
     "backend not installed": (
-        {"backend": "megatron"},
+        {"backend": "xla"},
         MissingPluginError,
-        ['pip install "accelerate-core[megatron]"'],
+        ['pip install "accelerate-core[xla]"'],
     ),
     "argument of a missing plugin": (
-        {"megatron_lm_plugin": object()},
+        {"xla_plugin": object()},
         MissingPluginError,
-        ["megatron_lm_plugin", 'pip install "accelerate-core[megatron]"'],
+        ["xla_plugin", 'pip install "accelerate-core[xla]"'],
     ),
     "precision": (
         {"mixed_precision": "bf61"},
@@ -208,8 +215,8 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {
         ["environment variable ACCELERATE_BACKEND", "'ddp'"],
     ),
     "switch of a missing plugin": (
-        {"ACCELERATE_USE_MEGATRON_LM": "true"},
-        ["ACCELERATE_USE_MEGATRON_LM", 'pip install "accelerate-core[megatron]"'],
+        {"ACCELERATE_USE_XLA": "true"},
+        ["ACCELERATE_USE_XLA", 'pip install "accelerate-core[xla]"'],
     ),
     "field of a settings class": (
         {"ACCELERATE_DYNAMO_MODE": "fast"},
@@ -306,8 +313,8 @@ def test_settings(make: Callable[[], Any], said: list[str]) -> None:
 def test_names() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'Accelerator'"):
         accelerate_core.Acelerator  # noqa: B018
-    with pytest.raises(ImportError, match=re.escape('pip install "accelerate-core[megatron]"')):
-        from accelerate_core import MegatronLMPlugin  # noqa: F401
+    with pytest.raises(ImportError, match=re.escape('pip install "accelerate-core[fp8]"')):
+        from accelerate_core import TERecipeKwargs  # noqa: F401
     with pytest.raises(AttributeError, match="Did you mean 'mixed_precision'"):
         Accelerator().mixed_precison  # noqa: B018
 

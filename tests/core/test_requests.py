@@ -43,9 +43,13 @@ class Later(Base):
     name = "later"
     api_version = (2, 0)
 """
+#: With names that ask for a planned package, as its release will have them.
 TRY = """
 import warnings
 from accelerate_core import Accelerator
+from accelerate_core.plugins import catalog
+catalog.ARGUMENTS["xla_plugin"] = catalog.VARIABLES["ACCELERATE_USE_XLA"] = "xla"
+catalog.SECTIONS["xla_config"] = "xla"
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     try:
@@ -78,7 +82,7 @@ def made(
     if file:
         (tmp_path / "config.yaml").write_text(file)
         environ["ACCELERATE_CONFIG_FILE"] = str(tmp_path / "config.yaml")
-    said: list[str] = run(root, TRY.replace("ARGUMENTS", arguments), environ)
+    said: list[str] = run(root, TRY.replace("**ARGUMENTS", f"**{arguments}"), environ)
     return said
 
 
@@ -144,12 +148,12 @@ def test_a_version_that_does_not_fit_is_an_error_where_it_is_asked_for(
 @pytest.mark.parametrize(
     ("arguments", "file", "environ"),
     [
-        ("{}", "", {"ACCELERATE_USE_MEGATRON_LM": "true"}),
-        ("{}", "megatron_lm_config:\n  megatron_lm_tp_degree: 2\n", {}),
-        ("{}", "distributed_type: MEGATRON_LM\n", {}),
-        ("{'megatron_lm_plugin': 1}", "", {}),
-        ("{'megatron_lm_plugin': 1, 'backend': 'ddp'}", "", {}),
-        ("{}", "backend: ddp\n", {"ACCELERATE_USE_MEGATRON_LM": "true"}),
+        ("{}", "", {"ACCELERATE_USE_XLA": "true"}),
+        ("{}", "xla_config:\n  a: 2\n", {}),
+        ("{}", "distributed_type: XLA\n", {}),
+        ("{'xla_plugin': 1}", "", {}),
+        ("{'xla_plugin': 1, 'backend': 'ddp'}", "", {}),
+        ("{}", "backend: ddp\n", {"ACCELERATE_USE_XLA": "true"}),
     ],
 )
 def test_the_strongest_request_is_an_error_where_its_plugin_is_missing(
@@ -157,11 +161,11 @@ def test_the_strongest_request_is_an_error_where_its_plugin_is_missing(
 ) -> None:
     kind, text, _ = made(root, tmp_path, arguments, file, **environ)
     assert kind == "MissingPluginError", text
-    assert "accelerate-core[megatron]" in text
+    assert "accelerate-core[xla]" in text
 
 
 def test_a_missing_plugin_that_is_overruled_is_no_error(root: Path, tmp_path: Path) -> None:
-    environ = {"ACCELERATE_USE_MEGATRON_LM": "true"}
+    environ = {"ACCELERATE_USE_XLA": "true"}
     assert made(root, tmp_path, "{'backend': 'ddp'}", **environ)[0] == "ddp"
     assert made(root, tmp_path, "{'sound_plugin': 1}", **environ)[0] == "sound"
 

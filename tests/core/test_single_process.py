@@ -378,7 +378,7 @@ def test_a_wrong_argument_is_explained(arguments, error, said):
 
 def test_what_is_not_installed_comes_with_the_command():
     with pytest.raises(MissingPluginError, match="pip install"):
-        Accelerator(**CPU, megatron_lm_plugin=object())
+        Accelerator(**CPU, backend="xla")
 
 
 def test_older_names_are_understood_with_a_warning():

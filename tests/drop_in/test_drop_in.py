@@ -78,9 +78,9 @@ def test_a_script_runs_with_the_name_served(tmp_path: Path) -> None:
         ),
         (
             "import accelerate_drop_in as d; d.install();"
-            "from accelerate.utils import MegatronLMPlugin; print(MegatronLMPlugin.__name__);"
-            "MegatronLMPlugin(tp_degree=2)",
-            'pip install "accelerate-core[megatron]"',
+            "from accelerate.utils import TERecipeKwargs; print(TERecipeKwargs.__name__);"
+            "TERecipeKwargs(margin=2)",
+            'pip install "accelerate-core[fp8]"',
         ),
         (
             "import accelerate_drop_in as d; d.install(); import accelerate.no_such",

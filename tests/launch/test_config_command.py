@@ -243,10 +243,10 @@ def test_validate_asks_the_plugin_itself(env: dict[str, str], tmp_path: Path) ->
     assert status == 2
     assert "fsdp_version=1 is not offered" in output
     assert f"{file} line 3" in output.replace("\n", "")
-    file.write_text("megatron_lm_config:\n  megatron_lm_tp_degree: 2\n")
+    file.write_text("fp8_config:\n  fp8_backend: te\n")
     status, output = config(env, "validate", str(file))
     assert status == 0
-    assert 'pip install "accelerate-core[megatron]"' in output
+    assert 'pip install "accelerate-core[fp8]"' in output
 
 
 NAMES = st.sampled_from(["a", "b", "s.a", "s.b", "t.c"])

@@ -237,7 +237,7 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     "mixed_precision: [fp16]": ("must be a text",),
     "mixed_precision: fp8": ('pip install "accelerate-core[fp8]"',),
     "backend: dpd": ("Did you mean 'ddp'?",),
-    "backend: megatron": ('pip install "accelerate-core[megatron]"',),
+    "backend: xla": ('pip install "accelerate-core[xla]"',),
     "launcher: torchrum": ("Did you mean 'torchrun'?",),
     "distributed_type: MULTIGPU": ("Did you mean 'MULTI_GPU'?", "line 1"),
     "distributed_type: FDSP": ("Did you mean 'FSDP'?",),

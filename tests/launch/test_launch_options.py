@@ -71,6 +71,8 @@ PEER: dict[str, str | None] = {
     "parallelism_config_sp_seq_length_is_variable": "true",
     "parallelism_config_sp_attn_implementation": "sdpa",
     **{f"megatron_lm_{name}": "1" for name in MEGATRON.split()},
+    "megatron_lm_recompute_granularity": "full", "megatron_lm_recompute_method": "uniform",
+    "megatron_lm_attention_backend": "true",
 }  # fmt: skip
 
 #: What cannot be shown by a dry run alone: it needs accelerators, a module, a file of hosts.
@@ -157,7 +159,8 @@ def test_help_lists_each_option_once_and_nothing_of_fsdp1_alone(tmp_path: Path) 
         (["--use_fsdp", "--backend", "ddp"], "Leave one of them out"),
         (["--parallelism_config_tp_size", "0"], "must be at least 1"),
         (["--ddp_comm_hook", "fp61"], "Did you mean 'fp16'?"),
-        (["--megatron_lm_tp_degree", "2"], 'pip install "accelerate-core[megatron]"'),
+        (["--megatron_lm_tp_degree", "2"], "Add --use_megatron_lm or --backend megatron"),
+        (["--fp8_format", "HYBRID"], 'pip install "accelerate-core[fp8]"'),
         (["--aws_access_key_id", "k"], "Credentials do not belong on a command line"),
     ],
 )

@@ -8,16 +8,6 @@ from accelerate_core.plugins.catalog import pip_command
 _PLANNED = {
     **dict.fromkeys(
         (
-            *("finish_mpu_init", "initialize", "model_provider_func", "prepare_optimizer"),
-            *("prepare_model_optimizer_scheduler", "prepare_scheduler"),
-            "utils.megatron_lm.prepare_data_loader",
-            *("parse_bert_config", "parse_glm4_moe_config", "parse_gpt2_config"),
-            *("parse_llama_config", "parse_t5_config"),
-        ),
-        "megatron",
-    ),
-    **dict.fromkeys(
-        (
             *("MpDeviceLoaderWrapper", "tpu_command_launcher", "tpu_command_parser"),
             *("tpu_launcher", "tpu_pod_launcher", "commands.tpu.main"),
         ),
@@ -29,6 +19,7 @@ _QUANTIZED = (
     "models with weights of bitsandbytes are made by what loads them: "
     "transformers' from_pretrained(quantization_config=BitsAndBytesConfig(...))"
 )
+_MEGATRON = "a step of the original's prepare; the backend megatron has its own"
 _SAGEMAKER = "jobs of SageMaker are not started here; run accelerate launch within the job's script"
 
 #: Can be imported, and refuses when it is used.
@@ -43,6 +34,16 @@ REFUSED = {
     **dict.fromkeys(
         ("SageMakerConfig", "prepare_sagemager_args_inputs", "sagemaker_launcher"), _SAGEMAKER
     ),
+    **dict.fromkeys(
+        (
+            *("finish_mpu_init", "initialize", "model_provider_func", "prepare_optimizer"),
+            *("prepare_model_optimizer_scheduler", "prepare_scheduler"),
+            "utils.megatron_lm.prepare_data_loader",
+            *("parse_bert_config", "parse_glm4_moe_config", "parse_gpt2_config"),
+            *("parse_llama_config", "parse_t5_config"),
+        ),
+        _MEGATRON,
+    ),
 }
 
 _HELP = "a detail of the original's parser; accelerate launch --help has groups of its own"
@@ -52,7 +53,8 @@ _HUB = "a detail of the original's command, which makes a model; ours reads shap
 #: Cannot be imported: a value, or what only works on the original's own insides.
 LEFT_OUT = {
     "patch_optimizer_step": "it marks steps of the original's own optimizer wrapper for its scaler",
-    "MODEL_CONFIGS_TO_MEGATRON_PARSERS": "a table of the Megatron-LM plugin, which is planned",
+    "MODEL_CONFIGS_TO_MEGATRON_PARSERS": "a table of the original's readers of models' configs; other "
+    "models come from a function (pre_process, post_process) that is passed to prepare",
     "FORMAT": _HELP,
     "options_to_group": _HELP,
     **dict.fromkeys(
@@ -75,6 +77,11 @@ def left_out(module: str, name: str) -> str | None:
     return LEFT_OUT.get(name)
 
 
+def refused(module: str, name: str) -> str | None:
+    """Return why a name refuses to be used, None if it does not."""
+    return REFUSED.get(name) or REFUSED.get(f"{module}.{name}")
+
+
 def planned(module: str, name: str) -> str | None:
     """Return the extra of the planned package that a name belongs to, None if it is no such name."""
     return _PLANNED.get(name) or _PLANNED.get(f"{module}.{name}")
@@ -85,7 +92,8 @@ def absent(module: str, name: str) -> str | None:
     extra = planned(module, name)
     if extra is not None:
         return f"{name} comes with a plugin that is not installed: {pip_command(extra)}"
-    return f"{name}: {REFUSED[name]}." if name in REFUSED else None
+    reason = refused(module, name)
+    return None if reason is None else f"{name}: {reason}."
 
 
 #: Calls of the original that ours does not take, or takes otherwise, each with the reason. A `*` stands
@@ -158,6 +166,27 @@ DIFFERENT: dict[str, str] = {
     "utils.dataclasses.FullyShardedDataParallelPlugin": "None stands for 2, the only version",
     "utils.dataclasses.InitProcessGroupKwargs": "None lets the device decide, nccl for CUDA",
     "utils.dataclasses.TorchContextParallelConfig": "None stands for allgather",
+    **{
+        f"utils.dataclasses.MegatronLMPlugin.{name}": "a step of the original's prepare; fields are "
+        "read when they are needed"
+        for name in (
+            *("set_mixed_precision", "set_network_size_args", "set_optimizer_type"),
+            *("set_scheduler_args", "set_tensorboard_logging_options", "set_training_args"),
+        )
+    },
+    **{
+        f"utils.megatron_lm.{name}.*": "the class of what prepare returns; accelerator.train_step runs "
+        "a step, save_state and load_state keep it"
+        for name in (
+            *("MegatronEngine", "MegatronLMOptimizerWrapper", "MegatronLMSchedulerWrapper"),
+        )
+    },
+    **{
+        f"utils.megatron_lm.{name}TrainStep.*": "refuses: such models come from a provider, with a "
+        "custom_train_step_class"
+        for name in ("Bert", "T5")
+    },
+    "utils.megatron_lm.MegatronLMDummyDataLoader.*": "refuses: indexed datasets are not offered yet",
     "utils.deepspeed.DeepSpeedEngineWrapper.backward": "accelerator.backward(loss) is the one way",
     "utils.deepspeed.HfDeepSpeedConfig.set_stage_and_offload": "both are read when they are asked",
 }

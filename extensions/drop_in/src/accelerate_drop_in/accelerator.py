@@ -16,6 +16,7 @@ from accelerate_big_model.tensors import has_offloaded_params
 from accelerate_checkpoint.model import save_weights
 from accelerate_core import accelerator
 from accelerate_core.builtin.compile import uncompiled
+from accelerate_core.config.schema import origin_of
 from accelerate_core.data.feeding import look_ahead
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.data.sources import IndexedSource
@@ -100,6 +101,11 @@ class Accelerator(accelerator.Accelerator):
         config = self.dataloader_config
         if config.restore_positions is None:
             config.restore_positions = config.use_stateful_dataloader
+        if (plugin := self.megatron_lm_plugin) is not None:
+            # As the original's scripts are written: calling the model trains a step.
+            for name in ("forward_runs_step", "multiply_batch"):
+                if origin_of(plugin, name) == "default":
+                    setattr(plugin, name, True)
 
     def __reduce__(self) -> Any:
         key = vars(self).setdefault("_pickled_as", uuid.uuid4().hex)
