@@ -113,6 +113,17 @@ class MegatronBackend(Backend):
                     f"{name}_degree={said} of MegatronLMPlugin contradicts {name}_size={here} of "
                     "parallelism_config. Remove one of them."
                 )
+        if wanted.cp > 1:
+            raise ConfigurationError(
+                f"context_parallel_size={wanted.cp}: sequences are not shared out here yet, with "
+                "Transformer Engine either. backend='fsdp2' does it (cp_size, sp_size)."
+            )
+        if wanted.ep > 1:
+            raise ConfigurationError(
+                f"expert_model_parallel_size={wanted.ep}: experts over several ranks are not offered "
+                "yet, as norms and the distributed optimizer would leave them out. Leave it out: each "
+                "rank then holds all experts of its layers."
+            )
         self.sizes = wanted._replace(tp=sizes.size("tp"), pp=sizes.size("pp"))
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
