@@ -319,9 +319,9 @@ def drop_in() -> str:
         "[its README](../extensions/drop_in/README.md), what behaves otherwise in "
         "[migration](migration.md).",
         "",
-        "Each module has every public name of the original's. A name under *lent* comes with the "
-        "package of that extra; without it, or where the package is planned, the name can be imported "
-        "and says what to install when it is used. *Refuses* can be imported, too.",
+        "Each module that is there has every public name of the original's. A name under *lent* comes "
+        "with the package of that extra; without it, or where the package is planned, the name can be "
+        "imported and says what to install when it is used. *Refuses* can be imported, too.",
         "",
     ]
     rows: list[list[object]] = []
@@ -337,6 +337,9 @@ def drop_in() -> str:
     lines += table(["module", "names", "always there", "others"], rows)
     lines += ["## Left out", "", "Importing one of these is an error that says so.", ""]
     lines += table(["name", "why"], [[f"`{n}`", why] for n, why in sorted(absent.LEFT_OUT.items())])
+    lines += ["Of the original's modules these are not there:", ""]
+    rows = [[f"`accelerate.{name}`", why] for name, why in sorted(absent.MODULES.items())]
+    lines += table(["module", "why"], rows)
     lines += ["## Refuses", ""]
     lines += table(["name", "why"], [[f"`{n}`", why] for n, why in sorted(absent.REFUSED.items())])
     lines += [

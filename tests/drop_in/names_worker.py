@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import os
 import pickle
 import random
@@ -313,8 +314,33 @@ def models_of_other_libraries(folder: Path) -> None:
     for refused in (Own, load_and_quantize_model):
         with pytest.raises(ImportError):
             refused()
-    with pytest.raises(ImportError, match="is not served"):
+    with pytest.raises(AttributeError, match="is not served"):
         assert optimizers.patch_optimizer_step
+
+
+def what_is_asked_for_by_a_probe(folder: Path) -> None:
+    """`hasattr` answers for names that are left out, and an import says why."""
+    from accelerate.commands import launch, merge
+
+    assert not hasattr(merge, "description")
+    assert getattr(launch, "FORMAT", None) is None
+    assert "FORMAT" not in dir(launch)
+    assert dict(inspect.getmembers(launch))["launch_command"] is launch.launch_command
+    with pytest.raises(ImportError, match="groups of its own"):
+        from accelerate.commands.launch import FORMAT  # noqa: F401
+
+
+def what_is_compared_with_members(folder: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+    state = Accelerator(cpu=True).state
+    assert state.dynamo_plugin.backend == DynamoBackend.NO
+    assert not state.dynamo_plugin.backend != DynamoBackend.NO  # noqa: SIM202
+    assert TorchDynamoPlugin(backend="inductor").backend == DynamoBackend.INDUCTOR
+    assert DynamoBackend.NO != DynamoBackend.EAGER
+    assert state.parallelism_config is None
+    assert state.fork_launched is False
 
 
 def nested_data(folder: Path) -> None:

@@ -72,6 +72,24 @@ LEFT_OUT = {
 }
 
 
+#: Modules of the original that are not there.
+MODULES = {
+    **dict.fromkeys(
+        ("commands.menu", "commands.config.cluster", "commands.config.config"),
+        "questions in a terminal; accelerate config asks with a library",
+    ),
+    **dict.fromkeys(
+        ("commands.config.config_utils", "commands.config.default", "commands.config.update"),
+        "details of accelerate config; write_basic_config is in accelerate.utils",
+    ),
+    "commands.config.sagemaker": _SAGEMAKER,
+    **dict.fromkeys(
+        ("test_utils.scripts.external_deps", "test_utils.scripts.test_merge_weights"),
+        "scripts of the original's own tests, on models and data of its hub",
+    ),
+}
+
+
 def left_out(module: str, name: str) -> str | None:
     """Return why a name cannot be imported, None if it can."""
     return LEFT_OUT.get(name)

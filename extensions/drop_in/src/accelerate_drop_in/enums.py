@@ -21,6 +21,17 @@ class DynamoBackend(OpenEnum):
     _known: ClassVar[list[str]] = ["NO", "EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS", "TVM"]
     _upper: ClassVar[bool] = True
 
+    def __eq__(self, other: object) -> bool:
+        # A plugin has the compiler's own name here, or None for none.
+        return (other is None and str.__eq__(self, "NO")) or (
+            isinstance(other, str) and str.__eq__(self, str.upper(other))
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
 
 #: Kinds of work that a profiler looks at.
 ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from operator import attrgetter
 from typing import Any
 
@@ -104,7 +105,11 @@ def add() -> None:
             "_is_overflow": property(attrgetter("_was_skipped"), _set_overflow),
         },
         PartialState: {"_reset_state": classmethod(_reset_all)},
-        AcceleratorState: {"_reset_state": classmethod(_reset_accelerators)},
+        AcceleratorState: {
+            "_reset_state": classmethod(_reset_accelerators),
+            "parallelism_config": attribute("_accelerator.parallelism_config", ""),
+            "fork_launched": property(lambda self: "FORK_LAUNCHED" in os.environ),
+        },
         GradientState: {
             "_reset_state": classmethod(_keep),
             "_set_sync_gradients": _set_sync_gradients,

@@ -6,13 +6,14 @@ launch: the names of each stand in `names.json`, read from the original.
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import json
 import re
 import sys
 from importlib import resources
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from accelerate_core.errors import MissingPluginError
@@ -148,7 +149,11 @@ class Served(ModuleType):
             importlib.import_module("accelerate_drop_in.private")
         module = self.__name__.partition(".")[2]
         if (reason := left_out(module, name)) is not None:
-            raise ImportError(f"{self.__name__}.{name} is not served: {reason}", name=name)
+            told = f"{self.__name__}.{name} is not served: {reason}"
+            # An import says why; hasattr and getattr with a default go on.
+            raise (
+                ImportError(told, name=name) if _imports(sys._getframe(2)) else AttributeError(told)
+            )
         if (missing := absent(module, name)) is not None:
             return _Absent(name, (), {"told": missing, "__doc__": missing})
         own = _ONE_HOME.get(name) or _HOMES.get(module, ())
@@ -182,7 +187,14 @@ class Served(ModuleType):
             _replace(name, value, _originals.pop(name))
 
     def __dir__(self) -> list[str]:
-        return sorted({*vars(self), *names()[self.__name__.partition(".")[2]]})
+        module = self.__name__.partition(".")[2]
+        served = (name for name in names()[module] if left_out(module, name) is None)
+        return sorted({*vars(self), *served})
+
+
+def _imports(frame: FrameType) -> bool:
+    """Tell whether a frame is at a `from module import name`."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
 def _replace(name: str, old: Any, new: Any) -> None:

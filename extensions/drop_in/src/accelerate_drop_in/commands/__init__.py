@@ -7,6 +7,8 @@ import sys
 from itertools import takewhile
 from pathlib import Path
 
+import yaml
+
 
 def default_config() -> Path:
     """Return the config file where none is named: the original's, unless there is ours alone."""
@@ -33,8 +35,22 @@ def call(words: list[str]) -> None:
     try:
         cli.main(args=words, prog_name="accelerate")
     finally:
+        if words[:1] == ["config"]:
+            _let_the_original_read(Path(os.environ[CONFIG_VARIABLE]))
         if not said:
             os.environ.pop(CONFIG_VARIABLE, None)
+
+
+def _let_the_original_read(path: Path) -> None:
+    """Add what the original wants in each file, and what is known here by itself."""
+    if not path.is_file() or path.suffix == ".json":
+        return
+    text = path.read_text(encoding="utf-8")
+    found = yaml.safe_load(text)
+    if isinstance(found, dict) and "distributed_type" not in found:
+        several = int(found.get("num_processes") or 1) > 1
+        kind = f"MULTI_{'CPU' if found.get('use_cpu') else 'GPU'}" if several else "NO"
+        path.write_text(f"{text.rstrip()}\ndistributed_type: '{kind}'\n", encoding="utf-8")
 
 
 def run(*command: str) -> None:
