@@ -20,7 +20,12 @@ from accelerate_core import (
     MegatronLMPlugin,
     ParallelismConfig,
 )
-from accelerate_core.errors import ConfigurationError, PrepareError, RuntimeConflictError
+from accelerate_core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    PrepareError,
+    RuntimeConflictError,
+)
 from accelerate_core.utils import set_seed
 from accelerate_megatron.library import imported
 
@@ -407,4 +412,19 @@ def what_cannot_be() -> None:
     model = tiny()
     with pytest.raises(ConfigurationError, match="AdamW"):
         accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    accelerator.end_training()
+    # Whole modules take any optimizer, and a checkpoint has to hold what it keeps.
+    accelerator = made({"dp_shard": 2}, steps=1, return_logits=True)
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="Adafactor keeps 'row_var'"):
+        accelerator.save_state(str(scratch("adafactor")))
+    loss, logits = model(**batch, return_dict=False)
+    assert (loss.ndim, logits.shape[-1]) == (0, model.vocab_size)
+    optimizer.zero_grad()
+    accelerator.backend._step = lambda batches, chunk: None
+    with pytest.raises(ConfigurationError, match="return_logits"):
+        accelerator.train_step(batch)
     accelerator.end_training()

@@ -147,6 +147,7 @@ class MegatronBackend(Backend):
         seed = torch.tensor(torch.initial_seed() % 2**31, device=accelerator.device)
         torch.distributed.broadcast(seed, 0)  # generators of one tensor group begin alike
         library.start(self.sizes, int(seed), accelerator.group_timeout)
+        self._step = own_step(accelerator, self.plugin)
 
     def on_free(self, accelerator: AcceleratorView) -> None:
         """Let go of the models."""
@@ -388,9 +389,7 @@ class MegatronBackend(Backend):
             raise ConfigurationError("train_step needs the model's optimizer to be prepared.")
         count = self.plugin.num_micro_batches or 1
         keep = bool(self.plugin.return_logits)
-        if self._step is None:
-            self._step = own_step(accelerator, self.plugin) or False
-        return run(model, batch, step, count, keep_logits=keep, own_step=self._step or None)
+        return run(model, batch, step, count, keep_logits=keep, own_step=self._step)
 
     # --- keep ---------------------------------------------------------------------------------
 

@@ -84,7 +84,8 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
     """Read what any layout wrote.
 
     Raises:
-        CheckpointError: something is missing or does not fit. Nothing has been changed then.
+        CheckpointError: something is missing or does not fit, and nothing has been changed; or a
+            file cannot be read.
     """
     metadata = read_metadata(directory)
     stored = metadata.state_dict_metadata
@@ -188,10 +189,18 @@ def _plain(engine: Engine) -> Any:
     steps: dict[str, float] = {}
     keys: set[str] = set()
     for parameter, held, _, _ in engine.held():
-        keys |= _kept(engine, parameter, held).keys()
+        kept = _kept(engine, parameter, held)
+        keys |= kept.keys()
         for name, value in engine.inner.state.get(held, {}).items():
-            if not isinstance(value, torch.Tensor) or value.numel() == 1:
-                steps[name] = float(value)
+            if name in kept:
+                continue
+            if not isinstance(value, int | float) and getattr(value, "numel", lambda: 0)() != 1:
+                raise CheckpointError(
+                    f"{type(engine.inner).__name__} keeps {name!r} of {engine.name(parameter)}, which "
+                    "is neither a number nor of the parameter's shape, and a checkpoint of this "
+                    "backend cannot hold it. Use AdamW or SGD, or another backend."
+                )
+            steps[name] = float(value)
     everything: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, (steps, sorted(keys)))
     steps = {name: value for there, _ in everything for name, value in there.items()}

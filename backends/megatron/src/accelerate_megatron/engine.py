@@ -46,6 +46,8 @@ class Engine:
     inner: torch.optim.Optimizer | None = None
     #: Global names of each group's parameters.
     group_names: list[list[str]] = field(default_factory=list)
+    #: Parameters of this rank that the optimizer holds.
+    stepped: set[nn.Parameter] = field(default_factory=set)
     #: Norm to which gradients are clipped when the script does not clip.
     clip: float | None = None
     #: The model was called, with gradients, since the last backward.
@@ -176,8 +178,6 @@ class Engine:
             if parameter in self.stepped:
                 held = getattr(parameter, "main_param", None)
                 yield parameter, parameter if held is None else held, 0, parameter.numel()
-
-    stepped: set[nn.Parameter] = field(default_factory=set)
 
 
 def cuts(sizes: Sizes) -> bool:

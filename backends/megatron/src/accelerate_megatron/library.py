@@ -102,7 +102,7 @@ def interleave(stages: int) -> None:
 def seed_generators(seed: int) -> None:
     """Seed megatron's generators: one all data ranks share, one for each tensor parallel rank.
 
-    torch's own default generators go on as they were.
+    The CPU's generator goes on as it was; the device's default one is seeded, too.
     """
     kept = torch.get_rng_state()
     imported("tensor_parallel.random").model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -251,11 +251,11 @@ class GPT(MegatronModel):
         skeleton = self._skeleton[0]
         return self.engine.config if skeleton is None else skeleton.config
 
-    def call(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> CausalLMOutput:
-        """Return loss and logits, as Transformers' causal models do."""
+    def call(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        """Return loss and logits, as Transformers' causal models do: a tuple if asked for one."""
         if args:
             kwargs["input_ids"] = args[0]
-        kwargs.pop("return_dict", None)
+        as_tuple = kwargs.pop("return_dict", None) is False
         kwargs.pop("use_cache", None)
         batch = read_batch(kwargs, self._learned_positions)
         logits = self._logits(self.chunks[0], batch)
@@ -266,7 +266,7 @@ class GPT(MegatronModel):
         output = CausalLMOutput(loss, logits, self.vocab_size)
         if not torch.is_grad_enabled():
             output.logits  # noqa: B018  gathered now: all ranks are here
-        return output
+        return tuple(output.values()) if as_tuple else output
 
     def _logits(self, chunk: nn.Module, batch: MicroBatch) -> Any:
         output = chunk(batch.tokens, batch.positions, batch.mask)

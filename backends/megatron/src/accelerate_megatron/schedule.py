@@ -37,9 +37,10 @@ def run(
     """
     engine = model.engine
     pieces = cut(batch, count, engine.sizes)
-    if own_step is not None and step.counted:
+    if own_step is not None and (step.counted or keep_logits):
         raise ConfigurationError(
-            "num_items needs losses that are sums, and a custom step gives a mean: leave one out."
+            "A custom step gives a mean and no logits: leave num_items and return_logits out, or the "
+            "step."
         )
     if step.training:
         engine.called = True

@@ -32,20 +32,26 @@ def call(words: list[str]) -> None:
     path, said = default_config(), os.environ.get(CONFIG_VARIABLE)
     if not said and (words[:1] == ["config"] or (path.is_file() and not unwanted)):
         os.environ[CONFIG_VARIABLE] = str(path)
+    path = Path(os.environ.get(CONFIG_VARIABLE, path))
+    before = _text(path)
     try:
         cli.main(args=words, prog_name="accelerate")
     finally:
-        if words[:1] == ["config"]:
-            _let_the_original_read(Path(os.environ[CONFIG_VARIABLE]))
+        if words[:1] == ["config"] and _text(path) != before:
+            _let_the_original_read(path)
         if not said:
             os.environ.pop(CONFIG_VARIABLE, None)
 
 
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
 def _let_the_original_read(path: Path) -> None:
     """Add what the original wants in each file, and what is known here by itself."""
-    if not path.is_file() or path.suffix == ".json":
+    if path.suffix == ".json":
         return
-    text = path.read_text(encoding="utf-8")
+    text = _text(path)
     found = yaml.safe_load(text)
     if isinstance(found, dict) and "distributed_type" not in found:
         several = int(found.get("num_processes") or 1) > 1
