@@ -35,6 +35,7 @@ def documents(module: Any) -> list[list[int]]:
 
 def write(accelerator: Any, folder: Path, module: Any = json.decoder, name: str = "") -> str:
     prefix = str(folder / (name or module.__name__))
+    accelerator.wait_for_everyone()  # who reads what is there is done
     if accelerator.is_main_process:
         indexed = imported("datasets.indexed_dataset")
         builder = indexed.IndexedDatasetBuilder(

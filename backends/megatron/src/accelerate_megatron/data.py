@@ -523,6 +523,12 @@ class IndexedLoader(DataLoaderShard):
         self._running = None
         super().load_state_dict(state_dict)
 
+    def skipping(self, num_batches: int) -> IndexedLoader:
+        """Return this loader without its first batches."""
+        rest: Any = super().skipping(num_batches)
+        rest._running = None
+        return rest  # type: ignore[no-any-return]
+
     def begin_at(self, samples: int, name: str) -> None:
         """Begin behind so many samples, as if they had been handed out.
 
