@@ -106,8 +106,8 @@ def what_was_written_is_read() -> None:
     assert "dataset_id" not in mixed[0]
     other_size = sum(map(len, documents(json.encoder)))
     own = build_datasets(
-        accelerator, seq_length=LENGTH, samples=(10, 5, None), train_data_path=path,
-        test_data_path=other,
+        accelerator, seq_length=LENGTH, samples=(10, 5, None),
+        train_data_path=[1, path, 1, other], test_data_path=other,
     )  # fmt: skip
     assert [one and len(one) for one in own] == [10, None, (other_size - 1) // LENGTH]
     accelerator.end_training()

@@ -130,15 +130,15 @@ def build_datasets(
         raise ConfigurationError(f"samples={samples!r}: three numbers, for {listing(SPLITS)}.")
     wanted = [count if here else 0 for count, here in zip(samples, there, strict=True)]
     own = [one if count != 0 else None for one, count in zip(own, wanted, strict=True)]
-    blends = [one for one in (shared, *own) if one is not None]
-    if any(weights for _, weights in blends) and None in wanted:
+    each = [shared] * 3 if shared else own
+    if any(n is None and one and one[1] for n, one in zip(wanted, each, strict=True)):
         raise ConfigurationError(
             "Weights of paths need to know how many samples are wanted: say samples=(...), or "
             "train_iters of MegatronLMPlugin. Without weights it is one pass over all documents."
         )
     if wanted == [0, 0, 0]:
         return None, None, None
-    prefixes = [prefix for found, _ in blends for prefix in found]
+    prefixes = [path for one in ([shared] if shared else own) if one for path in one[0]]
     folder = Path(data_cache_path or Path(prefixes[0], "cache", "GPTDataset_indices"))
 
     def build() -> list[Any]:
