@@ -118,8 +118,16 @@ def documents_do_not_see_each_other() -> None:
     accelerator = made({"tp": 2}, num_micro_batches=2)
     path = write(accelerator, scratch("masks"))
     given = {"eod_mask_loss": True, "reset_attention_mask": True, "reset_position_ids": True}
+
+    class Tokenizer:
+        eos_token_id = EOD
+
+        @property
+        def pad(self) -> int:
+            raise NotImplementedError  # as megatron's have it
+
     train = build_datasets(
-        accelerator, seq_length=LENGTH, data_path=path, split="1", eod=EOD, **given
+        accelerator, seq_length=LENGTH, data_path=path, split="1", tokenizer=Tokenizer(), **given
     )[0]
     rows = [one for one in train if EOD in one["tokens"][3:12].tolist()][:8]
     assert len(rows) == 8
@@ -224,6 +232,21 @@ def the_three_are_trained_on_and_resumed() -> None:
         with torch.no_grad():
             assert len(list(valid)) == 5
         accelerator.end_training()
+    the_own_loader_of_a_script(saved, path, told[6:])
+
+
+def the_own_loader_of_a_script(saved: str, path: str, rest: list[float]) -> None:
+    """The same samples in the same order, and it goes on where the stand-in's loader was."""
+    accelerator = made({"dp_shard": 2}, use_distributed_optimizer=True)
+    train = build_datasets(
+        accelerator, seq_length=LENGTH, data_path=path, split="90,5,5", samples=(48, 0, 0)
+    )[0]
+    model: Any = tiny()
+    loader: Any = DataLoader(train, 2, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, adam(model), loader)
+    accelerator.load_state(saved)  # loaders are matched in their order
+    assert [step(accelerator, model, optimizer, batch) for batch in loader] == rest
+    accelerator.end_training()
 
 
 def what_the_plugin_says_of_the_data() -> None:

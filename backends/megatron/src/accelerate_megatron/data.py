@@ -111,7 +111,8 @@ def build_datasets(
     Raises:
         ConfigurationError: arguments that cannot be or files that are not there; a rank failed.
     """
-    eod, pad = _special_tokens(tokenizer, eod)
+    eod = _token(tokenizer, "eod", "eos_token_id") if eod is None else eod
+    pad = _token(tokenizer, "pad", "pad_token_id")
     if eod is None and (eod_mask_loss or reset_attention_mask or reset_position_ids):
         raise ConfigurationError(
             "eod_mask_loss, reset_attention_mask and reset_position_ids need to know which token "
@@ -186,13 +187,16 @@ def _as_wanted(
     return tuple(made)
 
 
-def _special_tokens(tokenizer: Any, eod: int | None) -> tuple[int | None, int | None]:
-    """Return the tokens that end documents and that pad, None where there is none."""
-    said = [eod]
-    for names in (("eod", "eos_token_id"), ("pad", "pad_token_id")):
-        found = (getattr(tokenizer, name, None) for name in names)
-        said.append(next((one for one in found if isinstance(one, int)), None))
-    return (said[1] if eod is None else eod), said[2]
+def _token(tokenizer: Any, *names: str) -> int | None:
+    """Return a special token by megatron's name for it or by that of Transformers."""
+    for name in names:
+        try:
+            found = getattr(tokenizer, name, None)
+        except NotImplementedError:  # megatron's tokenizers say so that they have none
+            continue
+        if isinstance(found, int):
+            return found
+    return None
 
 
 def _blend(name: str, given: Any) -> Blend | None:
@@ -380,9 +384,9 @@ class MegatronLMDummyDataLoader:
 
     def __init__(self, **dataset_kwargs: Any) -> None:
         self.dataset_args = dict(dataset_kwargs)
-        options = dict(dataset_kwargs)
+        options = {name: value for name, value in dataset_kwargs.items() if value is not None}
         for name, way in _ELSEWHERE.items():
-            if options.pop(name, None) not in (None, False):
+            if options.pop(name, False) is not False:
                 raise ConfigurationError(f"MegatronLMDummyDataLoader({name}=...): {way}.")
         if options.pop("dataloader_type", "single") != "single":
             raise ConfigurationError(
@@ -402,21 +406,17 @@ class MegatronLMDummyDataLoader:
             raise ConfigurationError(
                 f"split={options['split']!r} and splits_string={named!r} are one thing: leave one out."
             )
-        own = {
-            "num_workers": 2,
-            "eval_iters": None,
-            "eval_interval": None,
-            "full_validation": False,
-        }
         known = {*inspect.signature(build_datasets).parameters} - {"accelerator", "samples"}
-        for name in options.keys() - {"micro_batch_size"} - own.keys() - known:
-            place = ""
-            if name in MegatronLMPlugin.__dataclass_fields__:
-                place = " It is a field of MegatronLMPlugin."
-            takes = sorted({"micro_batch_size", *own, *known})
+        takes = sorted({"micro_batch_size", *_OF_LOADERS, *known})
+        for name in options.keys() - set(takes):
+            of_plugin = name in MegatronLMPlugin.__dataclass_fields__
             raise ConfigurationError(
                 f"MegatronLMDummyDataLoader got {name!r}, and takes {listing(takes)}."
-                f"{place or did_you_mean(name, takes)}"
+                + (
+                    " It is a field of MegatronLMPlugin."
+                    if of_plugin
+                    else did_you_mean(name, takes)
+                )
             )
         for name in ("micro_batch_size", "seq_length"):
             if not isinstance(options.get(name), int) or options[name] < 1:
@@ -425,7 +425,7 @@ class MegatronLMDummyDataLoader:
                     "above 0."
                 )
         self.micro_batch_size: int = options.pop("micro_batch_size")
-        self._own: dict[str, Any] = {n: options.pop(n, value) for n, value in own.items()}
+        self._own = {name: options.pop(name, value) for name, value in _OF_LOADERS.items()}
         self._data: dict[str, Any] = options
 
     def loaders(
@@ -587,6 +587,13 @@ def _steps(accelerator: AcceleratorView, plan: Any, plugin: MegatronLMPlugin) ->
     return None
 
 
+#: What the stand-in takes beside the options of `build_datasets`; None: as the plugin says.
+_OF_LOADERS: Mapping[str, Any] = {
+    "num_workers": 2,
+    "eval_iters": None,
+    "eval_interval": None,
+    "full_validation": False,
+}
 _FILES = "files on a disk that all machines share"
 #: What the peer's options of data have that is said otherwise here.
 _ELSEWHERE: Mapping[str, str] = {
