@@ -141,6 +141,7 @@ def mixture(accelerator: Accelerator) -> Any:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "use_cpu_initialization": True,
+        **(plugin.other_megatron_args or {}),
     }
 
     def provider(pre_process: bool, post_process: bool) -> Any:
@@ -162,6 +163,8 @@ def fill(model: Any, state: dict[str, torch.Tensor], conversion: Any) -> None:
     ep, etp = groups.get_expert_model_parallel_group(), groups.get_expert_tensor_parallel_group()
     tp = groups.get_tensor_model_parallel_group()
     for name, parameter in parameters_of([model]):
+        if name.endswith(".bias"):  # such as only megatron's have, 0 at first
+            continue
         if ".mlp." not in name:
             weight = conversion.weight(name)
             weights.fill(parameter, weight, state.__getitem__, tp.rank(), tp.size())
@@ -287,6 +290,38 @@ def resume_on_any_layout(layouts: list[dict[str, Any]], family: str = "llama") -
             else:
                 worst = max(abs(a - b) for a, b in zip(again, told[6:], strict=True))
                 assert worst <= 1e-5, (layout, other, again, told[6:])
+
+
+def biases_of_experts() -> None:
+    """Ranks of one tensor group, which hold other experts, do not add their biases' gradients up."""
+    told = []
+    for sizes in ({"tp": 2}, {"dp_replicate": 2}):
+        more: dict[str, Any] = {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
+        if "tp" in sizes:
+            more |= {"num_micro_batches": 2, "sequence_parallelism": True}
+        accelerator = made(sizes, other_megatron_args={"add_bias_linear": True}, **more)
+        model, optimizer, loader = start(accelerator, "mixtral")
+        told.append(run(accelerator, model, optimizer, loader, scheduled=True))
+        batch = next(iter(loader))
+        accelerator.gradient_accumulation_steps = 1
+        counted = accelerator.accumulate(model, num_items=3)
+        with pytest.raises(ConfigurationError, match="moe_aux_loss_coeff"), counted:
+            accelerator.train_step(batch)
+        accelerator.end_training()
+    for one, other in zip(*told, strict=True):
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= 1e-5, told
+
+
+def experts_that_do_not_fit() -> None:
+    accelerator = made({"dp_replicate": 2})
+    provider = mixture(accelerator)
+    accelerator.end_training()
+    accelerator = made({"dp_replicate": 2}, expert_model_parallel_size=2)
+    with pytest.raises(PrepareError, match="expert_model_parallel_size=1, and the run has 2"):
+        accelerator.prepare(provider)
+    with pytest.raises(ConfigurationError, match="the model has none"):
+        accelerator.prepare(tiny("llama"))
+    accelerator.end_training()
 
 
 def counted_items(sizes: dict[str, int]) -> None:

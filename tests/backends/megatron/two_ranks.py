@@ -48,6 +48,8 @@ def experts() -> None:
     check({"dp_shard": 2}, "mixtral", loop=False, use_distributed_optimizer=True, **options)
     options |= {"num_micro_batches": 2, "sequence_parallelism": True}
     check({"tp": 2}, "mixtral", loop=False, expert_tensor_parallel_size=1, **options)
+    training.biases_of_experts()
+    training.experts_that_do_not_fit()
 
 
 @case

@@ -1,7 +1,8 @@
 """Megatron for accelerate-core. Importing this does not import megatron."""
 
 from accelerate_megatron.backend import MegatronBackend
+from accelerate_megatron.models.norms import layer_spec
 from accelerate_megatron.scheduler import MegatronLMDummyScheduler
 from accelerate_megatron.settings import MegatronLMPlugin
 
-__all__ = ["MegatronBackend", "MegatronLMDummyScheduler", "MegatronLMPlugin"]
+__all__ = ["MegatronBackend", "MegatronLMDummyScheduler", "MegatronLMPlugin", "layer_spec"]
