@@ -142,11 +142,11 @@ class Engine:
     def norm(self, norm_type: float) -> float:
         """Return the norm of the whole model's gradients."""
         norm_of = imported("optimizer.clip_grads").get_grad_norm_fp32
-        none = [torch.zeros(1, device=next(self.parameters()).device)]  # a rank may step nothing
-        norms = [
-            float(norm_of(grads or none, norm_type, grad_stats_parallel_group=group))
-            for group, grads in self._gradients()
-        ]
+        norms = []
+        for group, found in self._gradients():
+            # There may be none, such as on a data rank that steps nothing.
+            grads = found or [torch.zeros(1, device=next(self.parameters()).device)]
+            norms.append(float(norm_of(grads, norm_type, grad_stats_parallel_group=group)))
         if len(norms) == 1 or norm_type == math.inf:
             return max(norms)
         return float(sum(norm**norm_type for norm in norms) ** (1 / norm_type))

@@ -173,7 +173,8 @@ def _settle(config: Any, options: Mapping[str, Any]) -> None:
     Raises:
         PrepareError: they contradict each other.
     """
-    if not config.perform_initialization and options["tensor_model_parallel_size"] > 1:
+    widths = (options["tensor_model_parallel_size"], options["expert_tensor_parallel_size"])
+    if not config.perform_initialization and max(widths) > 1:
         raise PrepareError(
             "perform_initialization=False leaves parameters unmarked, and megatron then takes norms "
             "of the first tensor parallel rank's alone: leave it out of the provider's config."
@@ -181,6 +182,7 @@ def _settle(config: Any, options: Mapping[str, Any]) -> None:
     for name in (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "params_dtype",
         "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+        "context_parallel_size",
     ):  # fmt: skip
         if name in options and getattr(config, name) != options[name]:
             raise PrepareError(

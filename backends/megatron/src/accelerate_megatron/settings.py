@@ -459,6 +459,7 @@ class MegatronLMPlugin(BackendSettings):
         return {
             "tensor_model_parallel_size": sizes.tp,
             "pipeline_model_parallel_size": sizes.pp,
+            "context_parallel_size": 1,
             "expert_model_parallel_size": sizes.ep,
             "expert_tensor_parallel_size": sizes.etp,
             **{name: value for name, value in said.items() if value is not None},
