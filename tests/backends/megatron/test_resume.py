@@ -60,4 +60,4 @@ def test_damage_to_every_file_is_refused(tmp_path):
     worker = HERE / "damage_worker.py"
     tried = run_workers(worker, 2, arguments, timeout=300, env=ENVIRONMENT).checked().results[0]
     assert {"backend_megatron/.metadata", "backend_megatron/__1_0.distcp"} <= set(tried)
-    assert {"backend_megatron/optimizers.json", "manifest.json"} <= set(tried)
+    assert {"backend_megatron/plain.json", "manifest.json"} <= set(tried)

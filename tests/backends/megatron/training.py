@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import cuda_on_cpu
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from tiny import CHOSEN, EXPERTS, LENGTH, batches, tiny
+from tiny import CHOSEN, EXPERTS, LENGTH, VOCABULARY, batches, tiny
 from torch.utils.data import DataLoader
 from transformers.models.mixtral import modeling_mixtral as mixtral
 from worker import PG_TIMEOUT, RANK, scratch
@@ -563,3 +565,121 @@ def what_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="return_logits"):
         accelerator.train_step(batch)
     accelerator.end_training()
+
+
+def what_a_batch_says() -> None:
+    """Masks, labels and weights mean on TP 2 what they mean to Transformers, or are refused."""
+    accelerator = made({"tp": 2}, steps=1)
+    set_seed(0)
+    model, reference = tiny("llama"), tiny("llama")
+    reference.load_state_dict(model.state_dict())
+    model = accelerator.prepare(model.eval())
+    assert not model.training
+    assert not any(module.training for module in model.engine.modules[0].modules())
+    batch = next(iter(DataLoader(batches(BATCH), BATCH)))
+    tokens, labels = batch["input_ids"], batch["labels"]
+    mask = torch.ones_like(tokens)
+    mask[:, -4:] = 0
+    labels = labels.masked_fill(mask == 0, -100)
+    device = accelerator.device
+
+    def loss(*args: torch.Tensor, **kwargs: torch.Tensor) -> float:
+        with torch.no_grad():
+            given = {name: value.to(device) for name, value in kwargs.items()}
+            return model(*(one.to(device) for one in args), **given).loss.item()
+
+    told = float(reference(tokens, mask, labels=labels).loss)
+    whole = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & mask.bool()[:, None, None]
+    added = torch.zeros(whole.shape).masked_fill(~whole, torch.finfo(torch.float32).min)
+    assert loss(tokens, mask, labels=labels) == pytest.approx(told, abs=1e-5)
+    for one in (whole, added):
+        given = {"input_ids": tokens, "attention_mask": one, "labels": labels}
+        assert loss(**given) == pytest.approx(told, abs=1e-5)
+    weights = torch.rand(tokens.shape)
+    scores = reference(tokens).logits.transpose(1, 2)
+    each = F.cross_entropy(scores, tokens, reduction="none")
+    weighted = float((each * weights).sum() / weights.sum())
+    given = {"tokens": tokens, "labels": tokens, "loss_mask": weights}
+    assert loss(**given) == pytest.approx(weighted, abs=1e-5)
+    assert loss(input_ids=tokens, labels=torch.full_like(labels, -100)) == 0.0
+    wrong = {
+        "the label 70, and the vocabulary 65": {"labels": labels.masked_fill(mask == 0, 70)},
+        "the token 10[0-9][0-9], and the vocabulary 65": {"input_ids": tokens + 1000},
+        r"attention_mask has the shape \[8, 16, 16\]": {"attention_mask": whole[:, 0]},
+    }
+    if device.type == "cpu":
+        for text, one in wrong.items():
+            with pytest.raises(ConfigurationError, match=text):
+                loss(**{"input_ids": tokens, "labels": labels, **one})
+    accelerator.end_training()
+
+
+def models_that_are_taken_or_not() -> None:
+    """A config is made into its model; what would be lost in silence is refused."""
+    accelerator = made({"tp": 2}, steps=1, sequence_parallelism=True)
+    model = accelerator.prepare(tiny().config)
+    assert model.config.vocab_size == VOCABULARY
+    rows = next(iter(DataLoader(batches(4), 4)))
+    short = {name: value[:, :15].to(accelerator.device) for name, value in rows.items()}
+    with pytest.raises(ConfigurationError, match="15 tokens do not divide over the 2 ranks"):
+        model(**short)
+    set_seed(0)
+    other = tiny()
+    other.activation_checkpointing_enable()
+    with pytest.raises(PrepareError, match="gradient checkpointing enabled"):
+        accelerator.prepare(other)
+    torch.manual_seed(accelerator.process_index)
+    with pytest.raises(PrepareError, match=r"has other values here than on rank [01]"):
+        accelerator.prepare(tiny())
+    accelerator.end_training()
+    accelerator = made({"pp": 2}, steps=1, other_megatron_args={"num_layers": 1})
+    set_seed(0)
+    with pytest.raises(PrepareError, match="other_megatron_args sets num_layers=1"):
+        accelerator.prepare(tiny())
+    accelerator.end_training()
+    accelerator = made({"pp": 2}, steps=1, num_micro_batches=2)
+    set_seed(0)
+    frozen = tiny()
+    frozen.get_input_embeddings().requires_grad_(False)
+    with pytest.raises(PrepareError, match="is frozen and tied to its head"):
+        accelerator.prepare(frozen)
+    # A stage that is frozen whole, positions for all samples, and labels that do not count.
+    model = tiny("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.2" in name or "layers.3" in name or "lm_head" in name)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with pytest.raises(ConfigurationError, match="train_step needs labels"):
+        accelerator.train_step({"input_ids": rows["input_ids"].to(accelerator.device)})
+    batch = {name: value.to(accelerator.device) for name, value in rows.items()}
+    batch["labels"][2:] = -100
+    places = torch.arange(LENGTH, device=accelerator.device)[None]
+    batch = {"position_ids": places, **batch}
+    losses = []
+    for _ in range(2):
+        losses.append(float(accelerator.train_step(batch).loss))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        assert norm.isfinite()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[1] < losses[0]
+    accelerator.end_training()
+
+
+def checkpoints_of_other_models(folder: Path) -> None:
+    """Another vocabulary, whose padding hides it, and weights that nobody takes."""
+    accelerator = made({"tp": 2}, steps=1)
+    set_seed(0)
+    accelerator.prepare(tiny())
+    accelerator.save_state(str(folder / "state"))
+    accelerator.end_training()
+    for change in ({"vocab_size": 66}, {"n_layer": 3}):
+        accelerator = made({"tp": 2}, steps=1)
+        config = tiny().config
+        config.update(change)
+        accelerator.prepare(config)
+        said = "vocabulary of 65 tokens" if "vocab_size" in change else "is in no model here"
+        with pytest.raises(CheckpointError, match=said):
+            accelerator.load_state(str(folder / "state"))
+        accelerator.end_training()

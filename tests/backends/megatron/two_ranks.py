@@ -7,7 +7,7 @@ import os
 import indexed
 import training
 from training import check
-from worker import case, run_cases
+from worker import case, run_cases, scratch
 
 SIZES = {"pp": 2}
 
@@ -108,6 +108,21 @@ def evaluation_and_logits() -> None:
 @case
 def a_pipeline_is_not_called() -> None:
     training.a_pipeline_is_not_called(SIZES)
+
+
+@case
+def what_a_batch_says() -> None:
+    training.what_a_batch_says()
+
+
+@case
+def models_that_are_taken_or_not() -> None:
+    training.models_that_are_taken_or_not()
+
+
+@case
+def checkpoints_of_other_models() -> None:
+    training.checkpoints_of_other_models(scratch("other_models"))
 
 
 @case

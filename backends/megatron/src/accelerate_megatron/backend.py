@@ -79,8 +79,14 @@ class MegatronBackend(Backend):
         self.sizes: Sizes = self.plugin.sizes()
         self.engines: list[Engine] = []
         self._step: Any = None
+        self._seed = 0
         given = [handler for handler in handlers if isinstance(handler, GradScalerKwargs)]
         self._scaling = given[0] if given else GradScalerKwargs()
+        if not self._scaling.enabled:
+            raise ConfigurationError(
+                "GradScalerKwargs(enabled=False): megatron's optimizer trains fp16 with a scaled loss "
+                "alone. Leave it out, or use bf16."
+            )
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
@@ -138,7 +144,9 @@ class MegatronBackend(Backend):
         check_sizes(self.plugin, self.sizes, accelerator.num_processes)
         seed = torch.tensor(torch.initial_seed() % 2**31, device=accelerator.device)
         torch.distributed.broadcast(seed, 0)  # generators of one tensor group begin alike
-        library.start(self.sizes, int(seed), accelerator.group_timeout)
+        self._seed = int(seed)
+        attention = self.plugin.attention_backend
+        library.start(self.sizes, self._seed, accelerator.group_timeout, attention)
         self._step = own_step(accelerator, self.plugin)
 
     def on_free(self, accelerator: AcceleratorView) -> None:
@@ -170,6 +178,8 @@ class MegatronBackend(Backend):
             return "scheduler"
         if isinstance(obj, MegatronLMDummyDataLoader):
             return "loader"
+        if models.is_config(obj):
+            return "model"
         if isinstance(obj, nn.Module | type) or not callable(obj):
             return None
         try:
@@ -179,9 +189,11 @@ class MegatronBackend(Backend):
         return "model" if {"pre_process", "post_process"} <= names.keys() else None
 
     def make_model(self, accelerator: AcceleratorView, obj: Any) -> nn.Module:
-        """Call a provider for this rank's chunks."""
+        """Call a provider for this rank's chunks; make the model of a Transformers config."""
         if isinstance(obj, nn.Module):
             return obj
+        if models.is_config(obj):
+            return models.of_config(obj, self._seed)
         return self._wrapped(accelerator, made_by_provider(obj, self._run(accelerator)))
 
     def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:
@@ -348,7 +360,9 @@ class MegatronBackend(Backend):
     def _engine_of(self, parameters: Sequence[torch.Tensor]) -> Engine:
         given = {id(parameter) for parameter in parameters}
         for engine in self.engines:
-            own = [p for p in engine.parameters() if p.requires_grad]
+            # A stage of a pipeline may be frozen whole, and takes part in the norm all the same.
+            every = list(engine.parameters())
+            own = [p for p in every if p.requires_grad] or every
             here = sum(id(parameter) in given for parameter in own)
             if here and here < len(own):
                 raise ConfigurationError(

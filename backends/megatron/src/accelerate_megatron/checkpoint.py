@@ -41,7 +41,7 @@ from accelerate_core.errors import CheckpointError
 from accelerate_megatron.engine import Engine
 from accelerate_megatron.shards import Part
 
-_PLAIN = "optimizers.json"
+_PLAIN = "plain.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,8 @@ def save(engines: list[Engine], directory: Path, *, optimizers: bool) -> None:
             plain.append(_plain(engine))
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _PLAIN).write_text(json.dumps(plain))
+        sizes = [engine.vocab_size for engine in engines]
+        (directory / _PLAIN).write_text(json.dumps({"vocab_sizes": sizes, "optimizers": plain}))
     dist.barrier()
     writer = dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
     dcp.save({}, storage_writer=writer, planner=_SavePlanner(found))
@@ -90,14 +91,23 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
     metadata = read_metadata(directory)
     stored = metadata.state_dict_metadata
     boxes = [box for number, engine in enumerate(engines) for box in _model(number, engine)]
+    try:
+        beside = json.loads((directory / _PLAIN).read_text())
+        vocab_sizes, plain = beside["vocab_sizes"], beside["optimizers"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
     _compare(directory, boxes, stored, strict)
+    # Embeddings are padded as a layout needs it, so their shapes do not tell.
+    for number, (there, engine) in enumerate(zip(vocab_sizes, engines, strict=False)):
+        if there != engine.vocab_size:
+            raise CheckpointError(
+                f"{directory}: model {number} had a vocabulary of {there} tokens when it was saved, and "
+                f"has one of {engine.vocab_size}."
+            )
     boxes = [box for box in boxes if box.key in stored]
-    plain: list[Any] = []
-    if optimizers:
-        try:
-            plain = json.loads((directory / _PLAIN).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
+    if not optimizers:
+        plain = []
+    else:
         if len(plain) != len(engines):
             said = "without optimizers" if not plain else f"with {len(plain)} models"
             raise CheckpointError(
@@ -239,6 +249,11 @@ def _compare(directory: Path, boxes: list[Box], stored: Any, strict: bool) -> No
             wrong.append(
                 f"{box.key} has shape {list(entry.size)} there and {list(box.part.size)} here"
             )
+    keys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(keys, {box.key for box in boxes})
+    known = set().union(*keys)
+    lost = [key for key in stored if key.startswith("model.") and key not in known]
+    wrong += [f"{key} is in no model here" for key in lost] if strict else []
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(f"{directory} does not fit: {'; '.join(wrong[:3])}{more}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,6 +128,10 @@ def build_datasets(
             "valid_data_path and test_data_path: give the first, or some of the others."
         )
     there = [part > 0 for part in _shares(split)] if shared else [one is not None for one in own]
+    if seq_length < 1:
+        raise ConfigurationError(f"seq_length={seq_length}: a sample has one token at least.")
+    if len(samples) == 3 and any(count is not None and count < 0 for count in samples):
+        raise ConfigurationError(f"samples={samples!r}: none can be below 0; None is one pass.")
     if len(samples) != 3:
         raise ConfigurationError(f"samples={samples!r}: three numbers, for {listing(SPLITS)}.")
     wanted = [count if here else 0 for count, here in zip(samples, there, strict=True)]
@@ -143,7 +148,7 @@ def build_datasets(
     folder = Path(data_cache_path or Path(prefixes[0], "cache", "GPTDataset_indices"))
 
     def build() -> list[Any]:
-        identity = _Tokens(eod, pad, _file_sizes(prefixes))
+        identity = _Tokens(eod, pad, _identities(prefixes))
         _check_cache(folder)
         config = imported("datasets.gpt_dataset").GPTDatasetConfig(
             random_seed=seed,
@@ -248,20 +253,21 @@ def _shares(split: str) -> list[float]:
 class _Tokens:
     """What megatron-core asks a tokenizer: two tokens, and what a cached index depends on.
 
-    The sizes of the files belong to it: an index of files that were written anew is not read.
+    What their indices hold belongs to it: a cached index of files that were written anew is not read.
     """
 
     vocab_size = None
 
-    def __init__(self, eod: int | None, pad: int | None, sizes: list[int]) -> None:
+    def __init__(self, eod: int | None, pad: int | None, files: list[str]) -> None:
         self.eod = -2 if eod is None else eod  # -1 stands for padding, as long as nothing else does
         if pad is not None:
             self.pad = pad
-        self.unique_identifiers = {"eod": eod, "pad": pad, "sizes": sizes}
+        self.unique_identifiers = {"eod": eod, "pad": pad, "files": files}
 
 
-def _file_sizes(prefixes: Sequence[str]) -> list[int]:
-    sizes = []
+def _identities(prefixes: Sequence[str]) -> list[str]:
+    """Return what tells an index from another; indices of samples are cached under it."""
+    found = []
     for prefix in prefixes:
         for suffix in (".idx", ".bin"):
             if not os.path.isfile(prefix + suffix):
@@ -271,8 +277,29 @@ def _file_sizes(prefixes: Sequence[str]) -> list[int]:
                     f"There is no {prefix + suffix}. A path of indexed data is without .bin and .idx, "
                     f"and {folder} has {listing(there)}.{did_you_mean(prefix, there)}"
                 )
-            sizes.append(os.path.getsize(prefix + suffix))
-    return sizes
+        index = Path(prefix + ".idx").read_bytes()
+        found.append(hashlib.sha256(index).hexdigest())
+        _check_whole(prefix)
+    return found
+
+
+def _check_whole(prefix: str) -> None:
+    """Compare a file of tokens with its index.
+
+    Raises:
+        ConfigurationError: it is shorter, or the index is none.
+    """
+    dataset = imported("datasets.indexed_dataset")
+    try:
+        index = dataset._IndexReader(prefix + ".idx", False)
+        ends = index.sequence_pointers[-1:] + index.sequence_lengths[-1:] * index.dtype_size
+    except Exception as error:
+        raise ConfigurationError(f"{prefix}.idx is no index of megatron's: {error}") from error
+    size, wanted = os.path.getsize(prefix + ".bin"), int(ends.sum())
+    if size < wanted:
+        raise ConfigurationError(
+            f"{prefix}.bin has {size} bytes, and its index says {wanted}: the copy is not whole."
+        )
 
 
 def _check_cache(folder: Path) -> None:

@@ -43,6 +43,8 @@ class Engine:
     config: Any
     sizes: Sizes
     plain: bool
+    #: Tokens of the vocabulary, without padding; 0 if nobody says.
+    vocab_size: int = 0
     optimizer: Any = None
     inner: torch.optim.Optimizer | None = None
     #: Global names of each group's parameters.

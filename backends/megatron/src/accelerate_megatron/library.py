@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import os
 import sys
 import warnings
 from datetime import timedelta
@@ -15,6 +16,8 @@ import torch
 from accelerate_core.distributed.process import once
 from accelerate_core.errors import ConfigurationError
 from accelerate_megatron.settings import Sizes
+
+_NVTE = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def imported(name: str) -> Any:
@@ -35,7 +38,7 @@ def imported(name: str) -> Any:
     return module
 
 
-def start(sizes: Sizes, seed: int, timeout: timedelta | None) -> None:
+def start(sizes: Sizes, seed: int, timeout: timedelta | None, attention: str | None = None) -> None:
     """Make megatron's groups and random generators, which all Accelerators of a process share.
 
     Raises:
@@ -43,6 +46,8 @@ def start(sizes: Sizes, seed: int, timeout: timedelta | None) -> None:
         ConfigurationError: somebody else has made them, or there is no CUDA device.
     """
     once("megatron.parallel_state", sizes, lambda: _start(sizes, seed, timeout), _end)
+    if attention is not None:  # megatron says it to Transformer Engine by variables
+        once("megatron.attention_backend", attention, _variables, _restore)
 
 
 def _start(sizes: Sizes, seed: int, timeout: timedelta | None) -> Any:
@@ -76,6 +81,17 @@ def _start(sizes: Sizes, seed: int, timeout: timedelta | None) -> Any:
     )
     seed_generators(seed)
     return state
+
+
+def _variables() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in _NVTE}
+
+
+def _restore(before: dict[str, str | None]) -> None:
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def _end(state: Any) -> None:

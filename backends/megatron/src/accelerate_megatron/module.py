@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -71,19 +72,21 @@ class MicroBatch:
         positions: batch x sequence.
         mask: batch x 1 x sequence x sequence, True where attention must not go; None is causal.
         labels: batch x sequence, already the next tokens; `IGNORED` counts for nothing.
+        weights: batch x sequence, of the tokens' losses; None: all alike.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor | None
     labels: torch.Tensor | None
+    weights: torch.Tensor | None = None
 
 
 def read_batch(batch: Mapping[str, Any], learned_positions: bool) -> MicroBatch:
     """Read a batch in Transformers' form (`input_ids`) or in megatron's (`tokens`).
 
-    Labels of the first are shifted here, those of the second are the next tokens already and count
-    where `loss_mask` is not 0.
+    Labels of the first are shifted here, those of the second are the next tokens already, and their
+    losses are weighted by `loss_mask`.
 
     Raises:
         ConfigurationError: something that a converted model cannot take.
@@ -109,22 +112,58 @@ def read_batch(batch: Mapping[str, Any], learned_positions: bool) -> MicroBatch:
     labels, mask = batch.get("labels"), batch.get("attention_mask")
     if labels is not None and not shifted:
         labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    weights = None
     if labels is not None and batch.get("loss_mask") is not None:
-        labels = labels.masked_fill(batch["loss_mask"] == 0, IGNORED)
-    return MicroBatch(tokens, positions, _mask(mask, tokens), labels)
+        weights = batch["loss_mask"].float()
+        labels = labels.masked_fill(weights == 0, IGNORED)
+    return MicroBatch(tokens, positions, _mask(mask, tokens, shifted), labels, weights)
 
 
-def _mask(mask: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor | None:
-    """Turn Transformers' mask (1 is attended to) into megatron's (True is not), causal as well."""
-    if mask is None or mask.dim() == 4:
-        return mask
+def _check_tokens(tokens: torch.Tensor, labels: torch.Tensor | None, vocab_size: int) -> None:
+    """Refuse tokens that are none, which tensor parallel ranks would take for another rank's.
+
+    On a CUDA device it is an assertion of the device, as elsewhere: nothing waits for it.
+    """
+    for name, values in (("token", tokens), ("label", labels)):
+        if values is None or not values.numel():
+            continue
+        wrong = (values < 0) | (values >= vocab_size)
+        if name == "label":
+            wrong &= values != IGNORED
+        if values.device.type != "cpu":
+            torch._assert_async(~wrong.any())
+        elif wrong.any():
+            raise ConfigurationError(
+                f"The batch has the {name} {int(values[wrong][0])}, and the vocabulary {vocab_size} tokens"
+                f"{f'; {IGNORED} counts for nothing' if name == 'label' else ''}."
+            )
+
+
+def _mask(mask: torch.Tensor | None, tokens: torch.Tensor, megatrons: bool) -> torch.Tensor | None:
+    """Turn Transformers' mask (1 is attended to) into megatron's (True is not), causal as well.
+
+    Of four dimensions, batch x 1 x sequence x sequence, it is whole: True is attended to there, and
+    is not here; numbers are added to scores.
+    """
+    if mask is None:
+        return None
+    if mask.dim() == 4 and mask.dtype == torch.bool:
+        return mask if megatrons else ~mask
+    if mask.dim() == 4 and mask.is_floating_point() and not megatrons:
+        return mask < 0
+    if mask.dim() != 2:
+        raise ConfigurationError(
+            f"attention_mask has the shape {list(mask.shape)} and {mask.dtype}; a model under megatron "
+            "takes batch x sequence (1 is attended to), or batch x 1 x sequence x sequence of bools"
+            f"{' (True is not attended to)' if megatrons else ' or of numbers added to scores'}."
+        )
     size = tokens.size(1)
     future = torch.ones(size, size, dtype=torch.bool, device=tokens.device).triu(1)
     return future | (mask == 0)[:, None, None, :]
 
 
 def causal_loss(
-    logits: torch.Tensor, labels: torch.Tensor, *, total: bool, items: Any = None
+    logits: torch.Tensor, read: MicroBatch, *, total: bool, items: Any = None
 ) -> torch.Tensor:
     """Return the cross entropy of logits of which each tensor parallel rank has a part.
 
@@ -132,18 +171,25 @@ def causal_loss(
 
     Args:
         logits: batch x sequence x this rank's part of the vocabulary.
-        labels: batch x sequence, the next tokens.
+        read: has labels.
         total: the sum over tokens instead of the mean.
         items: by how many the sum is divided instead.
     """
+    labels: Any = read.labels
     counted = labels != IGNORED
     loss = imported("tensor_parallel").vocab_parallel_cross_entropy(
         logits.float(), labels.masked_fill(~counted, 0)
     )
+    if read.weights is not None:
+        counted = counted * read.weights
     summed: torch.Tensor = (loss * counted).sum()
     if total:
         return summed
-    return summed / (counted.sum() if items is None else items)
+    if items is None:
+        found = counted.sum()
+        items = torch.where(found == 0, 1, found)  # a micro-batch without a token that counts
+    divided: torch.Tensor = summed / items
+    return divided
 
 
 class MegatronModel(nn.Module):
@@ -192,6 +238,9 @@ class MegatronModel(nn.Module):
         """Call the only chunk as it is."""
         return self.chunks[0](*args, **kwargs)
 
+    def check(self, batch: Any, training: bool) -> None:
+        """Refuse a batch that the model cannot take; every rank calls it before a step."""
+
     def run_chunk(self, chunk: nn.Module, batch: Any, keep: bool) -> tuple[Any, Callable[..., Any]]:
         """Run one chunk on one micro-batch.
 
@@ -224,7 +273,6 @@ class GPT(MegatronModel):
 
     Args:
         padding: vocabulary columns of this rank that pad it.
-        vocab_size: without padding.
         skeleton: of a converted model: the original without weights, for `save_pretrained`.
         conversion: how it came from Transformers.
     """
@@ -233,14 +281,14 @@ class GPT(MegatronModel):
         self,
         engine: Engine,
         *,
-        vocab_size: int,
         padding: int = 0,
         skeleton: Any = None,
         conversion: Any = None,
     ) -> None:
         super().__init__(engine)
         self.conversion = conversion
-        self.vocab_size, self.padding = vocab_size, padding
+        #: Tokens, without padding; 0 if a provider's model does not say.
+        self.vocab_size, self.padding = engine.vocab_size, padding
         self._skeleton = [skeleton]
         embedding = getattr(engine.modules[0], "position_embedding_type", "learned_absolute")
         self._learned_positions = embedding == "learned_absolute"
@@ -254,19 +302,56 @@ class GPT(MegatronModel):
     def call(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         """Return loss and logits, as Transformers' causal models do: a tuple if asked for one."""
         if args:
-            kwargs["input_ids"] = args[0]
+            skeleton = self._skeleton[0]
+            names = (
+                list(inspect.signature(skeleton.forward).parameters) if skeleton else ["input_ids"]
+            )
+            if len(args) > len(names):
+                raise ConfigurationError(
+                    f"The model was called with {len(args)} arguments without names; name them: "
+                    "input_ids=..., attention_mask=..., labels=..."
+                )
+            kwargs |= dict(zip(names, args, strict=False))
         as_tuple = kwargs.pop("return_dict", None) is False
         kwargs.pop("use_cache", None)
+        self.check(kwargs, False)
         batch = read_batch(kwargs, self._learned_positions)
         logits = self._logits(self.chunks[0], batch)
         loss = None
         if batch.labels is not None:
             used = logits.float() if logits.dtype != torch.float32 else logits.clone()
-            loss = causal_loss(used, batch.labels, total=False, items=num_items_in_batch)
+            loss = causal_loss(used, batch, total=False, items=num_items_in_batch)
         output = CausalLMOutput(loss, logits, self.vocab_size)
         if not torch.is_grad_enabled():
             output.logits  # noqa: B018  gathered now: all ranks are here
         return tuple(output.values()) if as_tuple else output
+
+    def check(self, batch: Any, training: bool) -> None:
+        """Refuse a batch that the model cannot take.
+
+        Raises:
+            ConfigurationError: no labels where it trains; tokens that the vocabulary does not have; a
+                length that ranks cannot share.
+        """
+        if not isinstance(batch, Mapping):
+            raise ConfigurationError(
+                f"The batch is a {type(batch).__name__}; a model under megatron takes a mapping: "
+                "input_ids, attention_mask, labels."
+            )
+        labels = batch.get("labels")
+        if training and labels is None:
+            raise ConfigurationError("train_step needs labels in the batch.")
+        tokens = batch.get("tokens", batch.get("input_ids"))
+        if tokens is None:
+            return  # told where it is read
+        ranks, length = self.engine.sizes.tp, tokens.size(1)
+        if self.engine.config.sequence_parallel and length % ranks:
+            raise ConfigurationError(
+                f"Sequences of {length} tokens do not divide over the {ranks} ranks that share them "
+                "(sequence_parallelism): pad them; pad_to_multiple_of of a collator does it."
+            )
+        if self.vocab_size:
+            _check_tokens(tokens, labels, self.vocab_size)
 
     def _logits(self, chunk: nn.Module, batch: MicroBatch) -> Any:
         output = chunk(batch.tokens, batch.positions, batch.mask)
@@ -288,11 +373,9 @@ class GPT(MegatronModel):
 
         def loss(logits: torch.Tensor, total: bool) -> tuple[torch.Tensor, Any]:
             kept = logits.detach().clone() if keep else None
-            if read.labels is None and torch.is_grad_enabled():
-                raise ConfigurationError("train_step needs labels in the batch.")
             if read.labels is None:
                 return logits.new_full((), float("nan")), kept
-            return causal_loss(logits, read.labels, total=total), kept
+            return causal_loss(logits, read, total=total), kept
 
         return self._logits(chunk, read), loss
 

@@ -40,6 +40,7 @@ class Made:
     skeleton: Any = None
     names: dict[str, str] | None = None
     plain: bool = False
+    training: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def built(model: nn.Module, run: Run) -> Made:
             "vp_stage=None) that returns a model of megatron-core."
         )
     names = {name: name for name, _ in model.named_parameters()}
-    return Made([model], run.sizes, plain=True, names=names)
+    return Made([model], run.sizes, plain=True, names=names, training=model.training)
 
 
 def converted(model: nn.Module, run: Run) -> Made:
@@ -95,7 +96,22 @@ def converted(model: nn.Module, run: Run) -> Made:
     conversion = models.conversion_of(model, run.sizes.tp)
     sizes, options = run.of(conversion.transformer["num_layers"])
     settings: dict[str, Any] = {**conversion.transformer, **options}
+    others = run.plugin.other_megatron_args or {}
+    own = {**others, **{key: conversion.transformer.get(key, others[key]) for key in others}}
+    if changed := [key for key in others if own[key] != others[key] and "dropout" not in key]:
+        raise PrepareError(
+            f"other_megatron_args sets {changed[0]}={others[changed[0]]!r}, and the "
+            f"{type(model).__name__} has {own[changed[0]]!r}: make the model so, or leave it out."
+        )
     check_model(settings, sizes)
+    _check_alike(model)
+    checkpoints = any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
+    if checkpoints and run.plugin.recompute_granularity is None:
+        raise PrepareError(
+            f"{type(model).__name__} has gradient checkpointing enabled, and layers of megatron-core "
+            "recompute by the plugin: MegatronLMPlugin(recompute_granularity='full', "
+            "recompute_method='uniform', recompute_num_layers=1), or disable it."
+        )
     rotary = conversion.model.get("position_embedding_type") == "rope"
     run.plugin.check_positions(rotary, type(model).__name__)
     # What is read over it need not be initialised.
@@ -113,14 +129,46 @@ def converted(model: nn.Module, run: Run) -> Made:
             **conversion.model,
         )
 
-    chunks = make_chunks(provider, sizes)
+    # What is drawn is read over, and differs from stage to stage.
+    with torch.random.fork_rng(devices=[]):
+        chunks = make_chunks(provider, sizes)
     with ExitStack() as opened:
         models.load(chunks, conversion, models.reader(model, opened))
     names = models.trained_names(conversion)
     trained = _trained(model, names)
+    tied = conversion.model.get("share_embeddings_and_output_weights")
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    if tied and sizes.pp > 1 and not embeddings.weight.requires_grad:
+        raise PrepareError(
+            f"The embedding of {type(model).__name__} is frozen and tied to its head, of which the first "
+            "and the last stage have a copy each, and megatron reduces between them: train it, or run "
+            "without pp."
+        )
     for name, parameter in models.parameters_of(chunks):
         parameter.requires_grad_(trained.get(name, True))
-    return Made(chunks, sizes, conversion, model.to("meta"), names)
+    return Made(chunks, sizes, conversion, model.to("meta"), names=names, training=model.training)
+
+
+def _check_alike(model: nn.Module) -> None:
+    """Compare some of the ranks' weights: each takes its parts from its own.
+
+    Raises:
+        PrepareError: they differ.
+    """
+    sample = {
+        name: parameter.detach().reshape(-1)[:4].tolist()
+        for name, parameter in model.named_parameters()
+        if not parameter.is_meta and not parameter.is_nested
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sample)
+    for rank, other in enumerate(everyone):
+        if differs := [name for name in sample if sample[name] != other.get(name)]:
+            raise PrepareError(
+                f"{differs[0]!r} of {type(model).__name__} has other values here than on rank {rank}, "
+                "and each rank takes its parts from its own. Call set_seed(seed) before the model is "
+                "made, or load the same weights on every rank."
+            )
 
 
 def _trained(model: nn.Module, names: Mapping[str, str]) -> dict[str, bool]:
@@ -167,6 +215,13 @@ def made_by_provider(provider: Callable[..., Any], run: Run) -> Made:
     return Made(chunks, sizes)
 
 
+#: What a provider's config need not say; all else of the plugin's has to be in it.
+_OF_THE_RUN = {
+    "bf16", "fp16", "pipeline_dtype", "deallocate_pipeline_outputs", "overlap_p2p_comm",
+    "batch_p2p_comm", "virtual_pipeline_model_parallel_size",
+}  # fmt: skip
+
+
 def _settle(config: Any, options: Mapping[str, Any]) -> None:
     """Compare a provider's config with the run's, and set what is the run's to know.
 
@@ -179,20 +234,13 @@ def _settle(config: Any, options: Mapping[str, Any]) -> None:
             "perform_initialization=False leaves parameters unmarked, and megatron then takes norms "
             "of the first tensor parallel rank's alone: leave it out of the provider's config."
         )
-    for name in (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "params_dtype",
-        "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
-        "context_parallel_size",
-    ):  # fmt: skip
-        if name in options and getattr(config, name) != options[name]:
+    for name in options.keys() - _OF_THE_RUN:
+        if getattr(config, name) != options[name]:
             raise PrepareError(
                 f"The provider's TransformerConfig has {name}={getattr(config, name)!r}, and the run "
                 f"has {options[name]!r}: make it with {name}={options[name]!r}."
             )
-    for name in (
-        "bf16", "fp16", "pipeline_dtype", "deallocate_pipeline_outputs", "overlap_p2p_comm",
-        "batch_p2p_comm", "virtual_pipeline_model_parallel_size",
-    ):  # fmt: skip
+    for name in _OF_THE_RUN:
         if name in options:
             setattr(config, name, options[name])
 
@@ -211,7 +259,6 @@ def make_chunks(provider: Callable[..., Any], sizes: Sizes) -> list[nn.Module]:
         if vp_stage is not None or "vp_stage" in inspect.signature(provider).parameters:
             arguments["vp_stage"] = vp_stage
         found.append(provider(**arguments))
-        found[-1].model_type = imported("enums").ModelType.encoder_or_decoder
     return found
 
 
@@ -237,6 +284,8 @@ def wrapped(made: Made, run: Run) -> MegatronModel:
         data.DistributedDataParallel(config, settings, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(inner)
     ]
+    for chunk in chunks:  # schedules ask
+        chunk.model_type = imported("enums").ModelType.encoder_or_decoder
     group = imported("parallel_state").get_data_parallel_group()
     first = dist.get_process_group_ranks(group)[0]
     for module, chunk in zip(made.modules, chunks, strict=True):
@@ -245,17 +294,17 @@ def wrapped(made: Made, run: Run) -> MegatronModel:
             dist.broadcast(buffer.detach(), first, group)
     engine = Engine(made.modules, chunks, config, made.sizes, made.plain)
     if made.plain:
-        return MegatronModel(engine)
+        model = MegatronModel(engine)
+        model.training = made.training  # modules inside of it keep their own modes
+        return model
     if made.conversion is None:
-        return GPT(engine, vocab_size=int(getattr(made.modules[-1], "vocab_size", 0)))
+        engine.vocab_size = int(getattr(made.modules[-1], "vocab_size", 0))
+        return GPT(engine)
     rank = imported("parallel_state").get_tensor_model_parallel_rank()
-    return GPT(
-        engine,
-        vocab_size=made.conversion.vocab_size,
-        padding=made.conversion.padded(rank),
-        skeleton=made.skeleton,
-        conversion=made.conversion,
-    )
+    engine.vocab_size = made.conversion.vocab_size
+    padding = made.conversion.padded(rank)
+    converted = GPT(engine, padding=padding, skeleton=made.skeleton, conversion=made.conversion)
+    return converted.train(made.training)
 
 
 def _check_generators(sizes: Sizes) -> None:

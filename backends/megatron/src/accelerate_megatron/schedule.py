@@ -36,6 +36,8 @@ def run(
         ConfigurationError: the batch cannot be cut into so many.
     """
     engine = model.engine
+    if own_step is None:  # on every rank, before any waits for another
+        model.check(batch, step.training)
     pieces = cut(batch, count, engine.sizes)
     if own_step is not None and (step.counted or keep_logits):
         raise ConfigurationError(
@@ -97,15 +99,17 @@ def cut(batch: Any, count: int, sizes: Sizes) -> list[Any]:
     """
     if count == 1 and sizes.vp == 1:
         return [batch]
-    check_batch(_shape(batch)[0], count, sizes)
+    size = _shape(batch)[0]
+    check_batch(size, count, sizes)
 
     def part(value: Any, index: int) -> Any:
         if isinstance(value, Mapping):
             return {name: part(one, index) for name, one in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(part(one, index) for one in value)
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            return value
+            parts = [part(one, index) for one in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or (len(value) == 1 < size):
+            return value  # the same for all samples
         return value.chunk(count)[index]
 
     return [part(batch, index) for index in range(count)]
@@ -114,6 +118,9 @@ def cut(batch: Any, count: int, sizes: Sizes) -> list[Any]:
 def _shape(piece: Any) -> tuple[int, int]:
     """Return batch size and sequence length of a micro-batch, for what stages send each other."""
     values = piece.values() if isinstance(piece, Mapping) else piece
+    if isinstance(piece, Mapping):
+        named = [piece[name] for name in ("input_ids", "tokens") if piece.get(name) is not None]
+        values = [*named, *values]
     for value in [piece] if isinstance(piece, torch.Tensor) else values:
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             return value.size(0), value.size(1)

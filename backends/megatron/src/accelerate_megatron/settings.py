@@ -522,6 +522,11 @@ def _check_other(given: Mapping[str, Any]) -> None:
             )
         if name in _SAID_BY:
             raise ConfigurationError(f"other_megatron_args: {name!r} is set by {_SAID_BY[name]}.")
+        if name.startswith(("fp8", "fp4", "tp_comm_")):
+            raise ConfigurationError(
+                f"other_megatron_args: {name!r} is of Transformer Engine's layers; models here have "
+                "megatron-core's own."
+            )
         if name not in known:
             raise ConfigurationError(
                 f"other_megatron_args: {name!r} is no field of megatron-core's TransformerConfig, "

@@ -67,6 +67,8 @@ class GPTTrainStep(AbstractTrainStep):
             if read.labels is None:
                 raise ConfigurationError("The batch has no labels.")
             loss_mask = (read.labels != IGNORED).float()
+            if read.weights is not None:
+                loss_mask = loss_mask * read.weights
             labels = read.labels.clamp(min=0)
             return read.tokens, labels, loss_mask, read.mask, read.positions
 

@@ -4,8 +4,10 @@ from accelerate_megatron.models.families import (
     Conversion,
     conversion_of,
     export,
+    is_config,
     is_convertible,
     load,
+    of_config,
     trained_names,
 )
 from accelerate_megatron.models.weights import parameters_of, reader
@@ -14,8 +16,10 @@ __all__ = [
     "Conversion",
     "conversion_of",
     "export",
+    "is_config",
     "is_convertible",
     "load",
+    "of_config",
     "parameters_of",
     "reader",
     "trained_names",

@@ -118,6 +118,21 @@ def is_convertible(candidate: object) -> bool:
     return _family(candidate) is not None
 
 
+def is_config(candidate: object) -> bool:
+    """Tell whether it is the config of a model that is converted."""
+    return is_convertible(candidate) and not isinstance(candidate, nn.Module)
+
+
+def of_config(config: Any, seed: int) -> nn.Module:
+    """Make a causal language model of a config, with the same weights on every rank of that seed."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model.train()
+
+
 def conversion_of(candidate: Any, tp: int = 1) -> Conversion:
     """Say how a model of Transformers is built with megatron-core on `tp` tensor parallel ranks.
 

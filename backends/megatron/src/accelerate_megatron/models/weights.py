@@ -291,6 +291,8 @@ def collect(
 def reader(source: nn.Module | Mapping[str, Any] | str | Path, opened: ExitStack) -> Read:
     """Return what gives the tensors of a model, of a state dict, or of a folder with safetensors.
 
+    Of a model on the meta device it is the folder that it is of.
+
     Args:
         opened: files are open until it is closed; of each tensor only what is asked for is read.
 
@@ -298,7 +300,15 @@ def reader(source: nn.Module | Mapping[str, Any] | str | Path, opened: ExitStack
         ConfigurationError: the folder has no safetensors.
     """
     if isinstance(source, nn.Module):
-        source = source.state_dict()
+        folder = Path(getattr(source, "name_or_path", "") or ".")
+        on_meta = any(parameter.is_meta for parameter in source.parameters())
+        if on_meta and not any(folder.glob("*.safetensors")):
+            raise ConfigurationError(
+                f"{type(source).__name__} is on the meta device, and its name_or_path "
+                f"{str(getattr(source, 'name_or_path', ''))!r} is no folder with safetensors: load it, or "
+                "make it with from_pretrained(folder, device_map='meta')."
+            )
+        source = folder if on_meta else source.state_dict()
     if isinstance(source, Mapping):
         return source.__getitem__
     from safetensors import safe_open
