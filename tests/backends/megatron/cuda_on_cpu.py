@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.utils import _device
 
@@ -34,6 +35,9 @@ def install() -> None:
     if cuda.is_available() or cuda.Stream is _Stream:
         return
     stream = _Stream()
+    # Megatron fuses parts of experts and norms with torch.compile, which takes longer here than all else
+    # and keeps each model it has seen.
+    torch._dynamo.config.disable = True
     # A device for factories, and a key for the generators.
     cuda.current_device = lambda: "cpu"
     cuda.default_generators = {"cpu": torch.default_generator}

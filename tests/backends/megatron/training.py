@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,7 @@ def made(sizes: dict[str, int], steps: int = CYCLE, **more: Any) -> Accelerator:
     for one in _made:
         one.end_training()  # a case failed before it did
     _made[:] = []
+    gc.collect()  # groups live as long as models do that know them, and so do their threads
     sizes = {f"{name}_size": size for name, size in sizes.items()}
     accelerator = Accelerator(
         cpu=CPU,
