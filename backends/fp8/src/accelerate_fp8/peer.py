@@ -1,0 +1,1 @@
+"""Functions that the peer's scripts import."""
