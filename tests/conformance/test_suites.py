@@ -96,6 +96,25 @@ class TestBFloat16(PrecisionSuite):
 
 
 @pytest.mark.dist
+class TestFP8(PrecisionSuite):
+    plugin = "fp8"
+
+
+@pytest.mark.dist
+class TestFP8OfRows(PrecisionSuite):
+    plugin = "fp8"
+    environ = {"ACCELERATE_FP8_RECIPE": "rowwise_with_gw_hp"}
+    short = ("one_process", "two_processes")
+
+
+@pytest.mark.dist
+class TestFP8OfFSDP2(PrecisionSuite):
+    plugin = "fp8"
+    environ = {"ACCELERATE_BACKEND": "fsdp2"}
+    short = ("two_processes", "save_and_load")
+
+
+@pytest.mark.dist
 class TestFloat16(PrecisionSuite):
     plugin = "fp16"
 

@@ -109,7 +109,11 @@ class FP8(Precision):
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Serve what the peer's scripts ask: the engine and the recipe."""
-        names = {"AO": "ao_recipe_handler", "TE": "te_recipe_handler", "MSAMP": "msamp_recipe_handler"}
+        names = {
+            "AO": "ao_recipe_handler",
+            "TE": "te_recipe_handler",
+            "MSAMP": "msamp_recipe_handler",
+        }
         given = self.given_handlers
         return {
             "fp8_backend": self.engine,
@@ -140,4 +144,7 @@ def choose(settings: Any, handlers: Sequence[Any]) -> tuple[str, str]:
         return next(name for name, (*_, cls) in _ENGINES.items() if isinstance(given, cls)), said
     if settings is not None and settings.backend is not None:
         return settings.backend, origin_of(settings, "backend")
-    return "AO", "the default (ACCELERATE_FP8_BACKEND, or a recipe in kwargs_handlers, says another)"
+    return (
+        "AO",
+        "the default (ACCELERATE_FP8_BACKEND, or a recipe in kwargs_handlers, says another)",
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from accelerate_core import KwargsHandler, option, settings
-from accelerate_core.config.schema import given_fields, origin_of
+from accelerate_core.config.schema import given_fields
 from accelerate_core.errors import ConfigurationError, listing, warn
 from accelerate_core.truth import switch
 
@@ -68,8 +68,9 @@ class AORecipeKwargs(KwargsHandler):
     )
 
     def __post_init__(self) -> None:
-        replaced = ("pad_inner_dim", "enable_fsdp_float8_all_gather", "recipe", "emulate")
-        said = [name for name in replaced if origin_of(self, name) != "default"]
+        said = sorted(
+            self.to_kwargs().keys() - {"config", "module_filter_func", "precompute_scales"}
+        )
         if self.config is not None and said:
             raise ConfigurationError(
                 f"config= holds {listing(said)} already; say it there, or leave config out."
@@ -161,4 +162,6 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     def __post_init__(self) -> None:
         # Not where the core fills in the rest of one that was told already.
         if "backend" in given_fields(self) or not given_fields(self):
-            warn("FP8RecipeKwargs is older; use TERecipeKwargs or MSAMPRecipeKwargs.", FutureWarning)
+            warn(
+                "FP8RecipeKwargs is older; use TERecipeKwargs or MSAMPRecipeKwargs.", FutureWarning
+            )

@@ -36,7 +36,10 @@ class TorchAO(FP8):
         mixed = recipe.recipe == "rowwise_with_gw_hp"
         if recipe.config is not None:
             self._gathers = recipe.config.enable_fsdp_float8_all_gather
-            mixed = recipe.config.cast_config_grad_output_for_grad_weight.scaling_type.name == "DISABLED"
+            mixed = (
+                recipe.config.cast_config_grad_output_for_grad_weight.scaling_type.name
+                == "DISABLED"
+            )
         if mixed:
             self.dtype = None  # type: ignore[misc]
         self.needs = frozenset(
@@ -78,7 +81,9 @@ class TorchAO(FP8):
             if self._gathers is None:
                 accepts = accelerator.backend.supports.get("accepts", ())
                 self._gathers = shards and "subclasses" in accepts and recipe.recipe == "tensorwise"
-            emulate = not _multiplies(accelerator.device) if recipe.emulate is None else recipe.emulate
+            emulate = (
+                not _multiplies(accelerator.device) if recipe.emulate is None else recipe.emulate
+            )
             self._config = dataclasses.replace(
                 Float8LinearConfig.from_recipe_name(recipe.recipe),
                 pad_inner_dim=recipe.pad_inner_dim,
@@ -87,7 +92,7 @@ class TorchAO(FP8):
             )
         else:
             self._config = recipe.config
-        if self._config.emulate and recipe.emulate is None:
+        if self._config.emulate and recipe.emulate is None and recipe.config is None:
             accelerator.note_once(
                 f"fp8 is emulated: {_device_name(accelerator.device)} has no fp8 matrix product. Losses "
                 "are those of fp8; it is slower than bf16 (emulate=True says that it is meant)."
@@ -119,11 +124,17 @@ class TorchAO(FP8):
         self._precompute(accelerator)
 
     def _precompute(self, accelerator: AcceleratorView) -> None:
-        if self._gathers and self.recipe.precompute_scales:
-            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+        if not (self._gathers and self.recipe.precompute_scales):
+            return
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-            for model in accelerator.models:
-                precompute_float8_dynamic_scale_for_fsdp(model)
+        by_mesh: dict[Any, list[nn.Module]] = {}
+        for model in accelerator.models:
+            for module in model.modules():
+                if isinstance(weight := getattr(module, "weight", None), DTensor):
+                    by_mesh.setdefault(weight.device_mesh, []).append(module)
+        for modules in by_mesh.values():
+            precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(modules))
 
     def plain_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state without torchao's tensor subclass; memory is shared with what was given."""
@@ -173,7 +184,9 @@ def _multiplies(device: torch.device) -> bool:
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type} device"
+    return (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type} device"
+    )
 
 
 @contextmanager

@@ -457,7 +457,9 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
 
     def explain(self) -> str:
         """Tell every value in force and where it came from, one per line, and what plugins say."""
-        return "\n".join([self._built.explain(), *self._plugins.call_each("explain", accelerator=self)])
+        return "\n".join(
+            [self._built.explain(), *self._plugins.call_each("explain", accelerator=self)]
+        )
 
     def note_once(self, text: str, *, every_rank: bool = False) -> None:
         """Warn, once per text, on the main process."""
