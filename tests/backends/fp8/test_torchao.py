@@ -140,6 +140,24 @@ def test_each_recipe_trains_every_weight_it_converts(recipe: str) -> None:
     assert same == ["frozen.weight", "frozen.bias"]
 
 
+def test_compiled_it_trains_alike() -> None:
+    losses = {}
+    for compiler in (None, "aot_eager"):
+        torch.manual_seed(0)
+        accelerator = fp8(dynamo_backend=compiler)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        losses[compiler] = []
+        for _ in range(4):
+            loss = mse_loss(model(torch.ones(16, 32)), torch.zeros(16, 32))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[compiler].append(loss.item())
+        assert len(in_fp8(accelerator.unwrap_model(model))) == 2
+    assert losses["aot_eager"] == pytest.approx(losses[None], rel=0.02)
+
+
 def test_a_config_of_the_script_is_taken_as_it_is() -> None:
     from torchao.float8 import Float8LinearConfig
 

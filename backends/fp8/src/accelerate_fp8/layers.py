@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -23,7 +24,7 @@ class Layer:
     reason: str
 
 
-def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+def linear_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers that are linear, or called so by a library, in the model's order.
 
     Transformers' `Conv1D` of GPT-2 is one whose weight is transposed.
@@ -31,7 +32,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ in ("Conv1D", "LoraLinear")
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     }
 
 
@@ -72,12 +73,12 @@ def survey(model: nn.Module, chosen: Filter | None) -> list[Layer]:
             reason = "it has hooks, or another forward"
         elif not takes(layer, name):
             reason = _why(layer, name, ends) if chosen is None else "module_filter_func says no"
-        found.append(Layer(name, " x ".join(map(str, layer.weight.shape)), reason))  # type: ignore[union-attr]
+        found.append(Layer(name, " x ".join(map(str, layer.weight.shape)), reason))
     return found
 
 
-def _odd_sizes(module: nn.Module) -> bool:
-    return any(size % MULTIPLE for size in module.weight.shape)  # type: ignore[union-attr]
+def _odd_sizes(module: Any) -> bool:
+    return any(size % MULTIPLE for size in module.weight.shape)
 
 
 def _why(layer: nn.Module, name: str, ends: list[str]) -> str:

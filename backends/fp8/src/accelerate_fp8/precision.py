@@ -107,6 +107,10 @@ class FP8(Precision):
             lines += [f"{kind}: {told} compute in fp8", *table(layers)]
         return "\n".join(lines)
 
+    def on_free(self, accelerator: AcceleratorView) -> None:
+        """Forget the models."""
+        self._converted.clear()
+
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Serve what the peer's scripts ask: the engine and the recipe."""
         names = {

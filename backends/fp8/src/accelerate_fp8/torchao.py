@@ -41,7 +41,7 @@ class TorchAO(FP8):
                 == "DISABLED"
             )
         if mixed:
-            self.dtype = None  # type: ignore[misc]
+            self.dtype = None  # type: ignore[misc, assignment]
         self.needs = frozenset(
             {"modules"}
             | (set() if mixed else {"autocast"})
@@ -151,9 +151,10 @@ class TorchAO(FP8):
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, DTensor) and hasattr(value.to_local(), "_linear_mm_config"):
+    local: Any = value.to_local() if isinstance(value, DTensor) else None
+    if hasattr(local, "_linear_mm_config"):
         return DTensor.from_local(
-            value.to_local()._tensor,
+            local._tensor,
             value.device_mesh,
             value.placements,
             run_check=False,
