@@ -10,9 +10,11 @@ import cuda_on_cpu
 
 cuda_on_cpu.install()
 
+import indexed  # noqa: E402
 import pytest  # noqa: E402
+import tiny  # noqa: E402
 import torch  # noqa: E402
-from worker import PG_TIMEOUT, case, run_cases  # noqa: E402
+from worker import PG_TIMEOUT, case, run_cases, scratch  # noqa: E402
 
 from accelerate_core import InitProcessGroupKwargs  # noqa: E402
 from accelerate_core.errors import ConfigurationError  # noqa: E402
@@ -210,6 +212,56 @@ def the_drop_in_calls_and_counts_as_the_peer_does() -> None:
         plugin = accelerator.state.megatron_lm_plugin
         assert [plugin.forward_runs_step, plugin.multiply_batch] == held
         accelerator.end_training()
+    accelerate_drop_in.uninstall()
+
+
+@case
+def the_drop_in_reads_indexed_data_as_the_peer_does() -> None:
+    """The peer's own script: three times the stand-in, next(), model(**batch)."""
+    import accelerate_drop_in
+
+    accelerate_drop_in.install()
+    from accelerate import Accelerator
+    from accelerate.utils import MegatronLMDummyDataLoader
+
+    accelerator = Accelerator(
+        cpu=CPU,
+        megatron_lm_plugin=MegatronLMPlugin(num_micro_batches=2, eval_iters=2, eval_interval=2),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=PG_TIMEOUT))],
+    )
+    rows = MegatronLMDummyDataLoader(
+        data_path=indexed.write(accelerator, scratch("peer")),
+        splits_string="90,5,5",
+        seq_length=tiny.LENGTH,
+        micro_batch_size=2,
+    )
+    plugin = accelerator.state.megatron_lm_plugin
+    plugin.megatron_dataset_flag = True
+    model = tiny.tiny(layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = MegatronLMDummyScheduler(optimizer, total_num_steps=4)
+    model, optimizer, schedule, train, valid, _ = accelerator.prepare(
+        model, optimizer, schedule, rows, rows, rows
+    )
+    losses = []
+    for number in range(4):
+        model.train()
+        batch = next(train)
+        assert batch["tokens"].shape == (4, tiny.LENGTH)
+        losses.append(model(**batch).loss)
+        accelerator.backward(losses[-1])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if number % plugin.eval_interval == 0:
+            for _ in range(plugin.eval_iters):
+                model.eval()
+                with torch.no_grad():
+                    model(**next(valid))
+    assert losses[-1] < losses[0]
+    assert (len(train), len(valid)) == (4, 6)
+    assert optimizer.param_groups[0]["lr"] == 0
+    accelerator.end_training()
     accelerate_drop_in.uninstall()
 
 

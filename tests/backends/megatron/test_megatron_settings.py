@@ -16,6 +16,7 @@ from accelerate_core.config.files import read_config
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.schema import settings_fields
 from accelerate_core.errors import ConfigurationError
+from accelerate_megatron import MegatronLMDummyDataLoader, build_datasets
 from accelerate_megatron import settings as ours
 from accelerate_megatron.settings import (
     MegatronLMPlugin,
@@ -155,18 +156,14 @@ def test_interleaving_is_set_up_so_that_messages_are_not_mixed_up():
         ({"tp_degre": 2}, "Did you mean 'tp_degree'"),
         ({"tp_degree": 0}, "greater than or equal to 1"),
         ({"use_custom_fsdp": True}, "backend='fsdp2'"),
-        ({"eod_mask_loss": True}, "-100"),
+        ({"consumed_samples": [1, 2, 3, 4]}, "up to three"),
+        ({"consumed_samples": [-1]}, "from 0 on"),
         ({"optimizer_cpu_offload": True}, "'deepspeed'"),
         ({"overlap_cpu_optimizer_d2h_h2d": True}, "'deepspeed'"),
         ({"use_precision_aware_optimizer": True}, "use_distributed_optimizer"),
         ({"pipeline_model_parallel_split_rank": 0}, "passed to prepare"),
         ({"encoder_seq_length": 8}, "own length"),
         ({"calculate_per_token_loss": True}, "num_items="),
-        ({"consumed_samples": [7]}, "DataLoader"),
-        ({"megatron_dataset_flag": True}, "DataLoader"),
-        ({"eval_iters": 10}, "DataLoader"),
-        ({"eval_interval": 10}, "DataLoader"),
-        ({"custom_megatron_datasets_provider_function": len}, "DataLoader"),
         ({"custom_model_provider_function": len}, "pass the function itself to prepare"),
         ({"tensorboard_dir": "x"}, "log_with='tensorboard'"),
         ({"set_all_logging_options": True}, "log_with"),
@@ -194,6 +191,55 @@ def test_interleaving_is_set_up_so_that_messages_are_not_mixed_up():
 def test_what_cannot_be_says_what_can(given, text):
     with pytest.raises(ConfigurationError, match=text):
         MegatronLMPlugin(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"seq_lenght": 8}, "'seq_lenght'.*Did you mean 'seq_length'"),
+        ({"train_iters": 8}, "a field of MegatronLMPlugin"),
+        ({"seq_length": None}, r"seq_length=None\): it needs a whole number"),
+        ({"micro_batch_size": 0}, r"micro_batch_size=0\): it needs"),
+        ({"mock_data": True}, "IndexedDatasetBuilder"),
+        ({"data_args_path": "x"}, "read_text"),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, "tokenizer=AutoTokenizer"),
+        ({"mask_prob": 0.1}, "custom_megatron_datasets_provider_function"),
+        ({"dataloader_type": "cyclic"}, "shuffle=True"),
+        ({"split": "1", "splits_string": "2"}, "leave one out"),
+        (
+            {"reset_attention_mask": True, "create_attention_mask_in_dataloader": False},
+            "leave one of them out",
+        ),
+    ],
+)
+def test_what_a_stand_in_for_loaders_does_not_take(given, text):
+    with pytest.raises(ConfigurationError, match=text):
+        MegatronLMDummyDataLoader(**{"seq_length": 8, "micro_batch_size": 2, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "give the first, or some of the others"),
+        ({"data_path": "a", "test_data_path": "b"}, "give the first, or some of the others"),
+        ({"data_path": ["a", 0.5, "b"]}, "weights and paths in turns"),
+        ({"data_path": [0.5]}, "weights and paths in turns"),
+        ({"data_path": [0, "a", 1, "b"]}, "above 0"),
+        ({"data_path": [1, "a", 1, "b"]}, r"say samples=\(\.\.\.\)"),
+        ({"data_path": "a", "split": "1,x"}, "up to three numbers"),
+        ({"data_path": "a", "split": "0,0"}, "up to three numbers"),
+        ({"data_path": "a", "samples": [1]}, "three numbers, for 'train'"),
+        ({"data_path": "a", "reset_position_ids": True}, r"tokenizer=\.\.\. or eod="),
+    ],
+)
+def test_which_datasets_cannot_be_is_said_before_any_is_built(given, text):
+    with pytest.raises(ConfigurationError, match=text):
+        build_datasets(None, seq_length=8, **given)
+
+
+def test_a_stand_in_for_loaders_has_what_it_was_given():
+    given = {"seq_length": 8, "micro_batch_size": 2, "data_path": "a", "mask_prob": None}
+    assert MegatronLMDummyDataLoader(**given).dataset_args == given
 
 
 def test_with_transformer_engine_its_features_are_taken(monkeypatch):

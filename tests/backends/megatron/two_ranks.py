@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import indexed
 import training
 from training import check
 from worker import case, run_cases
@@ -100,6 +101,31 @@ def the_form_of_the_peer() -> None:
 @case
 def a_step_of_the_script() -> None:
     training.a_step_of_the_script()
+
+
+@case
+def indexed_data_is_what_was_written() -> None:
+    indexed.what_was_written_is_read()
+
+
+@case
+def indexed_documents_do_not_see_each_other() -> None:
+    indexed.documents_do_not_see_each_other()
+
+
+@case
+def indexed_data_is_resumed() -> None:
+    indexed.the_three_are_trained_on_and_resumed()
+
+
+@case
+def indexed_data_by_the_plugin() -> None:
+    indexed.what_the_plugin_says_of_the_data()
+
+
+@case
+def indexed_data_that_cannot_be_built() -> None:
+    indexed.a_rank_that_fails_holds_up_nobody()
 
 
 @case

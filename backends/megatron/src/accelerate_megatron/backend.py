@@ -25,6 +25,7 @@ from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_core.training.scheduler import AcceleratedScheduler
 from accelerate_megatron import checkpoint, library, models
+from accelerate_megatron.data import IndexedLoader, MegatronLMDummyDataLoader, place_loaders
 from accelerate_megatron.engine import Engine, build_optimizer
 from accelerate_megatron.module import GPT, CausalLMOutput, MegatronModel
 from accelerate_megatron.prepare import (
@@ -176,6 +177,8 @@ class MegatronBackend(Backend):
         """Recognise stand-ins and providers, functions with `pre_process` and `post_process`."""
         if isinstance(obj, MegatronLMDummyScheduler):
             return "scheduler"
+        if isinstance(obj, MegatronLMDummyDataLoader):
+            return "loader"
         if isinstance(obj, nn.Module | type) or not callable(obj):
             return None
         try:
@@ -210,11 +213,11 @@ class MegatronBackend(Backend):
                 )
             options = self.plugin.optimizer_options()
             build_optimizer(job.engine, job.optimizer.value, job.groups(), options, self._scaling)
+        place_loaders(accelerator, plan, self.plugin)
+        if self.plugin.multiply_batch:
+            plan.each("loader", lambda loader, _: self._multiplied(loader))
         for entry in plan.of_kind("scheduler"):
             self._follow(accelerator, plan, entry)
-        if self.plugin.multiply_batch:
-            count = self.plugin.num_micro_batches or 1
-            plan.each("loader", lambda loader, _: multiplied(loader, count))
 
     def _follow(self, accelerator: AcceleratorView, plan: Any, entry: Any) -> None:
         """Let a scheduler follow its optimizer; put megatron's in the place of its stand-in."""
@@ -246,18 +249,21 @@ class MegatronBackend(Backend):
             step_with_optimizer=accelerator.step_scheduler_with_optimizer,
         )
 
+    def _multiplied(self, loader: Any) -> Any:
+        if isinstance(loader, IndexedLoader):
+            return loader
+        return multiplied(loader, self.plugin.num_micro_batches or 1)
+
     def _samples(self, accelerator: AcceleratorView, plan: Any, ranks: int) -> int | None:
         """Return the samples of one optimizer step on all ranks; None if no loader says."""
-        sizes = [
-            size
-            for loader in [*plan.values("loader"), *accelerator.loaders]
-            if (size := getattr(loader, "batch_size", None)) is not None
-        ]
-        if not sizes:
-            return None
         parts = 1 if accelerator.split_batches else ranks
-        more = (self.plugin.num_micro_batches or 1) if self.plugin.multiply_batch else 1
-        return int(sizes[0]) * parts * more * accelerator.gradient_accumulation_steps
+        for loader in [*plan.values("loader"), *accelerator.loaders]:
+            whole = getattr(loader, "total_batch_size", None)  # of one that is prepared
+            if whole is None and getattr(loader, "batch_size", None) is not None:
+                whole = loader.batch_size * parts
+            if whole is not None:
+                return int(whole) * accelerator.gradient_accumulation_steps
+        return None
 
     def _run(self, accelerator: AcceleratorView) -> Run:
         halves = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -104,7 +104,7 @@ def read_batch(batch: Mapping[str, Any], learned_positions: bool) -> MicroBatch:
     elif given is not None and not torch.equal(given.expand_as(tokens), positions):
         raise ConfigurationError(
             "position_ids other than 0, 1, 2, ...: megatron's rotary embedding counts by itself. "
-            "Leave them out."
+            "Leave them out, and reset_position_ids of indexed data."
         )
     labels, mask = batch.get("labels"), batch.get("attention_mask")
     if labels is not None and not shifted:

@@ -15,14 +15,9 @@ _ATTENTION = ("auto", "flash", "fused", "unfused", "local")
 _LR_DECAY = Literal["constant", "linear", "cosine", "inverse-square-root"]
 
 _PROVIDER = "a function (pre_process, post_process, vp_stage=None)"
-_DATASETS = (
-    "megatron-core's indexed datasets are not offered yet; pass prepare a DataLoader, whose position "
-    "checkpoints keep"
-)
 #: Fields of the peer's with nothing behind them here, and what does it instead.
 _REFUSED = {
     "use_custom_fsdp": "backend='fsdp2' shards parameters, with tensor parallelism if asked",
-    "eod_mask_loss": "set the labels at the ends of documents to -100, which no loss counts",
     "optimizer_cpu_offload": "your own optimizer is stepped where its parameters are; backend="
     "'deepspeed' (offload_optimizer_device='cpu') and 'fsdp2' (cpu_offload=True) keep its state in "
     "host memory",
@@ -45,14 +40,7 @@ _REFUSED = {
     f"{_PROVIDER}, and make the optimizer of what prepare returns",
     "custom_prepare_model_function": f"prepare wraps what {_PROVIDER} returns, which is passed to it in "
     "the place of a model",
-    **dict.fromkeys(
-        (
-            *("consumed_samples", "megatron_dataset_flag", "eval_iters", "eval_interval"),
-            "custom_megatron_datasets_provider_function",
-        ),
-        _DATASETS,
-    ),
-}  # fmt: skip
+}
 
 #: Options of megatron-core's that have a name here already, or are not the user's to set.
 _SAID_BY = {
@@ -141,6 +129,12 @@ class MegatronLMPlugin(BackendSettings):
         attention_backend: auto, flash, fused, unfused, local; True is auto, False unfused. flash and
             fused need Transformer Engine, as does a `context_parallel_size` above 1.
         use_rotary_position_embeddings: only compared with the model's positions.
+        consumed_samples: how many samples of `MegatronLMDummyDataLoader`, for training, validation and
+            test, an earlier run has used up; `load_state` puts loaders where they were by itself.
+        eod_mask_loss: of `MegatronLMDummyDataLoader`, as are `eval_iters`, `eval_interval` and
+            `custom_megatron_datasets_provider_function`: `(numbers of samples) -> (train, valid,
+            test)`, called on all ranks in the place of `build_datasets`.
+        megatron_dataset_flag: without effect: `MegatronLMDummyDataLoader` says it.
         seq_length: without effect, as `decoder_seq_length`: batches have their own length.
         no_load_optim: `load_state` leaves the optimizer as it is; `no_save_optim`: `save_state`
             leaves it out.
@@ -168,7 +162,9 @@ class MegatronLMPlugin(BackendSettings):
     no_load_optim: bool | None = option(
         default=None, help="loading a checkpoint leaves the optimizer as it is"
     )
-    eod_mask_loss: bool | None = option(default=None, help="not offered: set labels to -100")
+    eod_mask_loss: bool | None = option(
+        default=None, help="indexed data: what follows an end of document counts for no loss"
+    )
     no_save_optim: bool | None = option(default=None, help="checkpoints have no optimizer")
     optimizer_cpu_offload: bool | None = option(default=None, help="not offered")
     use_precision_aware_optimizer: bool | None = option(default=None, help="not offered")
@@ -272,19 +268,21 @@ class MegatronLMPlugin(BackendSettings):
     )
     min_lr: float = option(default=0, help="least learning rate", ge=0)
     consumed_samples: list[int] | None = option(
-        default=None, help="not offered yet: of indexed datasets"
+        default=None, help="indexed data: samples of train, valid, test that are used up"
     )
     no_wd_decay_cond: Any = _of_code()
     scale_lr_cond: Any = _of_code()
     lr_mult: float = option(default=1.0, help="not offered: give groups of the optimizer an lr")
-    megatron_dataset_flag: bool = option(default=False, help="not offered yet: of indexed datasets")
+    megatron_dataset_flag: bool = option(default=False, help="without effect")
     seq_length: int | None = option(default=None, help="without effect", ge=1)
     encoder_seq_length: int | None = option(default=None, help="not offered")
     decoder_seq_length: int | None = option(default=None, help="without effect", ge=1)
     tensorboard_dir: str | None = option(default=None, help="not offered: see log_with")
     set_all_logging_options: bool = option(default=False, help="not offered: see log_with")
-    eval_iters: int = option(default=100, help="not offered yet: of indexed datasets", ge=0)
-    eval_interval: int = option(default=1000, help="not offered yet: of indexed datasets", ge=1)
+    eval_iters: int = option(default=100, help="indexed data: batches of a validation", ge=0)
+    eval_interval: int = option(
+        default=1000, help="indexed data: optimizer steps from one validation to the next", ge=1
+    )
     return_logits: bool = option(default=False, help="steps return logits beside the loss")
     custom_train_step_class: Any = _of_code()
     custom_train_step_kwargs: dict[str, Any] | None = _of_code()
@@ -312,6 +310,12 @@ class MegatronLMPlugin(BackendSettings):
         self._settle_attention()
         self._settle_recomputation()
         self._settle_pipeline()
+        consumed = self.consumed_samples or []
+        if len(consumed) > 3 or any(count < 0 for count in consumed):
+            raise ConfigurationError(
+                f"consumed_samples={consumed}: up to three numbers from 0 on, of training, validation "
+                "and test."
+            )
         self._tell_what_has_no_effect()
         self._check_functions()
         _check_other(self.other_megatron_args or {})
