@@ -59,11 +59,15 @@ FOUR = {"num_micro_batches": 4}
 TWO = {"num_micro_batches": 2}
 INTERLEAVED = FOUR | {"num_layers_per_virtual_pipeline_stage": 1}
 SHARDED = {"use_distributed_optimizer": True}
+#: A Mixtral, by a provider.
+EXPERTS = MEGATRON.with_name("parity_experts_worker.py")
+EP = {"expert_model_parallel_size": 2}
 
 
 def _megatron(title: str, mesh: dict[str, int], **more: Any) -> Case:
     ranks = math.prod(mesh.values())
-    return Case(f"megatron, {title}", ranks, mesh, more.pop("options", {}), worker=MEGATRON, **more)
+    more = {"options": {}, "worker": MEGATRON} | more
+    return Case(f"megatron, {title}", ranks, mesh, **more)
 
 
 CASES = [
@@ -121,6 +125,13 @@ CASES = [
     _megatron("DP 2, distributed optimizer", {"dp_shard": 2}, options=SHARDED),
     _megatron("TP 2 x PP 2", {"tp": 2, "pp": 2}, options=FOUR),
     _megatron("TP 2 x DP 2", {"tp": 2, "dp_shard": 2}, options=TWO | SHARDED),
+    _megatron("EP 2", {"dp_shard": 2}, options=EP, worker=EXPERTS),
+    _megatron(
+        "TP 2 x EP 2, distributed optimizer",
+        {"tp": 2, "dp_shard": 2},
+        options=EP | SHARDED | {"sequence_parallelism": True},
+        worker=EXPERTS,
+    ),
     _megatron("TP 2, bf16", {"tp": 2}, options=BF16, loss=1e-2, norm=1e-1),
     _megatron(
         "DP 2, bf16, distributed optimizer",

@@ -68,6 +68,7 @@ MODELS = {
         attention_bias=True,
         mlp_bias=True,
         tie_word_embeddings=True,
+        pad_token_id=int(tokens(33)[0, 3]),  # its row is trained by the head alone
         head_dim=8,
         rope_parameters=LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192},
     ),

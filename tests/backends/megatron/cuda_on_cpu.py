@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _device
 
 
@@ -49,6 +50,8 @@ def install() -> None:
     _device._device_constructors()  # `with torch.device(...)` knows them by what they are now
     for name in ("empty", "ones", "tensor", "zeros"):
         setattr(torch, name, _made_on_cpu(getattr(torch, name)))
+    # Numbers of tokens that experts are sent, which come to the host as lists.
+    dist.all_to_all_single = _splits_as_lists(dist.all_to_all_single)
     # Its tracker's fork draws from the CPU's generator here, and says so each time.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
@@ -62,6 +65,17 @@ def _named_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
         return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
     return named
+
+
+def _splits_as_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(exchange)
+    def exchanged(*args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return exchange(*args, **kwargs)
+
+    return exchanged
 
 
 def _made_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,28 @@ def pipeline_and_data() -> None:
 
 
 @case
+def experts() -> None:
+    ep = {"expert_model_parallel_size": 2}
+    sharded = ep | {"use_distributed_optimizer": True}
+    check({"dp_shard": 4}, "mixtral", loop=False, parts=4, **sharded)
+    check({"pp": 2, "dp_replicate": 2}, "mixtral", loop=False, parts=2, **ep)
+    ep |= {"sequence_parallelism": True}
+    check({"tp": 2, "dp_replicate": 2}, "mixtral", loop=False, parts=2, **ep)
+
+
+@case
+def resume_experts_on_any_layout() -> None:
+    ep = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
+    training.resume_on_any_layout(
+        [
+            {"sizes": {"tp": 2, "dp_shard": 2}, "sequence_parallelism": True, **ep},
+            {"sizes": {"pp": 2, "dp_shard": 2}},
+        ],
+        "mixtral",
+    )
+
+
+@case
 def resume_on_any_layout() -> None:
     training.resume_on_any_layout(
         [

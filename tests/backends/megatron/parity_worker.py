@@ -17,14 +17,14 @@ from worker import RANK
 RATE = 1e-3
 
 
-def main() -> None:
+def main(family: str = "gpt2", parts: int = 1) -> None:
     sizes, options, out = json.loads(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     if sizes is None:
-        losses, norms, _ = plain("gpt2", RATE)
+        losses, norms, _ = plain(family, RATE, parts)
     else:
         accelerator = made(sizes, **options)
-        model, optimizer, loader = start(accelerator, rate=RATE)
+        model, optimizer, loader = start(accelerator, family, RATE)
         losses, norms = run(accelerator, model, optimizer, loader, scheduled=True)
         accelerator.end_training()
     if RANK == 0:

@@ -22,7 +22,6 @@ from accelerate_megatron.settings import (
     MegatronLMPlugin,
     Sizes,
     check_batch,
-    check_context,
     check_model,
     check_sizes,
 )
@@ -175,7 +174,7 @@ def test_interleaving_is_set_up_so_that_messages_are_not_mixed_up():
         ({"custom_train_step_kwargs": {"a": 1}}, "custom_train_step_class"),
         ({"attention_backend": "flesh"}, "Did you mean 'flash'"),
         ({"attention_backend": "flash"}, "Transformer Engine"),
-        ({"context_parallel_size": 2}, r"cp_size=2"),
+        ({"context_parallel_size": 2}, r"ParallelismConfig\(cp_size=2\)"),
         ({"recompute_granularity": "ful"}, "'full' or 'selective'"),
         ({"recompute_granularity": "full", "recompute_activations": True}, "leave one"),
         ({"recompute_granularity": "selective", "recompute_num_layers": 2}, "'full'"),
@@ -246,16 +245,16 @@ def test_with_transformer_engine_its_features_are_taken(monkeypatch):
     spec = importlib.machinery.ModuleSpec("transformer_engine", None)
     monkeypatch.setattr(ours.importlib.util, "find_spec", lambda name: spec)
     assert MegatronLMPlugin(attention_backend="Flash").attention_backend == "flash"
-    assert MegatronLMPlugin(context_parallel_size=2).sizes().cp == 2
-    check_context(2, "here")
+    with pytest.raises(ConfigurationError, match="with Transformer Engine either"):
+        MegatronLMPlugin(context_parallel_size=2)
 
 
 @pytest.mark.parametrize(
     ("given", "sizes", "text"),
     [
-        ({}, Sizes(tp=2, pp=2), r"tp 2 x pp 2 x cp 1 = 4 .* 6 ranks / 4 = 1\.5"),
+        ({}, Sizes(tp=2, pp=2), r"tp 2 x pp 2 = 4 .* 6 ranks / 4 = 1\.5"),
         ({}, Sizes(ep=4), r"ep 4 x etp 1 x pp 1 = 4 .* 6 ranks / 4 = 1\.5"),
-        ({}, Sizes(cp=2), "backend='fsdp2'"),
+        ({"expert_tensor_parallel_size": 1}, Sizes(tp=2), "some tensor parallel ranks out"),
         ({"sequence_parallelism": True}, Sizes(pp=2), "of which there is one"),
         ({"decoder_last_pipeline_num_layers": 1}, Sizes(), "there is none"),
         ({"num_layers_per_virtual_pipeline_stage": 1}, Sizes(), "there is none"),
@@ -285,6 +284,7 @@ SMALL = {"num_layers": 4, "num_attention_heads": 6, "num_query_groups": 2, "hidd
         ({"num_layers_in_last_pipeline_stage": 4}, Sizes(pp=2), "above 0"),
         ({"num_moe_experts": 4}, Sizes(ep=3), r"num_moe_experts 4 / ep 3 = 1\.33"),
         ({}, Sizes(ep=2), "the model has none"),
+        ({"num_moe_experts": 4}, Sizes(tp=2), "sequence_parallelism=True"),
     ],
 )
 def test_sizes_that_do_not_divide_a_model(more, sizes, text):

@@ -5,15 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support import case_names, check_case, clean_environment, run_workers
-
-from accelerate_core import ParallelismConfig
-from accelerate_core.errors import ConfigurationError
-from accelerate_megatron import MegatronBackend, MegatronLMPlugin, settings
 
 pytestmark = pytest.mark.dist
 
@@ -48,14 +43,3 @@ def test_without_a_cuda_device_it_says_what_trains():
     )
     assert "megatron-core needs a CUDA device" in done.stderr
     assert "backend='fsdp2'" in done.stderr
-
-
-def test_what_is_not_offered_yet_is_refused(monkeypatch):
-    monkeypatch.setattr(settings, "has_transformer_engine", lambda: True)
-    run = SimpleNamespace(parallelism_config=ParallelismConfig())
-    for option, said in (
-        ("expert_model_parallel_size", "experts over several ranks"),
-        ("context_parallel_size", "backend='fsdp2' does it"),
-    ):
-        with pytest.raises(ConfigurationError, match=said):
-            MegatronBackend(MegatronLMPlugin(**{option: 2})).check(run)

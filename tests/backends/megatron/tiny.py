@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+EXPERTS, CHOSEN = 4, 2
 VOCABULARY, LENGTH = 65, 16  # a vocabulary that no tensor parallel size divides
 
 
@@ -28,16 +29,21 @@ def tiny(family: str = "gpt2", layers: int = 4) -> Any:
             **shared,
         )
         return transformers.GPT2LMHeadModel(config)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        **shared,
-    )
-    return transformers.LlamaForCausalLM(config)
+    shared |= {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": LENGTH,
+        "pad_token_id": 0,  # a space: its embedding is not trained
+    }
+    if family == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shared))
+    # A provider pads no vocabulary.
+    shared |= {"vocab_size": VOCABULARY + 1, "pad_token_id": None, "router_aux_loss_coef": 0.0}
+    shared |= {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "num_hidden_layers": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**shared))
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:

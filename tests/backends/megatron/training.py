@@ -9,8 +9,10 @@ from typing import Any
 import cuda_on_cpu
 import pytest
 import torch
-from tiny import LENGTH, batches, tiny
+import transformers
+from tiny import CHOSEN, EXPERTS, LENGTH, batches, tiny
 from torch.utils.data import DataLoader
+from transformers.models.mixtral import modeling_mixtral as mixtral
 from worker import PG_TIMEOUT, RANK, scratch
 
 from accelerate_core import (
@@ -28,10 +30,14 @@ from accelerate_core.errors import (
 )
 from accelerate_core.utils import set_seed
 from accelerate_megatron.library import imported
+from accelerate_megatron.models import conversion_of, parameters_of, weights
+from accelerate_megatron.models.norms import layer_spec
 
 cuda_on_cpu.install()
 
 STEPS, CYCLE, BATCH = 8, 2, 8
+#: How much megatron's routers add to the loss.
+EVEN = 0.05
 CPU = not torch.cuda.is_available()
 
 
@@ -67,15 +73,20 @@ def adam(model: Any, rate: float = 1e-2) -> Any:
 
 
 @cache
-def plain(family: str, rate: float) -> tuple[list[float], list[float], Any]:
-    """Train in this process alone."""
+def plain(family: str, rate: float, parts: int = 1) -> tuple[list[float], list[float], Any]:
+    """Train in this process alone.
+
+    Args:
+        parts: of a batch, in each of which a mixture's experts are to be even.
+    """
     set_seed(0)
     model = tiny(family)
     optimizer = adam(model, rate)
     losses, norms, part = [], [], []
     for number, batch in enumerate(DataLoader(batches(STEPS * CYCLE * BATCH), BATCH)):
-        loss = model(**batch).loss
-        (loss / CYCLE).backward()
+        told = model(**batch, **({"output_router_logits": True} if family == "mixtral" else {}))
+        loss = told.loss
+        ((loss + uneven(told, parts)) / CYCLE).backward()
         part.append(loss.item())
         if number % CYCLE == CYCLE - 1:
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
@@ -86,14 +97,103 @@ def plain(family: str, rate: float) -> tuple[list[float], list[float], Any]:
     return losses, norms, model
 
 
+def uneven(told: Any, parts: int) -> torch.Tensor | float:
+    """Return what megatron adds to the loss of a mixture: of each layer, by Transformers' formula."""
+    balance = mixtral.load_balancing_loss_func
+    losses = [
+        balance((part,), EXPERTS, CHOSEN) * EVEN / CHOSEN / parts
+        for logits in getattr(told, "router_logits", None) or ()
+        for part in logits.chunk(parts)
+    ]
+    return sum(losses)
+
+
+def mixture(accelerator: Accelerator) -> Any:
+    """Return a provider of what `tiny("mixtral")` is."""
+    source = tiny("mixtral")
+    plugin, mesh = accelerator.state.megatron_lm_plugin, accelerator.parallelism_config
+    tp = mesh.size("tp")
+    etp = plugin.expert_tensor_parallel_size or tp
+    llama = transformers.LlamaConfig(**{
+        name: getattr(source.config, name)
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps",
+            "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+            "rope_parameters",
+        )
+    })  # fmt: skip
+    conversion = conversion_of(llama, tp)
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = halves.get(accelerator.mixed_precision, torch.float32)
+    options = conversion.transformer | {
+        "moe_ffn_hidden_size": llama.intermediate_size,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": CHOSEN,
+        "moe_router_dtype": "fp32",
+        "moe_aux_loss_coeff": EVEN,
+        # The other one gathers parts of unlike sizes then, which gloo does not.
+        "moe_token_dispatcher_type": "alltoall" if etp == 1 else "allgather",
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "pipeline_model_parallel_size": mesh.size("pp"),
+        "expert_model_parallel_size": plugin.expert_model_parallel_size or 1,
+        "expert_tensor_parallel_size": etp,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "use_cpu_initialization": True,
+        **(plugin.other_megatron_args or {}),
+    }
+
+    def provider(pre_process: bool, post_process: bool) -> Any:
+        config = imported("transformer.transformer_config").TransformerConfig(**options)
+        stage = {"pre_process": pre_process, "post_process": post_process}
+        model = imported("models.gpt").GPTModel(
+            config, layer_spec(config), **stage, **conversion.model
+        )
+        fill(model, source.state_dict(), conversion)
+        return model
+
+    return provider
+
+
+@torch.no_grad()
+def fill(model: Any, state: dict[str, torch.Tensor], conversion: Any) -> None:
+    """Give a rank's part of a mixture its weights."""
+    groups = imported("parallel_state")
+    ep, etp = groups.get_expert_model_parallel_group(), groups.get_expert_tensor_parallel_group()
+    tp = groups.get_tensor_model_parallel_group()
+    for name, parameter in parameters_of([model]):
+        if name.endswith(".bias"):  # such as only megatron's have, 0 at first
+            continue
+        if ".mlp." not in name:
+            weight = conversion.weight(name)
+            weights.fill(parameter, weight, state.__getitem__, tp.rank(), tp.size())
+            continue
+        layer = f"model.layers.{name.split('.')[2]}.mlp."
+        if name.endswith("router.weight"):
+            parameter.copy_(state[f"{layer}gate.weight"])
+            continue
+        local = int(name.split("local_experts.")[1].split(".")[0])
+        expert = ep.rank() * EXPERTS // ep.size() + local
+        if "fc1" in name:
+            both = state[f"{layer}experts.gate_up_proj"][expert].chunk(2)
+            parameter.copy_(torch.cat([one.chunk(etp.size())[etp.rank()] for one in both]))
+        else:
+            down = state[f"{layer}experts.down_proj"][expert]
+            parameter.copy_(down.chunk(etp.size(), 1)[etp.rank()])
+
+
 def start(
     accelerator: Accelerator, family: str = "gpt2", rate: float = 1e-2
 ) -> tuple[Any, Any, Any]:
     set_seed(0)
-    model = tiny(family)
-    optimizer = adam(model, rate)
     rows = BATCH // accelerator.parallelism_config.data_parallel_size
-    return accelerator.prepare(model, optimizer, DataLoader(batches(STEPS * CYCLE * BATCH), rows))
+    loader = DataLoader(batches(STEPS * CYCLE * BATCH), rows)
+    if family == "mixtral":
+        model = accelerator.prepare(mixture(accelerator))
+        return model, *accelerator.prepare(adam(model, rate), loader)
+    model = tiny(family)
+    return accelerator.prepare(model, adam(model, rate), loader)
 
 
 def run(
@@ -122,7 +222,7 @@ def check(sizes: dict[str, int], family: str = "gpt2", *, loop: bool = True, **m
     """Compare losses, norms and the exported weights with those of one process."""
     limit = more.pop("limit", 1e-5)
     rate = more.pop("rate", 1e-2)
-    losses, norms, reference = plain(family, rate)
+    losses, norms, reference = plain(family, rate, more.pop("parts", 1))
     for scheduled in (False, True) if loop else (True,):
         accelerator = made(sizes, **more)
         model, optimizer, loader = start(accelerator, family, rate)
@@ -133,6 +233,9 @@ def check(sizes: dict[str, int], family: str = "gpt2", *, loop: bool = True, **m
         )
         worst = max(abs(a - b) / b for a, b in zip(found[1], norms, strict=True))
         assert worst <= 10 * limit, (found[1], norms)
+        if family == "mixtral":  # it is put together again by nobody
+            accelerator.end_training()
+            continue
         state = accelerator.get_state_dict(model)
         assert bool(state) == (RANK == 0)
         if RANK == 0 and limit < 1e-3:
@@ -154,13 +257,13 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> fl
     return float(accelerator.reduce(loss, "mean"))
 
 
-def resume_on_any_layout(layouts: list[dict[str, Any]]) -> None:
+def resume_on_any_layout(layouts: list[dict[str, Any]], family: str = "llama") -> None:
     """Save in the middle; the same layout goes on bit for bit, another one within rounding."""
     for number, layout in enumerate(layouts):
         folder = scratch(f"saved{number}")
         options = dict(layout)
         accelerator = made(options.pop("sizes"), project_dir=str(folder), **options)
-        model, optimizer, loader = start(accelerator, "llama")
+        model, optimizer, loader = start(accelerator, family)
         told = []
         for index, batch in enumerate(loader):
             told.append(step(accelerator, model, optimizer, batch))
@@ -172,7 +275,7 @@ def resume_on_any_layout(layouts: list[dict[str, Any]]) -> None:
         for other in layouts:
             options = dict(other)
             accelerator = made(options.pop("sizes"), project_dir=str(folder), **options)
-            model, optimizer, loader = start(accelerator, "llama")
+            model, optimizer, loader = start(accelerator, family)
             for parameter in model.parameters():
                 parameter.data.add_(1.0)  # what is loaded is to be seen
             accelerator.load_state(str(folder / "state"))
@@ -187,6 +290,38 @@ def resume_on_any_layout(layouts: list[dict[str, Any]]) -> None:
             else:
                 worst = max(abs(a - b) for a, b in zip(again, told[6:], strict=True))
                 assert worst <= 1e-5, (layout, other, again, told[6:])
+
+
+def biases_of_experts() -> None:
+    """Ranks of one tensor group, which hold other experts, do not add their biases' gradients up."""
+    told = []
+    for sizes in ({"tp": 2}, {"dp_replicate": 2}):
+        more: dict[str, Any] = {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
+        if "tp" in sizes:
+            more |= {"num_micro_batches": 2, "sequence_parallelism": True}
+        accelerator = made(sizes, other_megatron_args={"add_bias_linear": True}, **more)
+        model, optimizer, loader = start(accelerator, "mixtral")
+        told.append(run(accelerator, model, optimizer, loader, scheduled=True))
+        batch = next(iter(loader))
+        accelerator.gradient_accumulation_steps = 1
+        counted = accelerator.accumulate(model, num_items=3)
+        with pytest.raises(ConfigurationError, match="moe_aux_loss_coeff"), counted:
+            accelerator.train_step(batch)
+        accelerator.end_training()
+    for one, other in zip(*told, strict=True):
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= 1e-5, told
+
+
+def experts_that_do_not_fit() -> None:
+    accelerator = made({"dp_replicate": 2})
+    provider = mixture(accelerator)
+    accelerator.end_training()
+    accelerator = made({"dp_replicate": 2}, expert_model_parallel_size=2)
+    with pytest.raises(PrepareError, match="expert_model_parallel_size=1, and the run has 2"):
+        accelerator.prepare(provider)
+    with pytest.raises(ConfigurationError, match="the model has none"):
+        accelerator.prepare(tiny("llama"))
+    accelerator.end_training()
 
 
 def counted_items(sizes: dict[str, int]) -> None:

@@ -43,6 +43,28 @@ def sequence_parallel() -> None:
 
 
 @case
+def experts() -> None:
+    options = {"expert_model_parallel_size": 2, "parts": 2}
+    check({"dp_replicate": 2}, "mixtral", **options)
+    check({"dp_shard": 2}, "mixtral", loop=False, use_distributed_optimizer=True, **options)
+    options |= {"num_micro_batches": 2, "sequence_parallelism": True}
+    check({"tp": 2}, "mixtral", loop=False, expert_tensor_parallel_size=1, **options)
+    training.biases_of_experts()
+    training.experts_that_do_not_fit()
+
+
+@case
+def resume_experts_on_any_layout() -> None:
+    training.resume_on_any_layout(
+        [
+            {"sizes": {"dp_shard": 2}, "expert_model_parallel_size": 2},
+            {"sizes": {"dp_shard": 2}, "use_distributed_optimizer": True},
+        ],
+        "mixtral",
+    )
+
+
+@case
 def recomputation() -> None:
     options = {"recompute_granularity": "full", "recompute_method": "uniform"}
     check({"pp": 2}, loop=False, num_micro_batches=2, recompute_num_layers=1, **options)

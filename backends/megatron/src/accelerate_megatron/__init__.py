@@ -2,6 +2,7 @@
 
 from accelerate_megatron.backend import MegatronBackend
 from accelerate_megatron.data import MegatronLMDummyDataLoader, build_datasets
+from accelerate_megatron.models.norms import layer_spec
 from accelerate_megatron.scheduler import MegatronLMDummyScheduler
 from accelerate_megatron.settings import MegatronLMPlugin
 
@@ -11,4 +12,5 @@ __all__ = [
     "MegatronLMDummyScheduler",
     "MegatronLMPlugin",
     "build_datasets",
+    "layer_spec",
 ]

@@ -114,18 +114,9 @@ class MegatronBackend(Backend):
                     f"{name}_degree={said} of MegatronLMPlugin contradicts {name}_size={here} of "
                     "parallelism_config. Remove one of them."
                 )
-        if wanted.cp > 1:
-            raise ConfigurationError(
-                f"context_parallel_size={wanted.cp}: sequences are not shared out here yet, with "
-                "Transformer Engine either. backend='fsdp2' does it (cp_size, sp_size)."
-            )
-        if wanted.ep > 1:
-            raise ConfigurationError(
-                f"expert_model_parallel_size={wanted.ep}: experts over several ranks are not offered "
-                "yet, as norms and the distributed optimizer would leave them out. Leave it out: each "
-                "rank then holds all experts of its layers."
-            )
-        self.sizes = wanted._replace(tp=sizes.size("tp"), pp=sizes.size("pp"))
+        tp = sizes.size("tp")
+        etp = self.plugin.expert_tensor_parallel_size or tp
+        self.sizes = wanted._replace(tp=tp, pp=sizes.size("pp"), etp=etp)
 
     def distributed_type(self, accelerator: AcceleratorView) -> str:
         """`MEGATRON_LM`."""
@@ -314,8 +305,12 @@ class MegatronBackend(Backend):
         for engine in self.engines:
             engine.begin()
         for engine in self.engines:
+            if engine.balances:
+                cycle = accelerator.gradient_accumulation_steps
+                engine.scale_balance(torch.ones((), device=loss.device) / cycle)
+        for engine in self.engines:
             if engine.config.fp16 and engine.optimizer is not None:
-                loss = engine.optimizer.scale_loss(loss).reshape(())
+                loss = engine.scaled(loss)
                 break
         super().backward(accelerator, loss, kwargs)
 
@@ -325,6 +320,12 @@ class MegatronBackend(Backend):
         """Multiply what the buffers have accumulated."""
         for model in models:
             if isinstance(model, MegatronModel):
+                if model.engine.balances:
+                    raise ConfigurationError(
+                        "num_items divides gradients by numbers of tokens, and losses that routers "
+                        "add (moe_aux_loss_coeff, moe_z_loss_coeff) are means already: leave "
+                        "num_items or the two coefficients out."
+                    )
                 model.engine.scale(factor)
 
     def clip_grad(

@@ -157,9 +157,7 @@ def _optimizer(
         return
     for parameter, held, first, end in engine.held():
         kept = _kept(engine, parameter, held) if states is None else states[held]
-        split = end - first < parameter.numel() or hasattr(
-            engine.optimizer, "model_param_group_index_map"
-        )
+        split = end - first < parameter.numel() or engine.distributed
         for part in engine.parts[parameter]:
             replica = part.replica[:-1] if split else part.replica
             for box in part.within(first, end):
@@ -256,8 +254,9 @@ def _check_groups(engine: Engine, there: Any, directory: Path) -> None:
     kind = type(engine.inner).__name__
     if there["class"] != kind:
         raise CheckpointError(f"{directory}: a {there['class']} was saved, and here is a {kind}.")
-    groups = [list(group["params"]) for group in there["groups"]]
-    if groups != engine.group_names:
+    # Another layout lists them in another order.
+    groups = [sorted(group["params"]) for group in there["groups"]]
+    if groups != [sorted(names) for names in engine.group_names]:
         raise CheckpointError(
             f"{directory}: the optimizer's groups hold other parameters than when it was saved: "
             f"{[len(g) for g in groups]} there, {[len(g) for g in engine.group_names]} here."

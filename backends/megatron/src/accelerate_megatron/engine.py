@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +75,10 @@ class Engine:
 
     def name(self, parameter: nn.Parameter) -> str:
         """Return the global name of one of this rank's parameters."""
-        name = self.parts[parameter][0].key
+        part = self.parts[parameter][0]
+        name = part.key
+        if len(part.size) > parameter.dim():  # one of the experts, which are stored as one tensor
+            name = name.replace(".experts.", f".experts.{part.offset[0]}.")
         for stored, called in _STORED_AS.items():
             name = name.replace(stored, called)
         return name
@@ -103,6 +107,25 @@ class Engine:
             )
         self.begun = True
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss as its backward is to begin: in fp16 it is scaled."""
+        if self.optimizer is not None and self.config.fp16:
+            loss = self.optimizer.scale_loss(loss)
+        return loss.reshape(())
+
+    @property
+    def balances(self) -> bool:
+        """Whether routers add losses of their own."""
+        config = self.config
+        even = config.moe_aux_loss_coeff
+        even = any(even) if isinstance(even, list) else even
+        return config.num_moe_experts is not None and bool(even or config.moe_z_loss_coeff)
+
+    def scale_balance(self, factor: torch.Tensor) -> None:
+        """Say by what the losses of routers are multiplied in the next backward."""
+        scaler = imported("transformer.moe.moe_utils").MoEAuxLossAutoScaler
+        scaler.set_loss_scale(self.scaled(factor))
+
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply the accumulated gradients."""
         for chunk in self.chunks:
@@ -118,12 +141,42 @@ class Engine:
 
     def norm(self, norm_type: float) -> float:
         """Return the norm of the whole model's gradients."""
-        clip = imported("optimizer.clip_grads")
-        grads = self.optimizer.get_main_grads_for_grad_norm()
-        if not grads:  # such as a data rank that steps nothing
-            grads = [torch.zeros(1, device=next(self.parameters()).device)]
-        group = self.optimizer.get_grad_stats_parallel_group()
-        return float(clip.get_grad_norm_fp32(grads, norm_type, grad_stats_parallel_group=group))
+        norm_of = imported("optimizer.clip_grads").get_grad_norm_fp32
+        norms = []
+        for group, found in self._gradients():
+            # There may be none, such as on a data rank that steps nothing.
+            grads = found or [torch.zeros(1, device=next(self.parameters()).device)]
+            norms.append(float(norm_of(grads, norm_type, grad_stats_parallel_group=group)))
+        if len(norms) == 1 or norm_type == math.inf:
+            return max(norms)
+        return float(sum(norm**norm_type for norm in norms) ** (1 / norm_type))
+
+    def _gradients(self) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+        """Yield gradients, each of the model's on one rank, and the group of these ranks."""
+        optimizer = self.optimizer
+        if self.sizes.ep == 1:
+            yield (
+                optimizer.get_grad_stats_parallel_group(),
+                optimizer.get_main_grads_for_grad_norm(),
+            )
+            return
+        # Experts are divided over other ranks than the rest.
+        state, single = imported("parallel_state"), imported("tensor_parallel")
+        whole = (state.get_model_parallel_group, state.get_tensor_model_parallel_group)
+        expert = (
+            state.get_expert_tensor_model_pipeline_parallel_group,
+            state.get_expert_tensor_parallel_group,
+        )
+        for kind, (all_ranks, tensor_ranks) in ((False, whole), (True, expert)):
+            grads = [
+                held.grad
+                for parameter, held, _, _ in self.held()
+                if held.grad is not None
+                and is_expert(parameter) == kind
+                and not getattr(parameter, "shared", False)
+                and single.param_is_not_tensor_parallel_duplicate(parameter, tensor_ranks())
+            ]
+            yield (None if self.distributed else all_ranks()), grads
 
     def clip_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip the gradients by their norm; return it as it was."""
@@ -161,6 +214,11 @@ class Engine:
 
     # --- what the optimizer holds ---------------------------------------------------------------
 
+    @property
+    def distributed(self) -> bool:
+        """Whether data ranks share the optimizer's state."""
+        return hasattr(self.optimizer, "model_param_group_index_map")
+
     def held(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, int]]:
         """Yield what is stepped: parameter, the tensor the optimizer has for it, and its elements.
 
@@ -168,7 +226,7 @@ class Engine:
         data rank's elements `first` to `end` of it, counted flat.
         """
         optimizer = self.optimizer
-        if hasattr(optimizer, "model_param_group_index_map"):
+        if self.distributed:
             for parameter, (group, at) in optimizer.model_param_group_index_map.items():
                 run = optimizer._get_model_param_range_map(parameter)["param"]
                 held = optimizer.optimizer.param_groups[group]["params"][at]
@@ -178,6 +236,11 @@ class Engine:
             if parameter in self.stepped:
                 held = getattr(parameter, "main_param", None)
                 yield parameter, parameter if held is None else held, 0, parameter.numel()
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Tell whether it belongs to an expert that not all ranks have."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def cuts(sizes: Sizes) -> bool:
@@ -206,7 +269,7 @@ def build_optimizer(
     distributed = bool(options.get("use_distributed_optimizer"))
     _check_class(optimizer, engine.sizes, distributed)
     own = {engine.name(parameter): parameter for parameter in engine.parameters()}
-    names = _everywhere(names, own)
+    names = _everywhere(names, own, engine.sizes)
     for group, wanted in zip(optimizer.param_groups, names, strict=True):
         group["params"] = [own[name] for name in wanted if name in own]
     held = {p for group in optimizer.param_groups for p in group["params"]}
@@ -225,13 +288,18 @@ def build_optimizer(
     engine.optimizer = _wrapped(engine, optimizer, options, scaling)
 
 
-def _everywhere(names: Sequence[Sequence[str]], own: Collection[str]) -> list[list[str]]:
-    """Put the names of all pipeline ranks' groups together.
+def _everywhere(
+    names: Sequence[Sequence[str]], own: Collection[str], sizes: Sizes
+) -> list[list[str]]:
+    """Put the names in all ranks' groups together.
 
     Raises:
         PrepareError: the ranks have different groups, or no rank has a parameter of such a name.
     """
-    group = imported("parallel_state").get_pipeline_model_parallel_group()
+    state = imported("parallel_state")
+    group = state.get_pipeline_model_parallel_group()
+    if sizes.ep > 1:
+        group = state.get_expert_tensor_model_pipeline_parallel_group()
     mine = ([list(one) for one in names], sorted(own))
     found: list[Any] = [mine] * group.size()
     if group.size() > 1:
@@ -241,7 +309,7 @@ def _everywhere(names: Sequence[Sequence[str]], own: Collection[str]) -> list[li
     for stage, _ in found:
         if len(stage) != len(merged):
             raise PrepareError(
-                f"The optimizer has {len(merged)} groups on one pipeline rank and {len(stage)} on "
+                f"The optimizer has {len(merged)} groups on one rank and {len(stage)} on "
                 "another: make the same groups everywhere, also those that stay empty."
             )
         for into, one in zip(merged, stage, strict=True):
@@ -292,25 +360,26 @@ def _wrapped(
             hysteresis=1,
         )
     if config.use_distributed_optimizer:
-        buffers = {index: chunk.buffers for index, chunk in enumerate(engine.chunks)}
+        kinds = [chunk.buffers for chunk in engine.chunks]
+        kinds += [chunk.expert_parallel_buffers for chunk in engine.chunks]
         made = imported("optimizer.distrib_optimizer").DistributedOptimizer(
             optimizer,
             config,
             scaler,
             None,
             model_chunks=engine.chunks,
-            per_model_buffers=buffers,
+            per_model_buffers=dict(enumerate(kinds)),  # each knows its own data ranks
             data_parallel_group=state.get_data_parallel_group(with_context_parallel=True),
             data_parallel_group_gloo=None,
             data_parallel_group_idx=dist.get_rank(state.get_model_parallel_group()),
             distributed_optimizer_instance_id=0,
         )
-        made.grad_stats_parallel_group = None  # every rank of the world steps a part of its own
     elif config.bf16 or config.fp16:
         made = module.Float16OptimizerWithFloat16Params(optimizer, config, scaler, None)
-        made.grad_stats_parallel_group = state.get_model_parallel_group()
     else:
         made = module.FP32Optimizer(optimizer, config, None)
-        made.grad_stats_parallel_group = state.get_model_parallel_group()
+    # None is the world: every rank steps a part of its own, or overflows may be of any rank's experts.
+    everyone = config.use_distributed_optimizer or engine.sizes.ep > 1
+    made.grad_stats_parallel_group = None if everyone else state.get_model_parallel_group()
     made.tp_group = state.get_tensor_model_parallel_group()
     return made

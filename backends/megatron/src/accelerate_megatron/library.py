@@ -59,6 +59,9 @@ def _start(sizes: Sizes, seed: int, timeout: timedelta | None) -> Any:
             f"megatron-core needs a CUDA device, and torch finds none ({error}). Without one train by "
             "backend='fsdp2', which has tensor parallelism, too."
         ) from None
+    routing = imported("transformer.moe.moe_utils")
+    if not hasattr(routing, "te_general_gemm"):
+        routing.te_general_gemm = None  # 0.16 asks whether it is None, and has it with TE alone
     logging.getLogger("megatron").setLevel(logging.WARNING)
     limit = {}
     if timeout is not None:
@@ -66,7 +69,6 @@ def _start(sizes: Sizes, seed: int, timeout: timedelta | None) -> Any:
     state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
-        context_parallel_size=sizes.cp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.etp,
         create_gloo_process_groups=False,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate_core import AcceleratorView
 from accelerate_core.errors import ConfigurationError, PrepareError
 from accelerate_megatron import models
-from accelerate_megatron.engine import Engine, cuts
+from accelerate_megatron.engine import Engine, cuts, is_expert
 from accelerate_megatron.library import imported, interleave
 from accelerate_megatron.models.norms import layer_spec
 from accelerate_megatron.module import GPT, MegatronModel
@@ -81,10 +81,10 @@ def built(model: nn.Module, run: Run) -> Made:
         return converted(model, run)
     if cuts(run.sizes):
         raise PrepareError(
-            f"{type(model).__name__} is cut over tp {run.sizes.tp} x pp {run.sizes.pp} ranks, and only "
-            "GPT-2, Llama and Mistral models of Transformers are converted by themselves. Pass a "
-            "provider, a function (pre_process, post_process, vp_stage=None) that returns a model "
-            "of megatron-core."
+            f"{type(model).__name__} is cut over tp {run.sizes.tp} x pp {run.sizes.pp} x ep "
+            f"{run.sizes.ep} ranks, and only GPT-2, Llama and Mistral models of Transformers are "
+            "converted by themselves. Pass a provider, a function (pre_process, post_process, "
+            "vp_stage=None) that returns a model of megatron-core."
         )
     names = {name: name for name, _ in model.named_parameters()}
     return Made([model], run.sizes, plain=True, names=names)
@@ -173,13 +173,18 @@ def _settle(config: Any, options: Mapping[str, Any]) -> None:
     Raises:
         PrepareError: they contradict each other.
     """
-    if not config.perform_initialization and options["tensor_model_parallel_size"] > 1:
+    widths = (options["tensor_model_parallel_size"], options["expert_tensor_parallel_size"])
+    if not config.perform_initialization and max(widths) > 1:
         raise PrepareError(
             "perform_initialization=False leaves parameters unmarked, and megatron then takes norms "
             "of the first tensor parallel rank's alone: leave it out of the provider's config."
         )
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "params_dtype"):
-        if getattr(config, name) != options[name]:
+    for name in (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "params_dtype",
+        "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+        "context_parallel_size",
+    ):  # fmt: skip
+        if name in options and getattr(config, name) != options[name]:
             raise PrepareError(
                 f"The provider's TransformerConfig has {name}={getattr(config, name)!r}, and the run "
                 f"has {options[name]!r}: make it with {name}={options[name]!r}."
@@ -218,6 +223,8 @@ def wrapped(made: Made, run: Run) -> MegatronModel:
     for chunk in made.modules:
         for parameter in chunk.parameters():
             defaults(parameter)
+            if is_expert(parameter):  # a bias is marked for what tensor ranks hold alike
+                parameter.sequence_parallel = False
         chunk.to(run.accelerator.device)
     if config.hidden_dropout or config.attention_dropout:
         _check_generators(run.sizes)

@@ -63,16 +63,17 @@ def run(
             losses.append(loss.detach().clone())  # the schedule divides in place
             if found is not None:
                 logits.append(found)
-            loss = step.divide(loss)
-            if engine.optimizer is not None and engine.config.fp16:
-                loss = engine.optimizer.scale_loss(loss).reshape(())
             # The schedule divides by the number of micro-batches; a sum is not to be.
             return loss * count if step.counted else loss, {}
 
         return output, reduced
 
+    def scaled(loss: torch.Tensor) -> torch.Tensor:
+        return engine.scaled(step.divide(loss))
+
     schedule = imported("pipeline_parallel.schedules").get_forward_backward_func()
     iterators = [iter(pieces) for _ in engine.chunks]
+    engine.config.grad_scale_func = scaled  # of the loss, and of those that routers add
     with nullcontext() if step.training else torch.no_grad():
         schedule(
             forward_step_func=forward_step,
@@ -83,6 +84,7 @@ def run(
             micro_batch_size=size,
             forward_only=not step.training,
         )
+    engine.config.grad_scale_func = None
     loss = _loss(losses, step.counted, next(model.parameters()).device)
     return ScheduleResult(loss, _outputs(model, logits, pieces) if keep_logits else None)
 

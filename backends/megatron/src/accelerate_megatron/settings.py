@@ -81,7 +81,6 @@ class Sizes(NamedTuple):
     Attributes:
         tp: ranks that share each layer.
         pp: stages of the pipeline, each of a rank or of those of `tp`.
-        cp: ranks that share each sequence.
         ep: ranks that share the experts.
         etp: ranks that share each expert's layers.
         vp: stages on each rank of the pipeline that take turns; 1 without interleaving.
@@ -89,7 +88,6 @@ class Sizes(NamedTuple):
 
     tp: int = 1
     pp: int = 1
-    cp: int = 1
     ep: int = 1
     etp: int = 1
     vp: int = 1
@@ -190,7 +188,7 @@ class MegatronLMPlugin(BackendSettings):
         default=None, help="ranks that share the experts", ge=1
     )
     context_parallel_size: int | None = option(
-        default=None, help="ranks that share each sequence; needs Transformer Engine", ge=1
+        default=None, help="not offered above 1: see backend fsdp2", ge=1
     )
     attention_dropout: float | None = option(
         default=None, help="dropout of attention; None: the model's", ge=0, le=1
@@ -202,7 +200,7 @@ class MegatronLMPlugin(BackendSettings):
         default=None, help="softmax of attention in fp32"
     )
     expert_tensor_parallel_size: int | None = option(
-        default=None, help="ranks that share each expert's layers", ge=1
+        default=None, help="ranks that share each expert's layers; None: tp_degree", ge=1
     )
     calculate_per_token_loss: bool | None = option(
         default=None, help="not offered: see accumulate(num_items=...)"
@@ -319,7 +317,13 @@ class MegatronLMPlugin(BackendSettings):
         self._tell_what_has_no_effect()
         self._check_functions()
         _check_other(self.other_megatron_args or {})
-        check_context(self.context_parallel_size or 1, "context_parallel_size")
+
+        if (cp := self.context_parallel_size or 1) > 1:
+            raise ConfigurationError(
+                f"context_parallel_size={cp}: sequences are not shared out here, with Transformer Engine "
+                f"either. Use backend='fsdp2' with ParallelismConfig(cp_size={cp}) or sp_size={cp}, or "
+                f"'deepspeed' with sp_size={cp}."
+            )
 
     def _settle_attention(self) -> None:
         given = self.attention_backend
@@ -403,9 +407,8 @@ class MegatronLMPlugin(BackendSettings):
         sizes = Sizes(
             self.tp_degree or 1,
             self.pp_degree or 1,
-            self.context_parallel_size or 1,
             self.expert_model_parallel_size or 1,
-            self.expert_tensor_parallel_size or 1,
+            self.expert_tensor_parallel_size or self.tp_degree or 1,
         )
         return sizes._replace(vp=self.virtual_stages(num_layers, sizes.pp)) if num_layers else sizes
 
@@ -460,7 +463,7 @@ class MegatronLMPlugin(BackendSettings):
         return {
             "tensor_model_parallel_size": sizes.tp,
             "pipeline_model_parallel_size": sizes.pp,
-            "context_parallel_size": sizes.cp,
+            "context_parallel_size": 1,
             "expert_model_parallel_size": sizes.ep,
             "expert_tensor_parallel_size": sizes.etp,
             **{name: value for name, value in said.items() if value is not None},
@@ -527,32 +530,14 @@ def _check_other(given: Mapping[str, Any]) -> None:
             )
 
 
-def check_context(cp: int, setting: str) -> None:
-    """Refuse context parallelism where Transformer Engine, which does it, is not installed.
-
-    Args:
-        setting: what says so, for the error.
-
-    Raises:
-        ConfigurationError: with the backend that has it.
-    """
-    if cp > 1 and not has_transformer_engine():
-        raise ConfigurationError(
-            f"{setting}={cp}: megatron-core shares sequences by Transformer Engine's attention, which is not "
-            "installed here. Install it (pip install transformer-engine[pytorch]), or use "
-            f"backend='fsdp2' with ParallelismConfig(cp_size={cp})."
-        )
-
-
 def check_sizes(plugin: MegatronLMPlugin, sizes: Sizes, ranks: int) -> int:
     """Return how many ranks have different samples.
 
     Raises:
         ConfigurationError: the sizes do not divide the ranks, or a setting needs another one.
     """
-    check_context(sizes.cp, "cp_size")
-    copy = sizes.tp * sizes.pp * sizes.cp
-    shown = f"tp {sizes.tp} x pp {sizes.pp} x cp {sizes.cp} = {copy}"
+    copy = sizes.tp * sizes.pp
+    shown = f"tp {sizes.tp} x pp {sizes.pp} = {copy}"
     if ranks % copy:
         raise ConfigurationError(
             f"One copy of the model takes {shown} ranks, and {ranks} ranks / {copy} = "
@@ -565,6 +550,12 @@ def check_sizes(plugin: MegatronLMPlugin, sizes: Sizes, ranks: int) -> int:
             f"The experts take ep {sizes.ep} x etp {sizes.etp} x pp {sizes.pp} = {experts} "
             f"ranks, and {ranks} ranks / {experts} = {ranks / experts:g} is not whole: change "
             "expert_model_parallel_size or expert_tensor_parallel_size."
+        )
+    if sizes.ep == 1 and plugin.expert_tensor_parallel_size not in (None, sizes.tp):
+        raise ConfigurationError(
+            f"expert_tensor_parallel_size={sizes.etp} is not tp {sizes.tp}, and without "
+            "expert_model_parallel_size megatron-core would leave gradients of experts on some tensor "
+            "parallel ranks out: leave it out, or set expert_model_parallel_size."
         )
     if plugin.sequence_parallelism and sizes.tp == 1:
         raise ConfigurationError(
@@ -611,6 +602,15 @@ def check_model(transformer: Mapping[str, Any], sizes: Sizes) -> None:
         raise ConfigurationError(
             f"expert_model_parallel_size={sizes.ep} shares out experts, and the model has none: leave "
             "it out."
+        )
+    if (
+        sizes.tp > 1
+        and transformer.get("num_moe_experts")
+        and not transformer.get("sequence_parallel")
+    ):
+        raise ConfigurationError(
+            f"tp {sizes.tp} and experts: megatron-core trains them with sequence parallelism alone. Set "
+            "sequence_parallelism=True, and sequence_parallel=True in a provider's TransformerConfig."
         )
     layers, last = (
         transformer.get(name) for name in ("num_layers", "num_layers_in_last_pipeline_stage")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +23,7 @@ from accelerate_megatron.models.weights import (
     Weight,
     collect,
     fill,
+    leave_untrained,
     mark,
     parameters_of,
 )
@@ -60,6 +61,7 @@ class Conversion:
         vocab_size: the model's, without padding; `model["vocab_size"]` is with it.
         weights: by megatron's global name with `{}` for the layer; its sources' names have it, too.
         tied: Transformers' names of a head that is the embedding, and of the embedding.
+        padding_token: the one whose row the embedding does not train.
     """
 
     family: str
@@ -69,6 +71,7 @@ class Conversion:
     vocab_size: int
     weights: Mapping[str, Weight]
     tied: tuple[str, str] | None = None
+    padding_token: int | None = None
 
     def weight(self, name: str) -> Weight:
         """Return what a parameter is made of; layers in its name are counted through all stages.
@@ -137,11 +140,15 @@ def conversion_of(candidate: Any, tp: int = 1) -> Conversion:
     config = getattr(candidate, "config", candidate)
     if getattr(config, "quantization_config", None) is not None:
         _refuse(config, "quantization_config", "quantized weights cannot be split and trained")
-    return family.convert(config, tp)
+    made = family.convert(config, tp)
+    if isinstance(candidate, nn.Module):
+        table: Any = candidate.get_input_embeddings()  # type: ignore[operator]
+        return replace(made, padding_token=getattr(table, "padding_idx", None))
+    return made
 
 
 def load(chunks: Sequence[nn.Module], conversion: Conversion, read: Read) -> None:
-    """Fill this rank's parameters with Transformers' weights.
+    """Fill this rank's parameters with Transformers' weights; call it once.
 
     They may have been made with `perform_initialization=False`.
 
@@ -159,6 +166,8 @@ def load(chunks: Sequence[nn.Module], conversion: Conversion, read: Read) -> Non
             weight = conversion.weight(name)
             fill(parameter, weight, read, group.rank(), group.size())
             mark(parameter, weight)
+        if conversion.padding_token is not None and chunk.pre_process:
+            leave_untrained(chunk, conversion.padding_token)
 
 
 def export(

@@ -55,11 +55,20 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
     Args:
         config: megatron's `TransformerConfig`.
+
+    Raises:
+        ConfigurationError: some layers have experts and others have none.
     """
+    if config.moe_layer_freq != 1:
+        raise ConfigurationError(
+            f"moe_layer_freq={config.moe_layer_freq}: layer_spec makes all layers alike. Put a list of "
+            "megatron-core's own specs together, with accelerate_megatron.models.norms.Norm in them."
+        )
     specs = imported("models.gpt.gpt_layer_specs")
+    experts = config.num_moe_experts
     if importlib.util.find_spec("transformer_engine") is not None:
-        return specs.get_gpt_layer_with_transformer_engine_spec()
-    layer = specs.get_gpt_layer_local_spec()
+        return specs.get_gpt_layer_with_transformer_engine_spec(experts)
+    layer = specs.get_gpt_layer_local_spec(experts)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     block = imported("transformer.transformer_block")
     layers = [layer] * block.get_num_layers_to_build(config, vp_stage)

@@ -147,6 +147,26 @@ def mark(parameter: nn.Parameter, weight: Weight) -> None:
         attributes(parameter, True, weight.dim, stride)
 
 
+def leave_untrained(chunk: Any, token: int) -> None:
+    """Let no gradient flow from a token into the embedding; a tied head's still does.
+
+    Args:
+        chunk: the `GPTModel` that has the embedding.
+    """
+
+    def hook(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if not output.requires_grad:
+            return
+        padded = (args[0] == token).unsqueeze(-1)
+        if module.reduce_scatter_embeddings:  # sequence first, and a part of it
+            padded = padded.transpose(0, 1).chunk(module.tp_group.size())[module.tp_group.rank()]
+        output.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: gradient.masked_fill(padded, 0)
+        )
+
+    chunk.embedding.word_embeddings.register_forward_hook(hook)
+
+
 def _runs(pieces: Iterator[Piece]) -> list[list[Piece]]:
     """Put together the pieces that follow each other in a tensor of Transformers."""
     runs: list[list[Piece]] = []

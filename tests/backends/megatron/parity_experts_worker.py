@@ -1,0 +1,6 @@
+"""As `parity_worker.py`, of a Mixtral, whose routers also add a loss for each half of a batch."""
+
+from parity_worker import main
+
+if __name__ == "__main__":
+    main("mixtral", 2)
