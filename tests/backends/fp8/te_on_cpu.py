@@ -31,10 +31,10 @@ class Net(nn.Module):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first = nn.Linear(10, 16)
-        self.norm = nn.LayerNorm(16, eps=1e-3)
-        self.body = nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 16))
-        self.head = nn.Linear(16, 16)
+        self.first = nn.Linear(10, 32)
+        self.norm = nn.LayerNorm(32, eps=1e-3)
+        self.body = nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 32))
+        self.head = nn.Linear(32, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(self.norm(self.first(x))))

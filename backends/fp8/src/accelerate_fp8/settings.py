@@ -204,17 +204,14 @@ class TERecipeKwargs(KwargsHandler):
         said = ", ".join(f"{key}={changed[key]!r}" for key in others)
         if others and not name:
             kind = type(self.recipe).__name__
-            raise ConfigurationError(f"recipe= is a {kind}, which is taken as it is: say {said} there.")
+            raise ConfigurationError(
+                f"recipe= is a {kind}, which is taken as it is: say {said} there."
+            )
         if others:
             have = [one for one, (_, options) in TE_RECIPES.items() if others[0] in options]
             raise ConfigurationError(
                 f"recipe={name!r} of Transformer Engine has no {said}; it has "
                 f"{listing(has) if has else 'no options'}. Leave it out, or use recipe {listing(have)}."
-            )
-        if self.quantized_weights and name == "delayed":
-            raise ConfigurationError(
-                "quantized_weights: recipe='delayed' would quantize weights before it has seen any, "
-                "with the scale 1, under which small ones are lost. Use another, such as 'current'."
             )
 
     @property

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from accelerate_core import AcceleratorView
@@ -49,18 +51,16 @@ class TransformerEngine(FP8):
                     f"{variable} is set, and Transformer Engine has no override_linear_precision any "
                     "more. Leave it out; a recipe of the library's has backward_override."
                 )
+        own = recipe.recipe
+        delayed = name == "delayed" or hasattr(own, "amax_history_len")
+        needs = {"autocast", "modules"}
         # A custom recipe's factory may ask for delayed scaling.
-        own = getattr(recipe.recipe, "reduce_amax", hasattr(recipe.recipe, "qfactory"))
-        delayed = name == "delayed" or hasattr(recipe.recipe, "amax_history_len")
-        self.needs = frozenset(
-            {"autocast", "modules"}
-            | (
-                {"forward_collectives"}
-                if (recipe.reduce_amax and delayed if name else own)
-                else set()
-            )
-            | ({"parameters", "subclasses"} if recipe.quantized_weights else set())
-        )
+        shares = getattr(own, "reduce_amax", hasattr(own, "qfactory"))
+        if shares or (name == "delayed" and recipe.reduce_amax):
+            needs.add("forward_collectives")
+        if recipe.quantized_weights:
+            needs |= {"parameters", "subclasses"}
+        self.needs = frozenset(needs)
         # Neither does tensor parallelism split its layers, nor is delayed scaling traced.
         self.supports = {"compile": not delayed, "mesh": ("dp_replicate", "dp_shard", "cp", "sp")}
         self._te: Any = None
@@ -90,11 +90,19 @@ class TransformerEngine(FP8):
                 f"Transformer Engine: {type(self._recipe).__name__} does not run on this device "
                 f"({name}). {reason} recipe='delayed' and 'current' run from compute capability 8.9 on."
             )
-        shards = any("weights" in parts for parts in accelerator.backend.shards.values())
-        if self.recipe.quantized_weights and shards:
+        if self.recipe.quantized_weights:
+            self._check_quantized(accelerator.backend)
+
+    def _check_quantized(self, backend: Any) -> None:
+        if self._recipe.delayed():
             raise ConfigurationError(
-                f"quantized_weights: the backend {accelerator.backend.name} shards weights, and cannot "
-                "shard those in 8 bits. Leave it out, or use the backend ddp."
+                "quantized_weights: delayed scaling would quantize weights before it has seen any, with "
+                "the scale 1, under which small ones are lost. Use another recipe, such as 'current'."
+            )
+        if any("weights" in parts for parts in backend.shards.values()):
+            raise ConfigurationError(
+                f"quantized_weights: the backend {backend.name} shards weights, and cannot shard those "
+                "in 8 bits. Leave it out, or use the backend ddp."
             )
 
     def on_start(self, accelerator: AcceleratorView) -> None:
@@ -136,15 +144,16 @@ class TransformerEngine(FP8):
         return model
 
     def _made(self, layer: Any, quantized: bool) -> nn.Module:
+        rows = 32 if self._recipe.mxfp8() else 16 if self._recipe.nvfp4() else 8
         if not quantized:
-            return to_library(self._te, layer)
+            return to_library(self._te, layer, rows)
 
         def fill(weight: torch.Tensor) -> None:
             with torch.no_grad():
                 weight.copy_(layer.weight)
 
         with self._te.quantized_model_init(enabled=True, recipe=self._recipe):
-            made = to_library(self._te, layer, fill)
+            made = to_library(self._te, layer, rows, fill)
         made.get_parameter("weight").requires_grad_(False)
         return made
 
@@ -337,8 +346,9 @@ def survey_all(model: nn.Module, multiple: int = 16) -> list[Layer]:
         multiple: what sizes of linear layers have to be multiples of.
     """
 
-    def fits(layer: nn.Module, _: str) -> bool:
-        return not any(size % multiple for size in layer.weight.shape)  # type: ignore[union-attr]
+    def fits(layer: Any, _: str) -> bool:
+        # Not of the weight, which ZeRO-3 has empty.
+        return not (layer.in_features % multiple or layer.out_features % multiple)
 
     found = survey(model, fits, f"sizes are no multiples of {multiple}")
     holders: dict[int, list[str]] = {}
@@ -365,19 +375,48 @@ def _linear_at(model: nn.Module, name: str) -> bool:
     return isinstance(model.get_submodule(name), nn.Linear)
 
 
+@cache
+def _padding(base: Any) -> Any:
+    class Linear(base):
+        """The library's linear layer for any number of rows, of which it refuses some."""
+
+        rows = 1
+
+        def forward(self, inp: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            *shape, size = inp.shape
+            count = math.prod(shape)
+            if not (missing := -count % self.rows):
+                made: torch.Tensor = super().forward(inp, *args, **kwargs)
+                return made
+            # Rows of zeros change neither a largest value nor a gradient.
+            filled = F.pad(inp.reshape(count, size), (0, 0, 0, missing))
+            padded: torch.Tensor = super().forward(filled, *args, **kwargs)
+            return padded[:count].view(*shape, padded.shape[-1])
+
+    Linear.__qualname__ = "Linear"  # under which a pickle finds it
+    return Linear
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Linear":
+        return _padding(library().Linear)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def to_library(
-    te: Any, layer: nn.Module, fill: Callable[[torch.Tensor], None] | None = None
+    te: Any, layer: nn.Module, rows: int = 1, fill: Callable[[torch.Tensor], None] | None = None
 ) -> nn.Module:
     """Return the library's layer that computes what `layer` does, with the same parameters.
 
     Args:
+        rows: what a linear layer fills the number of an input's rows to, a multiple of it.
         fill: writes the weight that the layer is made with, in place of taking that of `layer`.
     """
     # On meta nothing is allocated, and no random number drawn.
     weight: Any = layer.weight
     device = weight.device if fill else "meta"
     if isinstance(layer, nn.Linear):
-        made = te.Linear(
+        made = (_padding(te.Linear) if rows > 1 else te.Linear)(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
@@ -385,17 +424,17 @@ def to_library(
             init_method=fill,
             device=device,
         )
+        made.rows = rows
     else:
-        made = te.LayerNorm(
-            layer.normalized_shape, eps=layer.eps, dtype=weight.dtype, device=device
-        )
+        shape: Any = layer.normalized_shape
+        made = te.LayerNorm(shape, eps=layer.eps, dtype=weight.dtype, device=device)
     return _take(made, layer, ("bias",) if fill else ("weight", "bias"))
 
 
 def to_torch(te: Any, layer: Any) -> nn.Module | None:
     """Return torch's layer that computes what one of the library's does; None where none does."""
     made: nn.Module
-    if type(layer) is te.Linear:
+    if type(layer) in (te.Linear, _padding(te.Linear)):
         if layer.weight_names != ["weight"] or layer.return_bias or layer.tp_size > 1:
             return None
         sizes = layer.in_features, layer.out_features

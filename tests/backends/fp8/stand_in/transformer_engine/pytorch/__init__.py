@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+
 from transformer_engine.pytorch.quantization import (  # noqa: F401
     DelayedScalingRecipeState,
     FP8GlobalStateManager,
@@ -140,7 +141,9 @@ class Linear(TransformerEngineBaseModule):
         out = F.linear(_rounded(inp, scale[0]), _rounded(weight, scale[1]), bias)
         if self.fp8_meta["recipe"].delayed() and out.requires_grad:
             history = self.fp8_meta["scaling_bwd"].amax_history
-            out.register_hook(lambda grad: history[0, :1].copy_(grad.detach().abs().amax()) and None)
+            out.register_hook(
+                lambda grad: history[0, :1].copy_(grad.detach().abs().amax()) and None
+            )
         return out
 
     def _delayed(self, inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 
 #: Compute capability of the device that this pretends to be.
