@@ -24,6 +24,7 @@ import accelerate_fp8
 from accelerate_core import Accelerator
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.errors import ConfigurationError, MissingPluginError, PrepareError
+from accelerate_drop_in.fp8 import has_transformer_engine_layers
 from accelerate_fp8 import TERecipeKwargs
 from accelerate_fp8 import transformer_engine as engine
 from accelerate_fp8.settings import TE_RECIPES, FP8RecipeKwargs
@@ -624,6 +625,7 @@ def test_any_number_of_rows_is_filled_to_what_the_library_takes(te):
         assert all(torch.equal(results[0], other) for other in results)
         copied = pickle.loads(pickle.dumps(one.unwrap_model(model, keep_fp32_wrapper=False)))
         assert type(copied[0]) is type(model[0]) is engine.Linear
+        assert has_transformer_engine_layers(model)
 
 
 def test_frozen_weights_alone_are_kept_in_8_bits(te, tmp_path):

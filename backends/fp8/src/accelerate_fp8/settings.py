@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from accelerate_core import KwargsHandler, option, settings
-from accelerate_core.config.schema import origin_of
+from accelerate_core import KwargsHandler, option, origin_of, settings
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
-from accelerate_core.truth import switch
+from accelerate_core.truth import truth
 
 _NAMES: dict[str, Any] = {
     "env_prefix": "ACCELERATE_FP8_",
@@ -97,12 +96,12 @@ _FORMATS, _ALGORITHMS = ("HYBRID", "E4M3", "E5M2"), ("max", "most_recent")
 
 
 def _three(text: str, variable: str) -> tuple[bool, bool, bool]:
-    parts = [switch(part, f"override_linear_precision={text!r}") for part in text.split(",")]
-    if len(parts) != 3:
+    parts = [truth(part) for part in text.split(",")]
+    if len(parts) != 3 or None in parts:
         raise ConfigurationError(
             f"override_linear_precision={text!r} (from {variable}) is not three of true and false."
         )
-    return (parts[0], parts[1], parts[2])
+    return (bool(parts[0]), bool(parts[1]), bool(parts[2]))
 
 
 def _one_of(name: str, value: str, allowed: Collection[str]) -> str:

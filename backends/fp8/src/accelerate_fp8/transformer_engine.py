@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accelerate_core import AcceleratorView
-from accelerate_core.config.schema import origin_of
+from accelerate_core import AcceleratorView, origin_of
 from accelerate_core.distributed.process import once
 from accelerate_core.errors import ConfigurationError, MissingPluginError, PrepareError, warn
 from accelerate_core.truth import flag
