@@ -17,11 +17,13 @@ MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer of a model, and why it is not converted: "" if it is."""
+    """A layer of a model, and why it is not converted: "" if it is."""
 
     name: str
     sizes: str
     reason: str
+    #: What it is once converted; of linear layers it begins with "fp8".
+    becomes: str = "fp8"
 
 
 def linear_layers(model: nn.Module) -> dict[str, Any]:
@@ -48,8 +50,12 @@ def usual_filter(model: nn.Module) -> Filter:
     return takes
 
 
-def survey(model: nn.Module, chosen: Filter | None) -> list[Layer]:
+def survey(
+    model: nn.Module, chosen: Filter | None, refusal: str = "module_filter_func says no"
+) -> list[Layer]:
     """Say of each linear layer whether it can be converted; `chosen` is the user's filter.
+
+    `refusal` is the reason of those that it does not take.
 
     Left alone is what another layer would not behave like: one of a class of its own, with hooks or
     with a forward put in its place, or with a weight that another module has too.
@@ -72,7 +78,7 @@ def survey(model: nn.Module, chosen: Filter | None) -> list[Layer]:
         elif "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
             reason = "it has hooks, or another forward"
         elif not takes(layer, name):
-            reason = _why(layer, name, ends) if chosen is None else "module_filter_func says no"
+            reason = _why(layer, name, ends) if chosen is None else refusal
         found.append(Layer(name, " x ".join(map(str, layer.weight.shape)), reason))
     return found
 
@@ -92,13 +98,18 @@ def table(layers: list[Layer]) -> list[str]:
     rows: dict[tuple[str, str, str], int] = {}
     for one in layers:
         pattern = re.sub(r"\b\d+\b", "*", one.name) or "(the model itself)"
-        key = (pattern, one.sizes, one.reason or "fp8")
+        key = (pattern, one.sizes, one.reason or one.becomes)
         rows[key] = rows.get(key, 0) + 1
     width = max((len(name) for name, _, _ in rows), default=0)
     return [
         f"  {name:<{width}}  {count:>4}  {sizes:>13}  {told}"
         for (name, sizes, told), count in rows.items()
     ]
+
+
+def linear(layers: list[Layer]) -> list[Layer]:
+    """Return those that are linear, of all a library converts."""
+    return [one for one in layers if one.becomes.startswith("fp8")]
 
 
 def converted(layers: list[Layer]) -> Mapping[str, Layer]:

@@ -9,11 +9,10 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from accelerate_core import AcceleratorView, Precision
+from accelerate_core import AcceleratorView, Precision, origin_of
 from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.config.schema import origin_of
 from accelerate_core.errors import ConfigurationError, listing
-from accelerate_fp8.layers import Layer, converted, table
+from accelerate_fp8.layers import Layer, converted, linear, table
 from accelerate_fp8.settings import (
     AORecipeKwargs,
     FP8RecipeKwargs,
@@ -87,8 +86,8 @@ class FP8(Precision):
         """Keep what became of a model's layers, for `explain`; say so where nothing was converted."""
         kind = type(model).__name__
         self._converted.append((kind, layers))
-        if not converted(layers):
-            first = next((one for one in layers), None)
+        if not converted(linear(layers)):
+            first = next(iter(linear(layers)), None)
             reason = "it has no linear layer" if first is None else f"{first.name}: {first.reason}"
             accelerator.note_once(
                 f"mixed_precision='fp8': no layer of {kind} computes in fp8 ({reason}; all of them: "
@@ -103,7 +102,8 @@ class FP8(Precision):
         """Tell the engine, why it is this one, and what was converted and what not."""
         lines = [f"fp8 by {self.library}: {self.engine_because}{self.details()}"]
         for kind, layers in self._converted:
-            told = f"{len(converted(layers))} of {len(layers)} linear layers"
+            ours = linear(layers)
+            told = f"{len(converted(ours))} of {len(ours)} linear layers"
             lines += [f"{kind}: {told} compute in fp8", *table(layers)]
         return "\n".join(lines)
 
