@@ -294,8 +294,11 @@ def models_of_other_libraries(folder: Path) -> None:
     assert not has_transformer_engine_layers(holder)
     assert isinstance(blocks[0], SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING)
     assert not filter_first_and_last_linear_layers(tower(), "0")
-    with pytest.raises(ImportError, match="pip install torchao"):
-        torchao_required(print)()
+    assert torchao_required(len)("ab") == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torchao", None)
+        with pytest.raises(ImportError, match="pip install torchao"):
+            torchao_required(len)("ab")
     assert "TE" in FP8BackendType
     config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16")
     assert config.torch_dtype is torch.bfloat16

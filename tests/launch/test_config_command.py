@@ -188,7 +188,11 @@ def test_arrow_keys_choose_on_a_terminal(env: dict[str, str], tmp_path: Path) ->
         os.execv(sys.executable, [sys.executable, "-m", "accelerate_core.cli", "config"])
     seen = b""
     answers = [(b"machines?", b"\r"), (b"together?", b"2\r"), (b"backend?", b"\r")]
-    answers += [(b"precision?", b"\x1b[A\x1b[B\x1b[A\x1b[A\r"), (b"step?", b"\r"), (b"compile?", b"\r")]
+    answers += [
+        (b"precision?", b"\x1b[A\x1b[B\x1b[A\x1b[A\r"),
+        (b"step?", b"\r"),
+        (b"compile?", b"\r"),
+    ]
     deadline = time.monotonic() + 30
     try:
         for question, keys in answers:

@@ -296,7 +296,10 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     "mixed_precision: [fp16]": ("must be a text",),
     "fp8_config:\n  fp8_backnd: te": ("line 2", "Did you mean 'fp8_backend'?"),
     "fp8_config:\n  backend: tea": ("line 2", "Did you mean 'TE'?"),
-    "fp8_config:\n  margin: 0\n  amax_history_size: 3": ("line 3", "'fp8_amax_history_len'?"),
+    "fp8_config:\n  margin: 0\n  amax_history_size: 3": (
+        "line 3",
+        "Did you mean 'amax_history_len'?",
+    ),
     "fp8_config:\n  opt_level: O3": ("line 2", "is not one of 'O1', 'O2'"),
     "backend: dpd": ("Did you mean 'ddp'?",),
     "backend: xla": ('pip install "accelerate-core[xla]"',),

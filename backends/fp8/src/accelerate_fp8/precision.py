@@ -9,9 +9,8 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from accelerate_core import AcceleratorView, Precision
+from accelerate_core import AcceleratorView, Precision, origin_of
 from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.config.schema import origin_of
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_fp8.layers import Layer, converted, table
 from accelerate_fp8.settings import (

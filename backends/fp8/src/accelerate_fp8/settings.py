@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from accelerate_core import KwargsHandler, option, settings
-from accelerate_core.config.schema import origin_of
+from accelerate_core import KwargsHandler, option, origin_of, settings
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
-from accelerate_core.truth import switch
+from accelerate_core.truth import truth
 
 _NAMES: dict[str, Any] = {
     "env_prefix": "ACCELERATE_FP8_",
@@ -197,12 +196,11 @@ class TERecipeKwargs(KwargsHandler):
             )
         given: Any = self.override_linear_precision
         each = given.split(",") if isinstance(given, str) else given
-        shown = f"override_linear_precision={given!r}"
         each = each if isinstance(each, list | tuple) else [each]
-        if any(switch(one, shown) for one in each):
+        if any(truth(one) is not False for one in each):
             raise ConfigurationError(
-                f"{shown}: Transformer Engine has none any more. Leave it out; a recipe of the "
-                "library's has backward_override."
+                f"override_linear_precision={given!r}: Transformer Engine has none any more. Leave it "
+                "out; a recipe of the library's has backward_override."
             )
         self.override_linear_precision = (False, False, False)
         if self.fp8_format == "E5M2":
