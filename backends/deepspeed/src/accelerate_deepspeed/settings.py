@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from accelerate_core import AcceleratorState, BackendSettings, option, settings
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError
-from accelerate_deepspeed.config import HfDeepSpeedConfig
+from accelerate_deepspeed.config import NO_MSAMP, HfDeepSpeedConfig
 
 _Device = Literal["none", "cpu", "nvme"]
 _Launcher = Literal["standard", "pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm", "nossh"]
@@ -133,14 +133,8 @@ class DeepSpeedPlugin(BackendSettings):
             self.hf_ds_config = HfDeepSpeedConfig({} if given is None else given)
         if given is None:
             self.hf_ds_config.origin = "the plugin's defaults"
-        asks = self.hf_ds_config.is_true("msamp.enabled")
-        if asks or self.enable_msamp or self.msamp_opt_level is not None:
-            where = self.hf_ds_config.shown("msamp.enabled") if asks else "enable_msamp"
-            raise ConfigurationError(
-                f"{where} is not offered: MS-AMP is not maintained any more, and needs DeepSpeed 0.13, "
-                "where this backend runs 0.19 and later. Use mixed_precision='fp8' with torchao "
-                "(AORecipeKwargs of accelerate-fp8), or 'bf16'."
-            )
+        if self.enable_msamp or self.msamp_opt_level is not None:
+            raise ConfigurationError(f"enable_msamp {NO_MSAMP}")
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
