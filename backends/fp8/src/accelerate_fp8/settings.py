@@ -51,13 +51,19 @@ class AORecipeKwargs(KwargsHandler):
     config: Any = option(default=None, env=(), key="", cli=())
     module_filter_func: Callable[..., Any] | None = option(default=None, env=(), key="", cli=())
     pad_inner_dim: bool = option(
-        default=True, help="pad matrices whose inner dimension is no multiple of 16"
+        default=True,
+        help="pad matrices whose inner dimension is no multiple of 16",
+        ask="Pad matrices whose inner dimension is no multiple of 16?",
+        ask_if="backend=AO",
     )
     enable_fsdp_float8_all_gather: bool | None = option(
         default=None, help="gather weights in fp8 with FSDP2 (default: with recipe tensorwise)"
     )
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = option(
-        default="tensorwise", help="how tensors are scaled"
+        default="tensorwise",
+        help="how tensors are scaled",
+        ask="How are tensors scaled?",
+        ask_if="backend=AO",
     )
     emulate: bool | None = option(
         default=None, help="compute fp8 in fp32 (default: where the device has no fp8)"
@@ -93,16 +99,9 @@ TE_RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "nvfp4": ("NVFP4BlockScaling", ()),
 }
 _TE_OPTIONS = TE_RECIPES["delayed"][1]
+#: The peer's variables have one of these each.
+_PASSES = ("FPROP", "DGRAD", "WGRAD")
 _FORMATS, _ALGORITHMS = ("HYBRID", "E4M3", "E5M2"), ("max", "most_recent")
-
-
-def _three(text: str, variable: str) -> tuple[bool, bool, bool]:
-    parts = [truth(part) for part in text.split(",")]
-    if len(parts) != 3 or None in parts:
-        raise ConfigurationError(
-            f"override_linear_precision={text!r} (from {variable}) is not three of true and false."
-        )
-    return (bool(parts[0]), bool(parts[1]), bool(parts[2]))
 
 
 def _one_of(name: str, value: str, allowed: Collection[str]) -> str:
@@ -139,23 +138,37 @@ class TERecipeKwargs(KwargsHandler):
     """
 
     use_autocast_during_eval: bool = option(
-        default=False, help="compute in fp8 in evaluation mode too"
+        default=False,
+        help="compute in fp8 in evaluation mode too",
+        ask="Compute in fp8 in evaluation mode, too?",
+        ask_if="backend=TE",
     )
     margin: int = option(default=0, help="bits of margin of the scales (delayed, mxfp8)")
     interval: int = option(default=1, help="gone from Transformer Engine: 1 alone is taken")
     fp8_format: str = option(
         default="HYBRID",
         env="ACCELERATE_FP8_FORMAT",
+        key="format",
         choices=_FORMATS,
         help="HYBRID or E4M3 (default: the recipe's own)",
     )
-    amax_history_len: int = option(default=1024, help="steps of history (delayed)", ge=1)
-    amax_compute_algo: str = option(
-        default="max", choices=_ALGORITHMS, help="max or most_recent, of the history (delayed)"
+    amax_history_len: int = option(
+        default=1024,
+        help="steps of history (delayed)",
+        yaml="amax_history_length",
+        cli="fp8_amax_history_len",
+        ge=1,
     )
-    override_linear_precision: tuple[bool, bool, bool] = option(
+    amax_compute_algo: str = option(
+        default="max",
+        choices=_ALGORITHMS,
+        yaml="amax_compute_algorithm",
+        cli="fp8_amax_compute_algo",
+        help="max or most_recent, of the history (delayed)",
+    )
+    override_linear_precision: Any = option(
         default=(False, False, False),
-        read=_three,
+        env=[f"ACCELERATE_FP8_OVERRIDE_{one}" for one in ("LINEAR_PRECISION", *_PASSES)],
         help="gone from Transformer Engine: false,false,false alone is taken",
     )
     use_mxfp8_block_scaling: bool = option(default=False, help="the same as recipe mxfp8")
@@ -166,6 +179,8 @@ class TERecipeKwargs(KwargsHandler):
         cli="fp8_te_recipe",
         choices=TE_RECIPES,
         help="scaling recipe of Transformer Engine",
+        ask="Which recipe of Transformer Engine?",
+        ask_if="backend=TE",
     )
     quantized_weights: bool = option(default=False, help="keep frozen weights in 8 bits alone")
     reduce_amax: bool = option(default=True, help="share largest values over data ranks (delayed)")
@@ -180,11 +195,15 @@ class TERecipeKwargs(KwargsHandler):
                 f"interval={self.interval}: Transformer Engine has none any more, its scales move in "
                 "every step. Leave it out."
             )
-        if any(self.override_linear_precision):
+        given: Any = self.override_linear_precision
+        each = given.split(",") if isinstance(given, str) else given
+        each = each if isinstance(each, list | tuple) else [each]
+        if any(truth(one) is not False for one in each):
             raise ConfigurationError(
-                f"override_linear_precision={self.override_linear_precision}: Transformer Engine has "
-                "none any more. Leave it out; a recipe of the library's has backward_override."
+                f"override_linear_precision={given!r}: Transformer Engine has none any more. Leave it "
+                "out; a recipe of the library's has backward_override."
             )
+        self.override_linear_precision = (False, False, False)
         if self.fp8_format == "E5M2":
             raise ConfigurationError(
                 "fp8_format='E5M2': pure E5M2 training is not supported by Transformer Engine. Use "
@@ -230,7 +249,14 @@ class MSAMPRecipeKwargs(KwargsHandler):
         opt_level: `O1` (weights and gradients in 8 bits) or `O2` (optimizer states too).
     """
 
-    opt_level: Literal["O1", "O2"] = option(default="O2", help="optimization level of MS-AMP")
+    opt_level: Literal["O1", "O2"] = option(
+        default="O2",
+        help="optimization level of MS-AMP",
+        yaml="optimization_level",
+        cli="fp8_opt_level",
+        ask="Which optimization level?",
+        ask_if="backend=MSAMP",
+    )
 
 
 @settings(**_NAMES)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate_core import AcceleratorView
 from accelerate_core.errors import ConfigurationError, MissingPluginError
-from accelerate_fp8.layers import converted, survey
+from accelerate_fp8.layers import Filter, converted, survey
 from accelerate_fp8.precision import FP8
 
 
@@ -213,3 +213,25 @@ def _quiet() -> Iterator[None]:
             os.environ.pop(variable, None)
         else:
             os.environ[variable] = was
+
+
+def convert_model_to_fp8_ao(
+    model: nn.Module, config: Any = None, module_filter_func: Filter | None = None
+) -> nn.Module:
+    """Put torchao's linear layers in the place of a model's, which is changed.
+
+    Args:
+        config: a `torchao.float8.Float8LinearConfig`.
+        module_filter_func: which layers; the default leaves out what `layers.survey` does.
+
+    Returns:
+        The model; another where it is a linear layer itself.
+    """
+    with _quiet():
+        from torchao.float8 import convert_to_float8_training
+
+    names = converted(survey(model, module_filter_func))
+    made: nn.Module = convert_to_float8_training(
+        model, module_filter_fn=lambda _, name: name in names, config=config
+    )
+    return made
