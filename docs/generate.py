@@ -35,6 +35,12 @@ from accelerate_core.contract.hooks import HookSpecs
 from accelerate_core.plugins import discovery
 from accelerate_ddp.settings import DistributedDataParallelKwargs
 from accelerate_deepspeed.settings import DeepSpeedPlugin
+from accelerate_fp8.settings import (
+    AORecipeKwargs,
+    FP8Settings,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
 from accelerate_fsdp2.settings import (
     FullyShardedDataParallelPlugin,
     TorchContextParallelConfig,
@@ -235,6 +241,10 @@ def configuration() -> str:
         TorchContextParallelConfig,
         DeepSpeedPlugin,
         MegatronLMPlugin,
+        FP8Settings,
+        AORecipeKwargs,
+        TERecipeKwargs,
+        MSAMPRecipeKwargs,
     ]:
         prefix = getattr(cls, "__settings_names__", ("",))[0]
         lines += [f"## {cls.__name__}", "", (inspect.getdoc(cls) or "").split("\n\n")[0], ""]
@@ -447,9 +457,10 @@ def known_packages() -> str:
         for name, target in points.get("trackers", {}).items():
             if library := re.match(r"\w*", pkgutil.resolve_name(target).library)[0]:
                 found["PROBES"][f"is_{name}_available"] = library
-        for name, target in points.get("backends", {}).items():
-            for table, entry in _options(pkgutil.resolve_name(target), name):
-                found[table][entry] = extra
+        for group in ("backends", "precisions"):
+            for name, target in points.get(group, {}).items():
+                for table, entry in _options(pkgutil.resolve_name(target), name):
+                    found[table][entry] = extra
         extensions = points.get("extensions", {}).values()
         of_the_core = {variable for setting in CORE_SETTINGS for variable in setting.env}
         for name, target in points.get("triggers", {}).items():
@@ -507,11 +518,13 @@ def _folders(
     return found
 
 
-def _options(backend: Any, name: str) -> Iterator[tuple[str, str]]:
-    """List how the options of a backend begin, and those that begin otherwise."""
-    prefix = getattr(backend.Settings, "__yaml_prefix__", "") or f"{name}_"
+def _options(plugin: Any, name: str) -> Iterator[tuple[str, str]]:
+    """List how the options of a plugin begin, those that begin otherwise, and a precision's section."""
+    prefix = getattr(plugin.Settings, "__yaml_prefix__", "") or f"{name}_"
     yield "PREFIXES", prefix
-    for cls in filter(None, (backend.Settings, *backend.more_settings)):
+    if issubclass(plugin, Precision):  # a backend's is among its triggers
+        yield "SECTIONS", f"{name}_config"
+    for cls in filter(None, (plugin.Settings, *plugin.more_settings)):
         for field in settings_fields(cls, owner=name):
             yield from (("OPTIONS", one) for one in field.cli if not one.startswith(prefix))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -96,8 +97,43 @@ class TestBFloat16(PrecisionSuite):
 
 
 @pytest.mark.dist
+class TestFP8(PrecisionSuite):
+    plugin = "fp8"
+
+
+@pytest.mark.dist
+class TestFP8OfRows(PrecisionSuite):
+    plugin = "fp8"
+    environ = {"ACCELERATE_FP8_RECIPE": "rowwise_with_gw_hp"}
+    short = ("one_process", "two_processes")
+
+
+@pytest.mark.dist
+class TestFP8OfFSDP2(PrecisionSuite):
+    plugin = "fp8"
+    environ = {"ACCELERATE_BACKEND": "fsdp2"}
+    short = ("two_processes", "save_and_load")
+
+
+@pytest.mark.dist
 class TestFloat16(PrecisionSuite):
     plugin = "fp16"
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(
+    not Path(sys.prefix, "unpacked", "transformer_engine").exists(), reason="make unpacks its wheel"
+)
+class TestFP8ByTransformerEngine(PrecisionSuite):
+    """By its stand-in."""
+
+    plugin = "fp8"
+    environ = {
+        "ACCELERATE_FP8_BACKEND": "TE",
+        "PYTHONPATH": f"{HERE.parent}:{HERE.parent / 'backends' / 'fp8'}",
+    }
+    prelude = "te_prelude"
+    short = ("two_processes", "save_and_load", "needs", "forward_collectives", "compiled")
 
 
 @pytest.mark.dist

@@ -42,6 +42,7 @@ def _names_of_a_planned_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the catalogue know what will ask for a package that is not there yet."""
     monkeypatch.setitem(catalog.ARGUMENTS, "xla_plugin", "xla")
     monkeypatch.setitem(catalog.VARIABLES, "ACCELERATE_USE_XLA", "xla")
+    monkeypatch.setitem(catalog.NAMES["precision"], "fp4", "xla")
 
 
 CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
@@ -109,9 +110,9 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["'bf61'", "constructor argument", "'fp16'", "'bf16'?"],
     ),
     "precision not installed": (
-        {"mixed_precision": "fp8"},
+        {"mixed_precision": "fp4"},
         MissingPluginError,
-        ['pip install "accelerate-core[fp8]"'],
+        ['pip install "accelerate-core[xla]"'],
     ),
     "steps below one": (
         {"gradient_accumulation_steps": 0},
@@ -313,8 +314,8 @@ def test_settings(make: Callable[[], Any], said: list[str]) -> None:
 def test_names() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'Accelerator'"):
         accelerate_core.Acelerator  # noqa: B018
-    with pytest.raises(ImportError, match=re.escape('pip install "accelerate-core[fp8]"')):
-        from accelerate_core import TERecipeKwargs  # noqa: F401
+    with pytest.raises(ImportError, match=re.escape('pip install "accelerate-core[xla]"')):
+        from accelerate_core import install_xla  # noqa: F401
     with pytest.raises(AttributeError, match="Did you mean 'mixed_precision'"):
         Accelerator().mixed_precison  # noqa: B018
 

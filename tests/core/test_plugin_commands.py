@@ -24,6 +24,22 @@ class T(GeneralTracker):
 """
 
 
+#: A precision whose base says which of several libraries it takes.
+ENGINES = """
+from accelerate_core import Precision
+from accelerate_core.errors import ConfigurationError
+class Chooses(Precision):
+    api_version = (1, 0)
+    @classmethod
+    def explain_choice(cls, sources):
+        said = sources.environ.get("ENGINE") or (sources.config or {}).get("debug")
+        if said == "none":
+            raise ConfigurationError("ENGINE=none")
+        return f"engine {said}"
+class Fast(Chooses):
+    name = "fast"
+"""
+
 #: Nothing imports a checkpointer before it is made.
 CHECKPOINTERS = "class Late:\n    api_version = (2, 0)\nclass Sound:\n    api_version = (1, 0)\n"
 CHESTS = {"absent": "Absent", "late": "Late", "sound": "Sound"}
@@ -42,6 +58,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dummies.distribution(root, "verb", "x = 1", {"commands": {"verb": "x"}})
     dummies.distribution(root, "plus", "x = 1", {"extensions": {"plus": "x"}})
     dummies.distribution(root, "chest", CHECKPOINTERS, {"checkpointers": CHESTS})
+    dummies.distribution(root, "engines", ENGINES, {"precisions": {"fast": "Fast"}})
     crash = {"checkpointers": {"crash": "C"}}
     dummies.distribution(root, "crash", "raise OSError('no such disk')", crash)
     dummies.distribution(root, "diary", TRACKER, {"trackers": {"diary": "T"}})
@@ -119,6 +136,26 @@ def test_why_tells_that_the_compiler_is_active(root: Path) -> None:
     made = decision(root, "torch_compile", ACCELERATE_DYNAMO_BACKEND="eager")
     assert (made["state"], made["because"]) == ("active", "the compiler 'eager' is asked for")
     assert decision(root, "torch_compile", ACCELERATE_DYNAMO_BACKEND="no")["state"] == "available"
+
+
+def test_why_tells_what_a_plugin_chooses_by_itself(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("debug: true\nmixed_precision: fast\n")
+    made = decision(root, "fast", "--config_file", str(file))
+    assert (made["state"], made["steps"]["its own choice"]) == ("active", "engine True")
+    assert decision(root, "fast", ENGINE="a")["steps"]["its own choice"] == "engine a"
+    assert not decision(root, "fast", ENGINE="none")["problem"]  # nobody asks for it
+    made = decision(root, "fast", "--config_file", str(file), ENGINE="none")
+    assert made["problem"] == "ENGINE=none"
+    assert made["steps"]["its own choice"] == "it fails: ENGINE=none"
+    file.write_text("mixed_precision: fp8\nfp8_config:\n  backend: te\n")
+    told = plugins(root, "why", "fp8", "--config_file", str(file)).stdout
+    assert "engine TE: " in told
+    assert "c.yaml line 3" in told.replace("\n", "")
+    made = decision(root, "fp8", ACCELERATE_FP8_BACKEND="MSAMP")
+    said = "engine MSAMP: environment variable ACCELERATE_FP8_BACKEND"
+    assert made["steps"]["its own choice"] == said
+    assert "its own choice" not in decision(root, "left")["steps"]
 
 
 def test_why_tells_triggers_claims_and_rivals(root: Path) -> None:

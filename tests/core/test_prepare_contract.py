@@ -472,6 +472,29 @@ def test_a_precision_may_replace_the_optimizer(monkeypatch: pytest.MonkeyPatch) 
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+class ClipsItself(Precision):
+    """Has a way of its own to clip."""
+
+    name = "clips_itself"
+    api_version = (1, 0)
+
+    def clip_grad(
+        self, parameters: Any, max_norm: Any, norm_type: float, clip_value: Any
+    ) -> torch.Tensor:
+        return torch.tensor([len(parameters), max_norm or 0.0, norm_type, clip_value or 0.0])
+
+
+def test_a_precision_may_clip_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ClipsItself)
+    accelerator = Accelerator(cpu=True, mixed_precision="clips_itself")
+    model = accelerator.prepare(nn.Linear(4, 2))
+    accelerator.backward(model(X).sum())
+    assert accelerator.clip_grad_norm_(model.parameters(), 0.5, 1).tolist() == [2, 0.5, 1, 0]
+    before = model.weight.grad.clone()
+    accelerator.clip_grad_value_(model.parameters(), 1e-3)
+    assert torch.equal(model.weight.grad, before)
+
+
 # --- a precision with state of its own, and with activation checkpointing of its own -------------
 
 

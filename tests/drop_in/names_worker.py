@@ -294,8 +294,11 @@ def models_of_other_libraries(folder: Path) -> None:
     assert not has_transformer_engine_layers(holder)
     assert isinstance(blocks[0], SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING)
     assert not filter_first_and_last_linear_layers(tower(), "0")
-    with pytest.raises(ImportError, match="pip install torchao"):
-        torchao_required(print)()
+    assert torchao_required(len)("ab") == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torchao", None)
+        with pytest.raises(ImportError, match="pip install torchao"):
+            torchao_required(len)("ab")
     assert "TE" in FP8BackendType
     config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16")
     assert config.torch_dtype is torch.bfloat16
@@ -306,9 +309,9 @@ def models_of_other_libraries(folder: Path) -> None:
         BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp12")
     assert get_keys_to_not_convert(tower()) == ["2"]
     assert get_parameter_device(tower()).type == "cpu"
-    from accelerate.utils import TERecipeKwargs, load_and_quantize_model
+    from accelerate.utils import install_xla, load_and_quantize_model
 
-    class Own(TERecipeKwargs):
+    class Own(install_xla):
         pass
 
     for refused in (Own, load_and_quantize_model):

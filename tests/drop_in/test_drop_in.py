@@ -79,9 +79,9 @@ def test_a_script_runs_with_the_name_served(tmp_path: Path) -> None:
         ),
         (
             "import accelerate_drop_in as d; d.install();"
-            "from accelerate.utils import TERecipeKwargs; print(TERecipeKwargs.__name__);"
-            "TERecipeKwargs(margin=2)",
-            'pip install "accelerate-core[fp8]"',
+            "from accelerate.utils import install_xla; print(install_xla.__name__);"
+            "install_xla()",
+            'pip install "accelerate-core[xla]"',
         ),
         (
             "import accelerate_drop_in as d; d.install(); import accelerate.no_such",

@@ -101,6 +101,29 @@ def test_a_plain_backend_is_asked_nothing_more(env: dict[str, str], tmp_path: Pa
     assert "fsdp" not in json.dumps(written(env))
 
 
+@pytest.mark.parametrize(
+    ("answers", "section"),
+    [
+        (["", "no", "rowwise"], {"fp8_backend": "AO", "fp8_recipe": "rowwise", "fp8_pad_inner_dim": False}),
+        (["TE", "yes", "current"], {
+            "fp8_backend": "TE", "fp8_use_autocast_during_eval": True, "fp8_te_recipe": "current"
+        }),
+        (["2", "O1"], {"fp8_backend": "MSAMP", "fp8_opt_level": "O1"}),
+    ],
+)  # fmt: skip
+def test_fp8_is_asked_for_its_library_and_that_ones_options(
+    env: dict[str, str], tmp_path: Path, answers: list[str], section: dict[str, object]
+) -> None:
+    env["PATH"] = str(tmp_path)
+    # One process, the usual backend, fp8; accumulation and compiler as they are.
+    status, output = config(env, text="\n".join(["1", "1", "", "fp8", "", "", *answers, *[""] * 9]))
+    assert status == 0, output
+    assert written(env)["fp8_config"] == section
+    assert (
+        run_cli("config", "validate", str(Path(env[HOME]) / "config.yaml"), env=env).returncode == 0
+    )
+
+
 def test_input_that_ends_says_what_to_do(env: dict[str, str]) -> None:
     status, output = config(env, text="1\n")
     assert status == 2
@@ -165,7 +188,11 @@ def test_arrow_keys_choose_on_a_terminal(env: dict[str, str], tmp_path: Path) ->
         os.execv(sys.executable, [sys.executable, "-m", "accelerate_core.cli", "config"])
     seen = b""
     answers = [(b"machines?", b"\r"), (b"together?", b"2\r"), (b"backend?", b"\r")]
-    answers += [(b"precision?", b"\x1b[A\x1b[B\x1b[A\r"), (b"step?", b"\r"), (b"compile?", b"\r")]
+    answers += [
+        (b"precision?", b"\x1b[A\x1b[B\x1b[A\x1b[A\r"),
+        (b"step?", b"\r"),
+        (b"compile?", b"\r"),
+    ]
     deadline = time.monotonic() + 30
     try:
         for question, keys in answers:
@@ -243,10 +270,12 @@ def test_validate_asks_the_plugin_itself(env: dict[str, str], tmp_path: Path) ->
     assert status == 2
     assert "fsdp_version=1 is not offered" in output
     assert f"{file} line 3" in output.replace("\n", "")
-    file.write_text("fp8_config:\n  fp8_backend: te\n")
+    file.write_text("fp8_config:\n  fp8_format: E5M2\n")
     status, output = config(env, "validate", str(file))
+    assert status == 2
+    assert "pure E5M2 training is not supported" in output
+    status, output = config({**env, "ACCELERATE_DISABLED_PLUGINS": "fp8"}, "validate", str(file))
     assert status == 0
-    assert 'pip install "accelerate-core[fp8]"' in output
 
 
 NAMES = st.sampled_from(["a", "b", "s.a", "s.b", "t.c"])

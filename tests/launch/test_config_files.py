@@ -207,6 +207,65 @@ def test_every_template_launches_or_says_what_is_missing(template: Path, tmp_pat
         assert gpus or "ACCELERATE_CONFIG_FILE" in result.output
 
 
+#: Every key that the peer's files have for fp8, by each of its spellings.
+FP8 = """
+mixed_precision: fp8
+fp8_config:
+  backend: te
+  use_autocast_during_eval: false
+  margin: 0
+  interval: 1
+  fp8_format: E4M3
+  amax_history_length: 16
+  amax_compute_algorithm: most_recent
+  override_linear_precision: [false, false, false]
+  use_mxfp8_block_scaling: false
+  optimization_level: O1
+  enable_fsdp_float8_all_gather: true
+  pad_inner_dim: false
+"""
+FP8_LAUNCHED = """
+mixed_precision: fp8
+fp8_config:
+  fp8_backend: MSAMP
+  fp8_format: hybrid
+  fp8_amax_history_len: 16
+  fp8_amax_compute_algo: max
+  fp8_override_linear_precision: false
+  fp8_use_mxfp8_block_scaling: false
+  fp8_opt_level: O1
+  fp8_enable_fsdp_float8_all_gather: true
+  fp8_pad_inner_dim: false
+"""
+
+
+def test_the_peers_keys_for_fp8_are_read(tmp_path: Path) -> None:
+    from accelerate_core.config.lookup import Sources, resolve_settings
+    from accelerate_core.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+
+    file = tmp_path / "c.yaml"
+    for text, form, algorithm in (
+        (FP8, "E4M3", "most_recent"),
+        (FP8_LAUNCHED, "HYBRID", "max"),
+    ):
+        file.write_text(text)
+        result = CliRunner().invoke(cli, ["config", "validate", str(file)])
+        assert result.exit_code == 0, result.output
+        sources = Sources({}, read_config(str(file)))
+        ao, te, msamp = (
+            resolve_settings(cls, None, sources, owner="fp8")[0]
+            for cls in (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)
+        )
+        assert (ao.pad_inner_dim, ao.enable_fsdp_float8_all_gather) == (False, True)
+        assert (te.fp8_format, te.amax_history_len, te.amax_compute_algo) == (form, 16, algorithm)
+        assert te.override_linear_precision == (False, False, False)
+        assert msamp.opt_level == "O1"
+    file.write_text(FP8.replace("[false, false, false]", "[false, true, false]"))
+    result = CliRunner().invoke(cli, ["config", "validate", str(file)])
+    assert result.exit_code == 2
+    assert "Transformer Engine has none any more" in " ".join(result.output.split())
+
+
 # --- what is wrong --------------------------------------------------------------------------------
 
 #: Text of a file -> what the error must say. Each is one mistake.
@@ -235,7 +294,13 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     "use_cpu: {a: 1}": ("is not a switch",),
     "mixed_precision: bf61": ("Did you mean 'bf16'?", "line 1"),
     "mixed_precision: [fp16]": ("must be a text",),
-    "mixed_precision: fp8": ('pip install "accelerate-core[fp8]"',),
+    "fp8_config:\n  fp8_backnd: te": ("line 2", "Did you mean 'fp8_backend'?"),
+    "fp8_config:\n  backend: tea": ("line 2", "Did you mean 'TE'?"),
+    "fp8_config:\n  margin: 0\n  amax_history_size: 3": (
+        "line 3",
+        "Did you mean 'amax_history_len'?",
+    ),
+    "fp8_config:\n  opt_level: O3": ("line 2", "is not one of 'O1', 'O2'"),
     "backend: dpd": ("Did you mean 'ddp'?",),
     "backend: xla": ('pip install "accelerate-core[xla]"',),
     "launcher: torchrum": ("Did you mean 'torchrun'?",),

@@ -95,7 +95,8 @@ def test_every_option_of_the_peer_is_taken_or_refused_with_the_reason(
     value = [PEER[name]] if PEER[name] is not None else []
     owner = peer.owner_of_option(name)
     asked = name in catalog.SWITCHES or owner not in {one.name for one in installed().plugins}
-    more = [] if owner is None or asked else ["--backend", owner]
+    kind = "--mixed_precision" if owner == "fp8" else "--backend"
+    more = [] if owner is None or asked else [kind, owner]
     arguments = ["launch", *more, f"--{name}", *value, "--dry_run", str(tmp_path / "s.py")]
     result = CliRunner().invoke(cli, [text for text in arguments if text is not None])
     if result.exit_code == 0:
@@ -160,7 +161,10 @@ def test_help_lists_each_option_once_and_nothing_of_fsdp1_alone(tmp_path: Path) 
         (["--parallelism_config_tp_size", "0"], "must be at least 1"),
         (["--ddp_comm_hook", "fp61"], "Did you mean 'fp16'?"),
         (["--megatron_lm_tp_degree", "2"], "Add --use_megatron_lm or --backend megatron"),
-        (["--fp8_format", "HYBRID"], 'pip install "accelerate-core[fp8]"'),
+        (["--fp8_format", "HYBRID"], "Add --mixed_precision fp8, or leave the option out"),
+        (["--mixed_precision", "fp8", "--fp8_backend", "tee"], "Did you mean 'TE'?"),
+        (["--mixed_precision", "fp8", "--fp8_opt_lvl", "O1"], "Did you mean '--fp8_opt_level'?"),
+        (["--tpu_name", "a"], 'pip install "accelerate-core[xla]"'),
         (["--aws_access_key_id", "k"], "Credentials do not belong on a command line"),
     ],
 )
@@ -179,6 +183,19 @@ def test_a_switch_of_a_plugin_may_stand_alone(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         assert "FSDP_OFFLOAD_PARAMS │ true" in result.output
         assert "s.py --fsdp_y" in "".join(result.output.splitlines())
+
+
+def test_options_of_fp8_travel_as_its_variables(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("")
+    # Two classes of it have a field `recipe`.
+    said = {"backend": "ao", "recipe": "rowwise", "te_recipe": "current", "amax_history_len": "8"}
+    options = [word for name, value in said.items() for word in (f"--fp8_{name}", value)]
+    arguments = ["launch", "--cpu", "--mixed_precision", "fp8", "--fp8_pad_inner_dim", *options]
+    result = CliRunner().invoke(cli, [*arguments, "--dry_run", str(tmp_path / "s.py")])
+    assert result.exit_code == 0, result.output
+    for name, value in {**said, "pad_inner_dim": "true"}.items():
+        line = rf"ACCELERATE_FP8_{name.upper()} +│ {value} "
+        assert re.search(line, result.output), (name, result.output)
 
 
 def test_sizes_of_the_mesh_ask_for_a_mesh(tmp_path: Path) -> None:

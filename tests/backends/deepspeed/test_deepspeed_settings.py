@@ -131,6 +131,7 @@ def test_what_nothing_says_is_named():
         ("[1]", "is no file, no JSON"),
         (3, "not int"),
         ({"zero_optimization": 3}, "takes an object"),
+        ({"msamp": {"enabled": True}}, "msamp .in the config dict. is not offered"),
     ],
 )
 def test_bad_configs_are_refused(given, text):
@@ -178,7 +179,7 @@ def test_a_file_with_a_list_is_refused(tmp_path):
         ({"gradient_clipping": "much"}, r"gradient_clipping.*'much'.*a valid number"),
         ({"gradient_clipping": -1.0}, "at least 0"),
         ({"gradient_accumulation_steps": 0}, "at least 1"),
-        ({"enable_msamp": True}, "not maintained"),
+        ({"enable_msamp": True}, "enable_msamp is not offered.*needs DeepSpeed 0.13.*torchao"),
         ({"multinode_launcher": "pdhs"}, "Did you mean 'pdsh'"),
         (
             {"offload_param_device": "nvme", "zero_stage": 3},

@@ -15,6 +15,13 @@ from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 #: The value that means "as the run needs it".
 AUTO = "auto"
 
+#: Why MS-AMP is not run from here.
+NO_MSAMP = (
+    "is not offered: MS-AMP is not maintained any more, and needs DeepSpeed 0.13, where this backend "
+    "runs 0.19 and later. Use mixed_precision='fp8' with torchao (AORecipeKwargs of accelerate-fp8), "
+    "or 'bf16'."
+)
+
 #: What DeepSpeed reads at the top of a config. It ignores other keys without a word.
 KNOWN_KEYS = {
     "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint",
@@ -51,6 +58,8 @@ def _read(given: Any) -> tuple[dict[str, Any], str]:
             f"HfDeepSpeedConfig, not {type(given).__name__}."
         )
     for key in config:
+        if key == "msamp":
+            raise ConfigurationError(f"msamp (in {origin}) {NO_MSAMP}")
         if key not in KNOWN_KEYS:
             raise ConfigurationError(
                 f"DeepSpeed has no setting {key!r} (in {origin}).{did_you_mean(str(key), KNOWN_KEYS)}"

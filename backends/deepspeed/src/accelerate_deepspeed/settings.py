@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from accelerate_core import AcceleratorState, BackendSettings, option, settings
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError
-from accelerate_deepspeed.config import HfDeepSpeedConfig
+from accelerate_deepspeed.config import NO_MSAMP, HfDeepSpeedConfig
 
 _Device = Literal["none", "cpu", "nvme"]
 _Launcher = Literal["standard", "pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm", "nossh"]
@@ -110,7 +110,9 @@ class DeepSpeedPlugin(BackendSettings):
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
         yaml="deepspeed_moe_layer_cls_names",
     )
-    enable_msamp: bool | None = option(default=None, help="not offered: MS-AMP is not maintained")
+    enable_msamp: bool | None = option(
+        default=None, help="not offered: MS-AMP needs DeepSpeed 0.13"
+    )
     msamp_opt_level: str | None = option(default=None, help="not offered")
     hostfile: str | None = option(default=None, help="hosts and their slots, for several machines")
     exclusion_filter: str | None = option(default=None, help="hosts and slots to leave out")
@@ -123,11 +125,6 @@ class DeepSpeedPlugin(BackendSettings):
     )
 
     def __post_init__(self) -> None:
-        if self.enable_msamp or self.msamp_opt_level is not None:
-            raise ConfigurationError(
-                "enable_msamp is not offered: MS-AMP is not maintained any more. Use "
-                "mixed_precision='bf16', or fp8 by accelerate-fp8."
-            )
         if isinstance(self.transformer_moe_cls_names, str):
             names = self.transformer_moe_cls_names.split(",")
             self.transformer_moe_cls_names = [name.strip() for name in names if name.strip()]
@@ -136,6 +133,8 @@ class DeepSpeedPlugin(BackendSettings):
             self.hf_ds_config = HfDeepSpeedConfig({} if given is None else given)
         if given is None:
             self.hf_ds_config.origin = "the plugin's defaults"
+        if self.enable_msamp or self.msamp_opt_level is not None:
+            raise ConfigurationError(f"enable_msamp {NO_MSAMP}")
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:

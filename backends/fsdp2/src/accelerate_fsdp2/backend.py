@@ -566,14 +566,17 @@ class FSDP2Backend(Backend):
 
     def model_state(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0."""
-        return states.full_model(accelerator.unwrap_model(model))
+        return states.full_model(_plain_state(accelerator, model))
 
     def load_model_state(
         self, accelerator: AcceleratorView, model: nn.Module, state: Mapping[str, Any], strict: bool
     ) -> None:
         """Take this rank's parts of a whole state dict."""
-        config = accelerator.parallelism_config
-        states.load_full_model(accelerator.unwrap_model(model), state, config, strict)
+        config, kind = (
+            accelerator.parallelism_config,
+            type(accelerator.unwrap_model(model)).__name__,
+        )
+        states.load_full_model(_plain_state(accelerator, model), state, config, strict, kind)
 
     def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
         """Return the whole state on rank 0."""
@@ -607,9 +610,19 @@ class FSDP2Backend(Backend):
         return self.model_state(accelerator, model)
 
 
-def _unwrapped(accelerator: AcceleratorView) -> tuple[list[nn.Module], list[Any]]:
+def _plain_state(accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
+    """Return a model's shards, in tensors of no precision's own, which share their memory."""
+    inner = accelerator.unwrap_model(model)
+    plain: dict[str, Any] = accelerator.precision.plain_state(inner, inner.state_dict())
+    return plain
+
+
+def _unwrapped(
+    accelerator: AcceleratorView,
+) -> tuple[list[nn.Module], list[dict[str, Any]], list[Any]]:
     models = [accelerator.unwrap_model(model) for model in accelerator.models]
-    return models, [wrapper.optimizer for wrapper in accelerator.optimizers]
+    plain = [_plain_state(accelerator, model) for model in accelerator.models]
+    return models, plain, [wrapper.optimizer for wrapper in accelerator.optimizers]
 
 
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

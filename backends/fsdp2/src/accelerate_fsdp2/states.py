@@ -34,10 +34,19 @@ class Sharded:
         self._group: Any = None
 
     def save(
-        self, models: list[nn.Module], optimizers: list[Any], directory: Path, later: bool
+        self,
+        models: list[nn.Module],
+        plain_states: list[dict[str, Any]],
+        optimizers: list[Any],
+        directory: Path,
+        later: bool,
     ) -> Callable[[], None] | None:
-        """Write into `directory`; with `later` copy now and return what writes the copy."""
-        tensors = _model_tensors(models)
+        """Write into `directory`; with `later` copy now and return what writes the copy.
+
+        Args:
+            plain_states: of the models, in plain tensors that share their memory.
+        """
+        tensors = _model_tensors(plain_states)
         states = _optimizer_states(models, optimizers)
         plain = [state.take_apart(tensors) for state in states]
         if dist.get_rank() > 0:  # what is whole on every rank is rank 0's
@@ -56,7 +65,12 @@ class Sharded:
         return lambda: dcp.save(copies, storage_writer=_writer(directory), process_group=group)
 
     def load(
-        self, models: list[nn.Module], optimizers: list[Any], directory: Path, strict: bool
+        self,
+        models: list[nn.Module],
+        plain_states: list[dict[str, Any]],
+        optimizers: list[Any],
+        directory: Path,
+        strict: bool,
     ) -> None:
         """Read what any number of ranks wrote into the parameters and states of this run.
 
@@ -70,7 +84,7 @@ class Sharded:
             )
         metadata = read_metadata(directory)
         stored = metadata.state_dict_metadata
-        tensors = _model_tensors(models)
+        tensors = _model_tensors(plain_states)
         _compare(directory, tensors, stored, strict)
         tensors = {name: tensor for name, tensor in tensors.items() if name in stored}
         try:
@@ -105,11 +119,11 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _model_tensors(models: list[nn.Module]) -> dict[str, torch.Tensor]:
+def _model_tensors(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {
         f"model.{number}.{name}": value.detach()
-        for number, model in enumerate(models)
-        for name, value in model.state_dict().items()
+        for number, state in enumerate(states)
+        for name, value in state.items()
         if isinstance(value, torch.Tensor)
     }
 
@@ -263,14 +277,14 @@ def _compare(
 # --- whole state dicts, as of one process -----------------------------------------------------------
 
 
-def full_model(model: nn.Module) -> dict[str, Any]:
-    """Return the whole state dict on rank 0, in host memory, and an empty one elsewhere.
+def full_model(shards: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the whole of a state dict on rank 0, in host memory, and an empty one elsewhere.
 
     A rank holds one whole parameter at a time.
     """
     state: dict[str, Any] = {}
     first = dist.get_rank() == 0
-    for name, value in model.state_dict().items():
+    for name, value in shards.items():
         made = whole(value) if isinstance(value, torch.Tensor) else value
         if first and made is not value:
             # On one rank the whole is the shard itself, which training changes.
@@ -281,15 +295,18 @@ def full_model(model: nn.Module) -> dict[str, Any]:
 
 
 def load_full_model(
-    model: nn.Module, state: Mapping[str, Any], config: ParallelismConfig, strict: bool
+    own: Mapping[str, Any],
+    state: Mapping[str, Any],
+    config: ParallelismConfig,
+    strict: bool,
+    kind: str,
 ) -> None:
-    """Copy each rank's parts out of a whole state dict."""
-    own = model.state_dict()
+    """Copy each rank's parts out of a whole state dict into `own`, that of a model of class `kind`."""
     missing = [name for name in own if name not in state]
     strange = [name for name in state if name not in own]
     if strict and (missing or strange):
         raise CheckpointError(
-            f"The weights do not fit {type(model).__name__}: "
+            f"The weights do not fit {kind}: "
             f"missing {listing(missing[:3])}; not in the model {listing(strange[:3])}."
         )
     rank = dist.get_rank()

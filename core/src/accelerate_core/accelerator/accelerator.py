@@ -456,8 +456,10 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     clear = free_memory
 
     def explain(self) -> str:
-        """Tell every value in force and where it came from, one per line."""
-        return self._built.explain()
+        """Tell every value in force and where it came from, one per line, and what plugins say."""
+        return "\n".join(
+            [self._built.explain(), *self._plugins.call_each("explain", accelerator=self)]
+        )
 
     def note_once(self, text: str, *, every_rank: bool = False) -> None:
         """Warn, once per text, on the main process."""

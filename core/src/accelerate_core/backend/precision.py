@@ -79,6 +79,16 @@ class Precision:
             return nullcontext()
         return torch.autocast(accelerator.device.type, dtype=self.dtype, **options)
 
+    def clip_grad(self, parameters: Any, max_norm: Any, norm_type: float, clip_value: Any) -> Any:
+        """Clip gradients by their norm or element by element, as the hook of that name says.
+
+        A library whose gradients are no plain tensors has its own way. A backend that clips by itself
+        does not ask.
+        """
+        if clip_value is not None:
+            return torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
     def recompute(self, accelerator: AcceleratorView) -> Callable[..., Any] | None:
         """Return what stands for `torch.utils.checkpoint.checkpoint`, None where that will do.
 

@@ -37,10 +37,7 @@ class StepHooks:
         options: dict[str, Any] = {}
         if settings is not None:
             options = {"enabled": settings.enabled, "cache_enabled": settings.cache_enabled}
-        context: AbstractContextManager[Any] = accelerator.precision.autocast(
-            accelerator, model, options
-        )
-        return context
+        return accelerator.precision.autocast(accelerator, model, options)  # type: ignore[no-any-return]
 
     @owner
     def scale_loss(self, accelerator: AcceleratorView, loss: torch.Tensor) -> torch.Tensor:
@@ -129,12 +126,9 @@ class StepHooks:
         Exactly one of `max_norm` and `clip_value` is given. With `max_norm` return the norm as it
         was before, a 0-d tensor; `clip_value` clips to [-clip_value, clip_value].
 
-        Default: clip with torch.
+        Default: the precision's `clip_grad`, which clips with torch.
         """
-        if clip_value is not None:
-            return torch.nn.utils.clip_grad_value_(parameters, clip_value)
-        assert max_norm is not None
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return accelerator.precision.clip_grad(parameters, max_norm, norm_type, clip_value)
 
     @owner
     def optimizer_step(

@@ -120,7 +120,8 @@ def settings(
         made.__settings_names__ = (env_prefix, section, _tuple(argument)[0])
         made.__settings_arguments__ = tuple(filter(None, _tuple(argument)))
         made.__yaml_prefix__ = yaml_prefix
-        signature = inspect.signature(made)
+        # Of its own `__init__`: of the class it would be that of a base which is made like this.
+        signature = inspect.signature(types.MethodType(made.__init__, made))
         checked: list[Any] = []  # the class with pydantic's checks, once one was made
 
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -198,3 +198,7 @@ class HookSpecs(Protocol):
     @_registration
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Return attributes served from `accelerator.state` and the Accelerator itself."""
+
+    @_registration
+    def explain(self, accelerator: AcceleratorView) -> str | None:
+        """Return lines for `accelerator.explain()`: what was decided since it was made."""

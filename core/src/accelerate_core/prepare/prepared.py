@@ -185,10 +185,8 @@ class Prepared:
 
     def wrapper_of(self, optimizer: Any) -> AcceleratedOptimizer | None:
         """Return the prepared optimizer that is, or holds, `optimizer`."""
-        for prepared in self.optimizers:
-            if optimizer is prepared or optimizer is prepared.optimizer:
-                return prepared
-        return None
+        found = (one for one in self.optimizers if optimizer in (one, one.optimizer))
+        return next(found, None)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Tell whether a model was spread over several devices for inference."""

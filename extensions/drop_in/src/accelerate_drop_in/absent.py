@@ -182,6 +182,10 @@ DIFFERENT: dict[str, str] = {
     "utils.dataclasses.DeepSpeedSequenceParallelConfig": "None stands for True and sdpa",
     "utils.dataclasses.DistributedDataParallelKwargs.to_dict": "all fields, which can all be copied",
     "utils.dataclasses.FullyShardedDataParallelPlugin": "None stands for 2, the only version",
+    **{
+        f"utils.dataclasses.{name}": "defaults are written out, where None stands for them"
+        for name in ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
+    },
     "utils.dataclasses.InitProcessGroupKwargs": "None lets the device decide, nccl for CUDA",
     "utils.dataclasses.TorchContextParallelConfig": "None stands for allgather",
     **{

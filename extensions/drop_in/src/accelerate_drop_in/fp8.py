@@ -54,7 +54,8 @@ def has_ao_layers(model: nn.Module) -> bool:
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
     """Say whether a model holds layers of Transformer Engine's; nothing is imported for it."""
-    return any(type(one).__module__.startswith("transformer_engine.") for one in model.modules())
+    kinds = {base for one in model.modules() for base in type(one).__mro__}
+    return any(kind.__module__.startswith("transformer_engine.") for kind in kinds)
 
 
 def torchao_required(func: _F) -> _F:

@@ -33,7 +33,8 @@ class Contributed:
     @property
     def key(self) -> str:
         """The option's name among those the command line hands to `make_plan`."""
-        return f"plugin:{self.schema.kind}:{self.schema.name}:{self.field.name}"
+        # Not the field's: several classes of a plugin may have one of that name.
+        return f"plugin:{self.schema.kind}:{self.schema.name}:{self.env}"
 
     @property
     def env(self) -> str:
@@ -207,8 +208,8 @@ def _check_section(
 ) -> Iterable[tuple[str, Because]]:
     for key, value in config[section].items():
         where = config.where(f"{section}.{key}")
-        fields = [one.field_of_key(str(key)) for one in schemas]
-        field = next((one for one in fields if one is not None), None)
+        found = [one.field_of_key(str(key)) for one in schemas]
+        field = next((one for one in found if one is not None), None)
         if field is not None:
             check_value(field, value, f"{section}.{key}: {value!r} ({where})")
             if value is not None:
@@ -216,8 +217,9 @@ def _check_section(
             continue
         if catalog.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):
             continue  # another plugin reads it out of this section
-        known = [name for one in schemas for field in one.fields for name in field.yaml]
+        fields = [each for one in schemas for each in one.fields]
+        known = [name for each in fields for name in each.yaml]
         raise ConfigurationError(
             f"Unknown key {str(key)!r} in {section} of {where}.{did_you_mean(str(key), known)} "
-            f"Keys are {listing(dict.fromkeys(f.yaml[0] for one in schemas for f in one.fields))}."
+            f"Keys are {listing(dict.fromkeys(key for f in fields for key in f.yaml[:1]))}."
         )

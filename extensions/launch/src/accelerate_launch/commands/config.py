@@ -216,6 +216,10 @@ def _check_deeply(config: ConfigFile) -> None:
     for record in installed().plugins:
         mine = {f"{record.name}_config", *record.triggers} & set(config)
         if record.kind in WITH_SETTINGS and mine and record.name not in disabled_names():
-            cls = getattr(record.load(), "Settings", None)
-            if cls is not None:
+            plugin = record.load()
+            own = (
+                getattr(plugin, "Settings", None),
+                *(getattr(plugin, "more_settings", None) or ()),
+            )
+            for cls in filter(None, own):
                 resolve_settings(cls, None, sources, owner=record.name)

@@ -197,11 +197,15 @@ def _of_plugins(
 ) -> None:
     """Put the questions of the chosen backend and precision, and of a mesh if one is taken."""
     schemas = plugin_schemas(environ)
-    chosen = {("backend", backend), ("precision", made["mixed_precision"])}
+    # What was answered to each plugin that was chosen: several classes may have its settings.
+    chosen: dict[tuple[str, str], dict[str, str]] = {
+        ("backend", backend): {},
+        ("precision", made["mixed_precision"]): {},
+    }
     for schema in schemas:
         if (schema.kind, schema.name) not in chosen:
             continue
-        _section(asker, made, schema)
+        _section(asker, made, schema, chosen[schema.kind, schema.name])
         extra = [one for one in schema.mesh if one != "dp_shard"]
         if extra and asker.confirm(f"Set sizes of a device mesh ({', '.join(extra)})?", False):
             mesh = next(one for one in schemas if one.section == "parallelism_config")
@@ -214,9 +218,10 @@ def _of_plugins(
             made["parallelism_config"] = sizes
 
 
-def _section(asker: Asker, made: dict[str, Any], schema: PluginSchema) -> None:
+def _section(
+    asker: Asker, made: dict[str, Any], schema: PluginSchema, by_name: dict[str, str]
+) -> None:
     answers: dict[str, Any] = {}
-    by_name: dict[str, str] = {}
     for field in schema.fields:
         name, _, wanted = field.ask_if.partition("=")
         if not field.ask or (field.ask_if and by_name.get(name, "").lower() != wanted.lower()):
@@ -226,7 +231,7 @@ def _section(asker: Asker, made: dict[str, Any], schema: PluginSchema) -> None:
         if value not in ("", None):
             answers[field.yaml[0]] = value
     if answers:
-        made[schema.section] = answers
+        made.setdefault(schema.section, {}).update(answers)
 
 
 def _field(asker: Asker, field: SettingField) -> Any:

@@ -27,11 +27,13 @@ class PlannedRun:
 
     Attributes:
         environ: what the run's processes see.
+        config: the file that it reads.
     """
 
     environ: Mapping[str, str]
     topology: Topology
     selections: Mapping[str, Selection]
+    config: ConfigFile | None = None
 
 
 def planned_run(
@@ -61,7 +63,7 @@ def planned_run(
             topology = Topology(0, num_processes, 0, num_processes, "as asked here")
         if launched and not is_rank:
             made |= {kind: Selection(kind, error=error) for kind in RULES}
-            return PlannedRun(environ, topology, made)
+            return PlannedRun(environ, topology, made, config)
     else:
         if launched:
             environ, topology = theirs, read_topology(theirs)
@@ -76,7 +78,7 @@ def planned_run(
         if made[kind].wanted.value is not None:
             _import_named(made[kind])
     _refuse_misfit(made["backend"], made["precision"], values)
-    return PlannedRun(environ, topology, made)
+    return PlannedRun(environ, topology, made, config)
 
 
 def _import_named(made: Selection) -> None:

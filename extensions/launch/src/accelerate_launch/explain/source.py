@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.util
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ class Stated:
     #: Why the target of the entry point cannot be there; "" if it is, or may be.
     missing: str = ""
     api_version: tuple[int, int] | None = None
+    #: Whether it has `explain_choice(sources)`: it tells what of its own it chooses, and why.
+    explains: bool = False
 
 
 @functools.cache
@@ -36,7 +39,11 @@ def stated(target: str) -> Stated:
     # It is written down there, or made by what we cannot follow.
     if not re.search(rf"\b{attribute}\b|__getattr__|import \*", text):
         return Stated(f"{module!r} has no {attribute!r}")
-    return Stated("", _version(module, attribute, _DEPTH))
+    version, explains = None, False
+    for statement in _statements(module, attribute, _DEPTH):
+        version = version or _stated(statement)
+        explains = explains or getattr(statement, "name", "") == "explain_choice"
+    return Stated("", version, explains)
 
 
 def _text(origin: str | None) -> str | None:
@@ -49,27 +56,28 @@ def _text(origin: str | None) -> str | None:
         return None
 
 
-def _version(module: str, name: str, depth: int) -> tuple[int, int] | None:
-    """Return the version that a class of a module states, itself or in a base or where it is from."""
+def _statements(module: str, name: str, depth: int) -> Iterator[ast.stmt]:
+    """Yield the statements of a class of a module and then of its bases, wherever they are from."""
     try:
         spec = find_module(module)
         tree = ast.parse(_text(spec.origin) or "")
     except (ImportError, ValueError, OSError, SyntaxError):
-        return None  # importing it will say
+        return  # importing it will say
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
-            stated = [one for one in map(_stated, node.body) if one is not None]
-            bases = [base.id for base in node.bases if isinstance(base, ast.Name) and depth]
-            inherited = (_version(module, base, depth - 1) for base in bases)
-            return stated[0] if stated else next(filter(None, inherited), None)
+            yield from node.body
+            for base in node.bases:
+                if isinstance(base, ast.Name) and depth:
+                    yield from _statements(module, base.id, depth - 1)
+            return
         if isinstance(node, ast.ImportFrom) and depth:
             package = module if spec.submodule_search_locations else module.rpartition(".")[0]
             for alias in node.names:
                 if name == (alias.asname or alias.name):
                     relative = "." * node.level + (node.module or "")
                     source = importlib.util.resolve_name(relative, package)
-                    return _version(source, alias.name, depth - 1)
-    return None
+                    yield from _statements(source, alias.name, depth - 1)
+                    return
 
 
 def _stated(statement: ast.stmt) -> tuple[int, int] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from accelerate_core.errors import MissingPluginError, did_you_mean, listing
+from accelerate_core.config.lookup import Sources
+from accelerate_core.errors import AccelerateError, MissingPluginError, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import PluginRecord, installed, without_entry_point
 from accelerate_core.plugins.manager import PARTS
@@ -95,6 +96,13 @@ def _explained(record: PluginRecord, run: PlannedRun) -> Explanation:
         made.steps += _steps(made, record, run, selection)
     elif record.kind == "tracker":
         made.steps.append(("log_with='all'", because))
+    if stated(record.target).explains and state not in ("disabled", "broken", "refused"):
+        try:
+            told = record.load().explain_choice(Sources(run.environ, run.config))
+        except AccelerateError as error:
+            told = f"it fails: {error}"
+            made.problem = made.problem or (str(error) if state == "active" else "")
+        made.steps.append(("its own choice", told))
     return made
 
 

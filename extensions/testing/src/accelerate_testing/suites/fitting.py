@@ -224,11 +224,11 @@ def forward_collectives(ctx: CheckContext) -> str:
 @check("precision", alone=True, hooks="convert compile")
 def compiled(ctx: CheckContext) -> None:
     """A compiled model trains as the plain one does, unless it says that it cannot be compiled."""
-    if not ctx.supports.get("compile", True):
-        ctx.skip("it does not declare 'compile'")
     losses = []
     for compiler in ("no", "eager"):
         trainer = Trainer.begin(ctx, dynamo_backend=compiler)
+        if not trainer.accelerator.precision.supports.get("compile", True):
+            ctx.skip("it does not declare 'compile'")
         losses.append(trainer.train(trainer.batches(3)[0]))
         trainer.accelerator.end_training()
     ctx.close(losses[1], losses[0], "losses of a compiled model", 0.05 * losses[0][0])

@@ -1,0 +1,6 @@
+"""fp8 training for accelerate-core. Importing this does not import the libraries that do it."""
+
+from accelerate_fp8.precision import FP8
+from accelerate_fp8.settings import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+
+__all__ = ["FP8", "AORecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"]

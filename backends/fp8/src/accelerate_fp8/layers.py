@@ -1,0 +1,117 @@
+"""Which linear layers of a model compute in fp8, and why others do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+#: `(module, name) -> bool`: whether a layer is converted.
+Filter = Callable[[nn.Module, str], bool]
+#: Matrix products in fp8 take sizes that are multiples of it.
+MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model, and why it is not converted: "" if it is."""
+
+    name: str
+    sizes: str
+    reason: str
+    #: What it is once converted; of linear layers it begins with "fp8".
+    becomes: str = "fp8"
+
+
+def linear_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers that are linear, or called so by a library, in the model's order.
+
+    Transformers' `Conv1D` of GPT-2 is one whose weight is transposed.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    }
+
+
+def usual_filter(model: nn.Module) -> Filter:
+    """Return the filter for a model that takes all linear layers but the first and the last,
+    whose sizes are multiples of 16.
+    """
+    names = [name for name, layer in linear_layers(model).items() if isinstance(layer, nn.Linear)]
+
+    def takes(module: nn.Module, name: str) -> bool:
+        return name not in names[:1] + names[-1:] and not _odd_sizes(module)
+
+    return takes
+
+
+def survey(
+    model: nn.Module, chosen: Filter | None, refusal: str = "module_filter_func says no"
+) -> list[Layer]:
+    """Say of each linear layer whether it can be converted; `chosen` is the user's filter.
+
+    `refusal` is the reason of those that it does not take.
+
+    Left alone is what another layer would not behave like: one of a class of its own, with hooks or
+    with a forward put in its place, or with a weight that another module has too.
+    """
+    takes = usual_filter(model) if chosen is None else chosen
+    holders: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
+    layers = linear_layers(model)
+    ends = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
+    found = []
+    for name, layer in layers.items():
+        reason = ""
+        weight = f"{name}.weight".lstrip(".")
+        others = [n for n in holders.get(id(layer.weight), ()) if n != weight]
+        if type(layer) is not nn.Linear:
+            reason = f"a {type(layer).__name__}, not torch's Linear"
+        elif others:
+            reason = f"its weight is {others[0]}, too"
+        elif "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+            reason = "it has hooks, or another forward"
+        elif not takes(layer, name):
+            reason = _why(layer, name, ends) if chosen is None else refusal
+        found.append(Layer(name, " x ".join(map(str, layer.weight.shape)), reason))
+    return found
+
+
+def _odd_sizes(module: Any) -> bool:
+    return any(size % MULTIPLE for size in module.weight.shape)
+
+
+def _why(layer: nn.Module, name: str, ends: list[str]) -> str:
+    if _odd_sizes(layer):
+        return f"sizes are no multiples of {MULTIPLE}"
+    return "the first linear layer" if name == ends[0] else "the last linear layer"
+
+
+def table(layers: list[Layer]) -> list[str]:
+    """Return a line for all layers alike: names that differ in numbers alone are one."""
+    rows: dict[tuple[str, str, str], int] = {}
+    for one in layers:
+        pattern = re.sub(r"\b\d+\b", "*", one.name) or "(the model itself)"
+        key = (pattern, one.sizes, one.reason or one.becomes)
+        rows[key] = rows.get(key, 0) + 1
+    width = max((len(name) for name, _, _ in rows), default=0)
+    return [
+        f"  {name:<{width}}  {count:>4}  {sizes:>13}  {told}"
+        for (name, sizes, told), count in rows.items()
+    ]
+
+
+def linear(layers: list[Layer]) -> list[Layer]:
+    """Return those that are linear, of all a library converts."""
+    return [one for one in layers if one.becomes.startswith("fp8")]
+
+
+def converted(layers: list[Layer]) -> Mapping[str, Layer]:
+    """Return the layers that are converted, by name."""
+    return {one.name: one for one in layers if not one.reason}

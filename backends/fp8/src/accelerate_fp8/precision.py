@@ -1,0 +1,154 @@
+"""The precision `fp8`, whose engine is chosen when it is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, ClassVar, cast
+
+import torch
+
+from accelerate_core import AcceleratorView, Precision, origin_of
+from accelerate_core.config.lookup import Sources, resolve_settings
+from accelerate_core.errors import ConfigurationError, listing
+from accelerate_fp8.layers import Layer, converted, linear, table
+from accelerate_fp8.settings import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    FP8Settings,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
+
+#: Engine -> module, class, and the recipe it takes.
+_ENGINES: dict[str, tuple[str, str, type[Any]]] = {
+    "AO": ("accelerate_fp8.torchao", "TorchAO", AORecipeKwargs),
+    "TE": ("accelerate_fp8.transformer_engine", "TransformerEngine", TERecipeKwargs),
+    "MSAMP": ("accelerate_fp8.msamp", "MSAMP", MSAMPRecipeKwargs),
+}
+
+
+class FP8(Precision):
+    """Matrix products of linear layers in 8 bits, by torchao, Transformer Engine or MS-AMP.
+
+    Making one gives an object of the engine's class: the recipe in `kwargs_handlers` says which, or
+    the setting `backend`; torchao is the default.
+    """
+
+    name = "fp8"
+    api_version = (1, 0)
+    needs = frozenset({"autocast", "modules"})
+    dtype = torch.bfloat16
+    Settings = FP8Settings
+    more_settings: ClassVar[tuple[type[Any], ...]] = (
+        AORecipeKwargs,
+        TERecipeKwargs,
+        MSAMPRecipeKwargs,
+    )
+    handlers = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)
+    #: Name of the engine, and its library's.
+    engine: ClassVar[str]
+    library: ClassVar[str]
+
+    def __new__(cls, settings: Any = None, handlers: Sequence[Any] = ()) -> FP8:
+        """Choose the engine.
+
+        Raises:
+            ConfigurationError: recipes of several engines.
+        """
+        if cls is FP8:
+            engine, _ = choose(settings, handlers)
+            module, name, _ = _ENGINES[engine]
+            cls = getattr(import_module(module), name)
+        return super().__new__(cls)
+
+    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+        super().__init__(settings, handlers)
+        self.engine_because = choose(settings, handlers)[1]
+        given = handlers[0] if handlers else None
+        _, _, recipe = _ENGINES[self.engine]
+        cls = type(given) if given is not None else recipe
+        self.recipe: Any = resolve_settings(cls, given, Sources.of(os.environ), owner="fp8")[0]
+        #: Class of the model and its linear layers, of each model that was converted.
+        self._converted: list[tuple[str, list[Layer]]] = []
+
+    @classmethod
+    def explain_choice(cls, sources: Sources) -> str:
+        """Tell which engine a run would have, and why."""
+        settings, _ = resolve_settings(FP8Settings, None, sources, owner="fp8")
+        engine, because = choose(settings, ())
+        return f"engine {engine}: {because}"
+
+    # --- what it tells --------------------------------------------------------------------------
+
+    def note_layers(self, accelerator: AcceleratorView, model: Any, layers: list[Layer]) -> None:
+        """Keep what became of a model's layers, for `explain`; say so where nothing was converted."""
+        kind = type(model).__name__
+        self._converted.append((kind, layers))
+        if not converted(linear(layers)):
+            first = next(iter(linear(layers)), None)
+            reason = "it has no linear layer" if first is None else f"{first.name}: {first.reason}"
+            accelerator.note_once(
+                f"mixed_precision='fp8': no layer of {kind} computes in fp8 ({reason}; all of them: "
+                "print(accelerator.explain()))."
+            )
+
+    def details(self) -> str:
+        """Say in a few words how the engine computes."""
+        return ""
+
+    def explain(self, accelerator: AcceleratorView) -> str:
+        """Tell the engine, why it is this one, and what was converted and what not."""
+        lines = [f"fp8 by {self.library}: {self.engine_because}{self.details()}"]
+        for kind, layers in self._converted:
+            ours = linear(layers)
+            told = f"{len(converted(ours))} of {len(ours)} linear layers"
+            lines += [f"{kind}: {told} compute in fp8", *table(layers)]
+        return "\n".join(lines)
+
+    def on_free(self, accelerator: AcceleratorView) -> None:
+        """Forget the models."""
+        self._converted.clear()
+
+    def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
+        """Serve what the peer's scripts ask: the engine and the recipe."""
+        names = {
+            "AO": "ao_recipe_handler",
+            "TE": "te_recipe_handler",
+            "MSAMP": "msamp_recipe_handler",
+        }
+        given = self.given_handlers
+        return {
+            "fp8_backend": self.engine,
+            "fp8_enabled": True,
+            "has_fp8_handler": bool(given),
+            "fp8_recipe_handler": self.recipe,
+            names[self.engine]: self.recipe,
+        }
+
+
+def choose(settings: Any, handlers: Sequence[Any]) -> tuple[str, str]:
+    """Return the engine and why it is this one.
+
+    Raises:
+        ConfigurationError: recipes of several engines.
+    """
+    if len(handlers) > 1:
+        raise ConfigurationError(
+            f"kwargs_handlers has {listing(type(one).__name__ for one in handlers)}, recipes of "
+            "several fp8 libraries; pass one."
+        )
+    if handlers:
+        given = handlers[0]
+        said = f"kwargs_handlers has {type(given).__name__}"
+        if isinstance(given, FP8RecipeKwargs):
+            older, _ = resolve_settings(FP8RecipeKwargs, given, Sources.of(os.environ))
+            return cast("str", older.backend or "TE"), said
+        return next(name for name, (*_, cls) in _ENGINES.items() if isinstance(given, cls)), said
+    if settings is not None and settings.backend is not None:
+        return settings.backend, origin_of(settings, "backend")
+    return (
+        "AO",
+        "the default (ACCELERATE_FP8_BACKEND, or a recipe in kwargs_handlers, says another)",
+    )

@@ -1,0 +1,274 @@
+"""What users may say about fp8: which library does it, and one recipe for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Literal
+
+from accelerate_core import KwargsHandler, option, settings
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
+from accelerate_core.truth import truth
+
+_NAMES: dict[str, Any] = {
+    "env_prefix": "ACCELERATE_FP8_",
+    "section": "fp8_config",
+    "yaml_prefix": "fp8_",
+}
+
+
+@settings(**_NAMES)
+class FP8Settings:
+    """Which library computes in 8 bits; a recipe in `kwargs_handlers` says so as well."""
+
+    backend: Literal["AO", "TE", "MSAMP"] | None = option(
+        default=None,
+        help="library: AO (torchao, the default), TE (Transformer Engine) or MSAMP",
+        ask="Which library shall compute in fp8?",
+    )
+
+
+@settings(**_NAMES)
+class AORecipeKwargs(KwargsHandler):
+    """torchao: linear layers multiply in fp8, scaled anew in each step.
+
+    Args:
+        config: a `torchao.float8.Float8LinearConfig`, in the place of the options below but
+            `module_filter_func`.
+        module_filter_func: `(module, name) -> bool`, which layers are converted; the default is
+            `accelerate_fp8.layers.usual_filter` of the model.
+        pad_inner_dim: pad matrices whose inner dimension (a batch's tokens, in backward) is no
+            multiple of 16.
+        enable_fsdp_float8_all_gather: gather weights in fp8 where a backend shards them. The
+            default is where that is possible: FSDP2 and `recipe="tensorwise"`.
+        recipe: `tensorwise`, `rowwise`, or `rowwise_with_gw_hp` (gradients of weights are computed
+            in high precision).
+        emulate: compute in fp32 what fp8 would give. The default is where the device has no fp8
+            matrix product.
+        precompute_scales: with the gather in fp8, compute the scales of all weights after each
+            optimizer step by one collective.
+    """
+
+    config: Any = option(default=None, env=(), key="", cli=())
+    module_filter_func: Callable[..., Any] | None = option(default=None, env=(), key="", cli=())
+    pad_inner_dim: bool = option(
+        default=True,
+        help="pad matrices whose inner dimension is no multiple of 16",
+        ask="Pad matrices whose inner dimension is no multiple of 16?",
+        ask_if="backend=AO",
+    )
+    enable_fsdp_float8_all_gather: bool | None = option(
+        default=None, help="gather weights in fp8 with FSDP2 (default: with recipe tensorwise)"
+    )
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = option(
+        default="tensorwise",
+        help="how tensors are scaled",
+        ask="How are tensors scaled?",
+        ask_if="backend=AO",
+    )
+    emulate: bool | None = option(
+        default=None, help="compute fp8 in fp32 (default: where the device has no fp8)"
+    )
+    precompute_scales: bool = option(
+        default=True, help="compute all weights' scales by one collective after each step"
+    )
+
+    def __post_init__(self) -> None:
+        said = sorted(
+            self.to_kwargs().keys() - {"config", "module_filter_func", "precompute_scales"}
+        )
+        if self.config is not None and said:
+            raise ConfigurationError(
+                f"config= holds {listing(said)} already; say it there, or leave config out."
+            )
+        if self.recipe != "tensorwise" and self.enable_fsdp_float8_all_gather:
+            raise ConfigurationError(
+                f"enable_fsdp_float8_all_gather gathers one scale per weight, and "
+                f"recipe={self.recipe!r} has one per row; use recipe='tensorwise'."
+            )
+
+
+#: Recipe of Transformer Engine -> name of its class there, and the options that it has.
+TE_RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "delayed": (
+        "DelayedScaling",
+        ("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax"),
+    ),
+    "current": ("Float8CurrentScaling", ("fp8_format",)),
+    "block": ("Float8BlockScaling", ("fp8_format",)),
+    "mxfp8": ("MXFP8BlockScaling", ("margin", "fp8_format")),
+    "nvfp4": ("NVFP4BlockScaling", ()),
+}
+_TE_OPTIONS = TE_RECIPES["delayed"][1]
+#: The peer's variables have one of these each.
+_PASSES = ("FPROP", "DGRAD", "WGRAD")
+_FORMATS, _ALGORITHMS = ("HYBRID", "E4M3", "E5M2"), ("max", "most_recent")
+
+
+def _one_of(name: str, value: str, allowed: Collection[str]) -> str:
+    """Return the allowed word that `value` is in any case."""
+    for word in allowed:
+        if word.lower() == value.lower():
+            return word
+    raise ConfigurationError(
+        f"{name}={value!r} is not one of {listing(allowed)}.{did_you_mean(value, allowed)}"
+    )
+
+
+@settings(**_NAMES)
+class TERecipeKwargs(KwargsHandler):
+    """Transformer Engine: its layers compute in fp8 inside of its autocast.
+
+    Args:
+        use_autocast_during_eval: compute in fp8 in evaluation mode too.
+        margin: bits by which scales are kept below the largest value (`delayed`, `mxfp8`).
+        interval: gone from the library; 1 is the only value.
+        fp8_format: `HYBRID` (E4M3 forward, E5M2 backward) or `E4M3`; the library trains in no
+            pure `E5M2`. Where it is not said, the recipe's own: `HYBRID` of `delayed` and
+            `current`, `E4M3` of `block` and `mxfp8`.
+        amax_history_len: steps whose largest values are kept (`delayed`).
+        amax_compute_algo: `max` of the history, or `most_recent` (`delayed`).
+        override_linear_precision: gone from the library; all False is the only value.
+        use_mxfp8_block_scaling: the peer's name for `recipe="mxfp8"`.
+        recipe: `delayed`, `current`, `block`, `mxfp8` or `nvfp4`, or a recipe of the library's,
+            which is taken as it is; None: `mxfp8` where it was asked for by its other name, or else
+            `delayed`.
+        quantized_weights: keep frozen weights in 8 bits alone (`quantized_model_init`).
+        reduce_amax: share the largest values over the ranks that get different samples
+            (`delayed`), which is a collective in every forward that trains.
+    """
+
+    use_autocast_during_eval: bool = option(
+        default=False,
+        help="compute in fp8 in evaluation mode too",
+        ask="Compute in fp8 in evaluation mode, too?",
+        ask_if="backend=TE",
+    )
+    margin: int = option(default=0, help="bits of margin of the scales (delayed, mxfp8)")
+    interval: int = option(default=1, help="gone from Transformer Engine: 1 alone is taken")
+    fp8_format: str = option(
+        default="HYBRID",
+        env="ACCELERATE_FP8_FORMAT",
+        key="format",
+        choices=_FORMATS,
+        help="HYBRID or E4M3 (default: the recipe's own)",
+    )
+    amax_history_len: int = option(
+        default=1024,
+        help="steps of history (delayed)",
+        yaml="amax_history_length",
+        cli="fp8_amax_history_len",
+        ge=1,
+    )
+    amax_compute_algo: str = option(
+        default="max",
+        choices=_ALGORITHMS,
+        yaml="amax_compute_algorithm",
+        cli="fp8_amax_compute_algo",
+        help="max or most_recent, of the history (delayed)",
+    )
+    override_linear_precision: Any = option(
+        default=(False, False, False),
+        env=[f"ACCELERATE_FP8_OVERRIDE_{one}" for one in ("LINEAR_PRECISION", *_PASSES)],
+        help="gone from Transformer Engine: false,false,false alone is taken",
+    )
+    use_mxfp8_block_scaling: bool = option(default=False, help="the same as recipe mxfp8")
+    recipe: Any = option(
+        default=None,
+        env="ACCELERATE_FP8_TE_RECIPE",
+        key="te_recipe",
+        cli="fp8_te_recipe",
+        choices=TE_RECIPES,
+        help="scaling recipe of Transformer Engine",
+        ask="Which recipe of Transformer Engine?",
+        ask_if="backend=TE",
+    )
+    quantized_weights: bool = option(default=False, help="keep frozen weights in 8 bits alone")
+    reduce_amax: bool = option(default=True, help="share largest values over data ranks (delayed)")
+
+    def __post_init__(self) -> None:
+        self.fp8_format = _one_of("fp8_format", self.fp8_format, _FORMATS)
+        self.amax_compute_algo = _one_of("amax_compute_algo", self.amax_compute_algo, _ALGORITHMS)
+        if isinstance(self.recipe, str):
+            self.recipe = _one_of("recipe", self.recipe, TE_RECIPES)
+        if self.interval != 1:
+            raise ConfigurationError(
+                f"interval={self.interval}: Transformer Engine has none any more, its scales move in "
+                "every step. Leave it out."
+            )
+        given: Any = self.override_linear_precision
+        each = given.split(",") if isinstance(given, str) else given
+        each = each if isinstance(each, list | tuple) else [each]
+        if any(truth(one) is not False for one in each):
+            raise ConfigurationError(
+                f"override_linear_precision={given!r}: Transformer Engine has none any more. Leave it "
+                "out; a recipe of the library's has backward_override."
+            )
+        self.override_linear_precision = (False, False, False)
+        if self.fp8_format == "E5M2":
+            raise ConfigurationError(
+                "fp8_format='E5M2': pure E5M2 training is not supported by Transformer Engine. Use "
+                "HYBRID (E4M3 forward, E5M2 backward) or E4M3."
+            )
+        if self.use_mxfp8_block_scaling and self.recipe not in (None, "mxfp8"):
+            raise ConfigurationError(
+                f"use_mxfp8_block_scaling is recipe='mxfp8', and recipe={self.recipe!r} is said too; "
+                "leave one of them out."
+            )
+        self._check_options()
+
+    def _check_options(self) -> None:
+        name, changed = self.recipe_name, self.to_kwargs()
+        has = TE_RECIPES[name][1] if name else ()
+        others = [key for key in _TE_OPTIONS if key in changed and key not in has]
+        said = ", ".join(f"{key}={changed[key]!r}" for key in others)
+        if others and not name:
+            kind = type(self.recipe).__name__
+            raise ConfigurationError(
+                f"recipe= is a {kind}, which is taken as it is: say {said} there."
+            )
+        if others:
+            have = [one for one, (_, options) in TE_RECIPES.items() if others[0] in options]
+            raise ConfigurationError(
+                f"recipe={name!r} of Transformer Engine has no {said}; it has "
+                f"{listing(has) if has else 'no options'}. Leave it out, or use recipe {listing(have)}."
+            )
+
+    @property
+    def recipe_name(self) -> str:
+        """Name of the recipe, "" for one of the library's own."""
+        if self.recipe is not None:
+            return self.recipe if isinstance(self.recipe, str) else ""
+        return "mxfp8" if self.use_mxfp8_block_scaling else "delayed"
+
+
+@settings(**_NAMES)
+class MSAMPRecipeKwargs(KwargsHandler):
+    """MS-AMP, a library that is no longer maintained; nothing of this was run with it.
+
+    Args:
+        opt_level: `O1` (weights and gradients in 8 bits) or `O2` (optimizer states too).
+    """
+
+    opt_level: Literal["O1", "O2"] = option(
+        default="O2",
+        help="optimization level of MS-AMP",
+        yaml="optimization_level",
+        cli="fp8_opt_level",
+        ask="Which optimization level?",
+        ask_if="backend=MSAMP",
+    )
+
+
+@settings(**_NAMES)
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """Older: the options of both; use `TERecipeKwargs` or `MSAMPRecipeKwargs`."""
+
+    backend: str | None = option(
+        default=None, env="ACCELERATE_FP8_BACKEND", choices=("TE", "MSAMP"), help="TE or MSAMP"
+    )
+
+    def __post_init__(self) -> None:
+        warn("FP8RecipeKwargs is older; use TERecipeKwargs or MSAMPRecipeKwargs.", FutureWarning)
+        if self.backend is not None:
+            self.backend = _one_of("backend", self.backend, ("TE", "MSAMP"))
+        super().__post_init__()

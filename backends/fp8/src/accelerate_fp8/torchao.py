@@ -1,0 +1,237 @@
+"""fp8 by torchao: linear layers become its `Float8Linear`, scaled anew in each step."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate_core import AcceleratorView
+from accelerate_core.errors import ConfigurationError, MissingPluginError
+from accelerate_fp8.layers import Filter, converted, survey
+from accelerate_fp8.precision import FP8
+
+
+class TorchAO(FP8):
+    """Linear layers in fp8 under bf16 autocast.
+
+    With `rowwise_with_gw_hp` there is no autocast: the gradients of weights are products of
+    activations as they are, whose dtype has to be that of the weights.
+    """
+
+    engine = "AO"
+    library = "torchao"
+
+    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+        super().__init__(settings, handlers)
+        recipe = self.recipe
+        self._gathers: bool | None = recipe.enable_fsdp_float8_all_gather
+        mixed = recipe.recipe == "rowwise_with_gw_hp"
+        if recipe.config is not None:
+            self._gathers = recipe.config.enable_fsdp_float8_all_gather
+            mixed = (
+                recipe.config.cast_config_grad_output_for_grad_weight.scaling_type.name
+                == "DISABLED"
+            )
+        if mixed:
+            self.dtype = None  # type: ignore[misc, assignment]
+        self.needs = frozenset(
+            {"modules"}
+            | (set() if mixed else {"autocast"})
+            | ({"subclasses"} if self._gathers else set())
+        )
+        self._config: Any = None
+
+    def check(self, accelerator: AcceleratorView) -> None:
+        """Make the library's configuration for this device.
+
+        Raises:
+            ConfigurationError: autocast is asked for where it cannot be, or fp8 weights where no
+                backend gathers any.
+            MissingPluginError: the library is not installed.
+        """
+        with _quiet():
+            try:
+                from torchao.float8 import Float8LinearConfig
+            except ImportError as error:
+                raise MissingPluginError(
+                    f"torchao cannot be imported ({error}). Install it with: pip install torchao"
+                ) from error
+        handler = accelerator.autocast_handler
+        if self.dtype is None and handler is not None and handler.enabled:
+            raise ConfigurationError(
+                "recipe='rowwise_with_gw_hp' runs without autocast, and AutocastKwargs asks for it: "
+                "leave that out, or use recipe='rowwise'. A model in bf16 trains in bf16 with it."
+            )
+        shards = any("weights" in parts for parts in accelerator.backend.shards.values())
+        if self._gathers and not shards:
+            raise ConfigurationError(
+                f"enable_fsdp_float8_all_gather: the backend {accelerator.backend.name} shards no "
+                "weights, so none are gathered. Leave it out, or use the backend fsdp2."
+            )
+        recipe = self.recipe
+        if recipe.config is None:
+            if self._gathers is None:
+                accepts = accelerator.backend.supports.get("accepts", ())
+                self._gathers = shards and "subclasses" in accepts and recipe.recipe == "tensorwise"
+            emulate = (
+                not _multiplies(accelerator.device) if recipe.emulate is None else recipe.emulate
+            )
+            self._config = dataclasses.replace(
+                Float8LinearConfig.from_recipe_name(recipe.recipe),
+                pad_inner_dim=recipe.pad_inner_dim,
+                enable_fsdp_float8_all_gather=self._gathers,
+                emulate=emulate,
+            )
+        else:
+            self._config = recipe.config
+        if self._config.emulate and recipe.emulate is None and recipe.config is None:
+            accelerator.note_once(
+                f"fp8 is emulated: {_device_name(accelerator.device)} has no fp8 matrix product. Losses "
+                "are those of fp8; it is slower than bf16 (emulate=True says that it is meant)."
+            )
+
+    def convert(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
+        """Replace linear layers by torchao's; parameters stay, but for what is gathered in fp8."""
+        from torchao.float8 import convert_to_float8_training
+
+        layers = survey(model, self.recipe.module_filter_func)
+        self.note_layers(accelerator, model, layers)
+        names = converted(layers)
+        training = {name: layer.training for name, layer in model.named_modules() if name in names}
+        made: nn.Module = convert_to_float8_training(
+            model, module_filter_fn=lambda _, name: name in names, config=self._config
+        )
+        for name, mode in training.items():
+            made.get_submodule(name).train(mode)
+        if self.dtype is None and names:
+            made.register_forward_pre_hook(_refuse_autocast)
+        return made
+
+    def on_step_end(self, accelerator: AcceleratorView, optimizer: Any) -> None:
+        """Compute the scales of all weights that are gathered in fp8, by one collective."""
+        self._precompute(accelerator)
+
+    def on_load(self, accelerator: AcceleratorView) -> None:
+        """Scales of the weights before are none of those that were read."""
+        self._precompute(accelerator)
+
+    def _precompute(self, accelerator: AcceleratorView) -> None:
+        if not (self._gathers and self.recipe.precompute_scales):
+            return
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        by_mesh: dict[Any, list[nn.Module]] = {}
+        for model in accelerator.models:
+            for module in model.modules():
+                if isinstance(weight := getattr(module, "weight", None), DTensor):
+                    by_mesh.setdefault(weight.device_mesh, []).append(module)
+        for modules in by_mesh.values():
+            precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(modules))
+
+    def plain_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state without torchao's tensor subclass; memory is shared with what was given."""
+        return {name: _plain(value) for name, value in state.items()}
+
+    def details(self) -> str:
+        """Return recipe, emulation and gathering."""
+        config, name = self._config, self.recipe.recipe
+        told = [f"recipe {name}" if self.recipe.config is None else "a config of the script's"]
+        if config is not None:
+            told += [word for word in ("emulate", "pad_inner_dim") if getattr(config, word)]
+            told += ["weights gathered in fp8"] if config.enable_fsdp_float8_all_gather else []
+        return f"; {', '.join(told)}"
+
+
+def _plain(value: Any) -> Any:
+    local: Any = value.to_local() if isinstance(value, DTensor) else None
+    if hasattr(local, "_linear_mm_config"):
+        return DTensor.from_local(
+            local._tensor,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return value._tensor if hasattr(value, "_linear_mm_config") else value
+
+
+def _refuse_autocast(module: nn.Module, _: Any) -> None:
+    device = next(module.parameters()).device.type
+    if torch.is_autocast_enabled(device):
+        raise ConfigurationError(
+            "recipe='rowwise_with_gw_hp' runs without autocast, and the script has entered "
+            f"torch.autocast({device!r}). Take it out, or use recipe='rowwise'."
+        )
+
+
+def _multiplies(device: torch.device) -> bool:
+    """Tell whether a device has fp8 matrix products."""
+    if device.type != "cuda":
+        return False
+    if torch.version.hip:
+        return "gfx94" in (name := torch.cuda.get_device_properties(device).gcnArchName) or (
+            "gfx95" in name
+        )
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _device_name(device: torch.device) -> str:
+    return (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type} device"
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what importing torchao says on every machine to itself.
+
+    It tries libraries of kernels for formats that are not used here, and registers an enumeration
+    in a way that torch deprecates.
+    """
+    variable = "TORCHAO_FORCE_SKIP_LOADING_SO_FILES"
+    was = os.environ.get(variable)
+    levels = {name: logging.getLogger(name).level for name in ("torch.utils._pytree", "torchao")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not torch.cuda.is_available():
+        os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        if was is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = was
+
+
+def convert_model_to_fp8_ao(
+    model: nn.Module, config: Any = None, module_filter_func: Filter | None = None
+) -> nn.Module:
+    """Put torchao's linear layers in the place of a model's, which is changed.
+
+    Args:
+        config: a `torchao.float8.Float8LinearConfig`.
+        module_filter_func: which layers; the default leaves out what `layers.survey` does.
+
+    Returns:
+        The model; another where it is a linear layer itself.
+    """
+    with _quiet():
+        from torchao.float8 import convert_to_float8_training
+
+    names = converted(survey(model, module_filter_func))
+    made: nn.Module = convert_to_float8_training(
+        model, module_filter_fn=lambda _, name: name in names, config=config
+    )
+    return made

@@ -1,0 +1,549 @@
+"""fp8 by Transformer Engine: its layers in the place of torch's, under its autocast."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accelerate_core import AcceleratorView, origin_of
+from accelerate_core.distributed.process import once
+from accelerate_core.errors import ConfigurationError, MissingPluginError, PrepareError, warn
+from accelerate_core.truth import flag
+from accelerate_fp8.layers import Layer, converted, survey
+from accelerate_fp8.precision import FP8
+from accelerate_fp8.settings import TE_RECIPES
+
+_INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+_NORM = "te.LayerNorm"
+#: Where layers keep the scales of delayed scaling, and what of them.
+_SIDES, _KEPT = ("scaling_fwd", "scaling_bwd"), ("scale", "amax_history")
+
+
+class TransformerEngine(FP8):
+    """Linear layers and LayerNorms of Transformer Engine under bf16 autocast and its own.
+
+    Delayed scaling reduces largest values where its autocast is left: every rank takes part in
+    every forward that trains. In evaluation mode nothing is reduced and no scale moves, so that a
+    rank may evaluate alone.
+    """
+
+    engine = "TE"
+    library = "Transformer Engine"
+    #: Types of devices the library runs on.
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+        super().__init__(settings, handlers)
+        recipe, name = self.recipe, self.recipe.recipe_name
+        for word in ("FPROP", "DGRAD", "WGRAD"):
+            if flag(os.environ, variable := f"ACCELERATE_FP8_OVERRIDE_{word}"):
+                raise ConfigurationError(
+                    f"{variable} is set, and Transformer Engine has no override_linear_precision any "
+                    "more. Leave it out; a recipe of the library's has backward_override."
+                )
+        own = recipe.recipe
+        delayed = name == "delayed" or hasattr(own, "amax_history_len")
+        needs = {"autocast", "modules"}
+        # A custom recipe's factory may ask for delayed scaling.
+        shares = getattr(own, "reduce_amax", hasattr(own, "qfactory"))
+        if shares or (name == "delayed" and recipe.reduce_amax):
+            needs.add("forward_collectives")
+        if recipe.quantized_weights:
+            needs |= {"parameters", "subclasses"}
+        self.needs = frozenset(needs)
+        # Neither does tensor parallelism split its layers, nor is delayed scaling traced.
+        self.supports = {"compile": not delayed, "mesh": ("dp_replicate", "dp_shard", "cp", "sp")}
+        self._te: Any = None
+        self._recipe: Any = None
+
+    # --- the library ----------------------------------------------------------------------------
+
+    def check(self, accelerator: AcceleratorView) -> None:
+        """Import the library, make the recipe and ask the library whether the device has it.
+
+        Raises:
+            ConfigurationError: no such device, or it lacks the format; or weights in 8 bits alone
+                would be sharded.
+            MissingPluginError: the library cannot be imported, with what to install.
+        """
+        kind = accelerator.device.type
+        if kind not in self.devices:
+            raise ConfigurationError(
+                f"Transformer Engine computes on CUDA devices, and this is a {kind}. fp8 by torchao "
+                "runs here: leave TERecipeKwargs and ACCELERATE_FP8_BACKEND out, or say AO."
+            )
+        self._te = library()
+        self._recipe = make_recipe(self.recipe)
+        if reason := lacking(self._te, self._recipe):
+            name = torch.cuda.get_device_name(accelerator.device) if kind == "cuda" else kind
+            raise ConfigurationError(
+                f"Transformer Engine: {type(self._recipe).__name__} does not run on this device "
+                f"({name}). {reason} recipe='delayed' and 'current' run from compute capability 8.9 on."
+            )
+        if self.recipe.quantized_weights:
+            self._check_quantized(accelerator.backend)
+
+    def _check_quantized(self, backend: Any) -> None:
+        if self._recipe.delayed():
+            raise ConfigurationError(
+                "quantized_weights: delayed scaling would quantize weights before it has seen any, with "
+                "the scale 1, under which small ones are lost. Use another recipe, such as 'current'."
+            )
+        if any("weights" in parts for parts in backend.shards.values()):
+            raise ConfigurationError(
+                f"quantized_weights: the backend {backend.name} shards weights, and cannot shard those "
+                "in 8 bits. Leave it out, or use the backend ddp."
+            )
+
+    def on_start(self, accelerator: AcceleratorView) -> None:
+        """Have what the library knows of all models of the process forgotten in the end.
+
+        It would go on reducing theirs, over groups that are no more.
+        """
+        once("transformer_engine.quantization", "", lambda: None, _forget)
+
+    # --- models ---------------------------------------------------------------------------------
+
+    def convert(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
+        """Put the library's layers in the place of torch's; they have the same parameters.
+
+        Raises:
+            PrepareError: weights are to be kept in 8 bits alone, and all of them train.
+        """
+        layers = survey_all(model, 32 if self._recipe.mxfp8() else 16)
+        frozen: set[str] = set()
+        if self.recipe.quantized_weights:
+            names = [name for name in converted(layers) if _linear_at(model, name)]
+            frozen = {n for n in names if not model.get_submodule(n).weight.requires_grad}
+            if names and not frozen:
+                raise PrepareError(
+                    f"quantized_weights: all linear weights of {type(model).__name__} train, and in 8 "
+                    "bits the small steps of an optimizer are lost. Freeze those that shall be kept so "
+                    "(requires_grad_(False), as LoRA does), or leave it out."
+                )
+        for index, one in enumerate(layers):
+            if one.name in frozen and not one.reason:
+                layers[index] = Layer(one.name, one.sizes, "", "fp8, its weight too")
+        if _extra_keys(model):  # layers of the library's that the script made
+            self._converted.append((type(model).__name__, layers))
+        else:
+            self.note_layers(accelerator, model, layers)
+        for name in converted(layers):
+            model = replace(model, name, self._made(model.get_submodule(name), name in frozen))
+        hide_extra_state(model)
+        return model
+
+    def _made(self, layer: Any, quantized: bool) -> nn.Module:
+        rows = 32 if self._recipe.mxfp8() else 16 if self._recipe.nvfp4() else 8
+        if not quantized:
+            return to_library(self._te, layer, rows)
+
+        def fill(weight: torch.Tensor) -> None:
+            with torch.no_grad():
+                weight.copy_(layer.weight)
+
+        with self._te.quantized_model_init(enabled=True, recipe=self._recipe):
+            made = to_library(self._te, layer, rows, fill)
+        made.get_parameter("weight").requires_grad_(False)
+        return made
+
+    def autocast(
+        self, accelerator: AcceleratorView, model: nn.Module | None, options: dict[str, Any]
+    ) -> AbstractContextManager[Any]:
+        """Enter torch's autocast and in it the library's, for a forward of `model`."""
+        mixed = super().autocast(accelerator, model, options)
+        if model is None:
+            return mixed
+        inner = self._te.autocast(
+            enabled=model.training or self.recipe.use_autocast_during_eval,
+            recipe=self._recipe,
+            amax_reduction_group=accelerator.backend.scope_group("loss"),
+        )
+        return _both(mixed, inner, model.training)
+
+    def recompute(self, accelerator: AcceleratorView) -> Callable[..., Any]:
+        """Return the library's own checkpoint, which computes again with the scales of forward."""
+        checkpoint = self._te.checkpoint
+
+        def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            # By name it has options of its own, which must not be the function's.
+            called = partial(function, **kwargs) if kwargs else function
+            return checkpoint(called, *args, use_reentrant=False)
+
+        return run
+
+    # --- what is kept ---------------------------------------------------------------------------
+
+    def plain_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state with weights of 8 bits as they are read: in their nominal dtype."""
+        return {name: _plain(self._te, value) for name, value in state.items()}
+
+    def on_save(self, accelerator: AcceleratorView, directory: Path) -> None:
+        """Write this rank's scales and their history, as tensors."""
+        from safetensors.torch import save_file
+
+        found = {
+            f"{prefix}{side}.{what}": tensor.detach().cpu().clone()
+            for prefix, module in _modules(accelerator)
+            for side, what, tensor in _scales(module)
+        }
+        if found:
+            save_file(found, directory / _file(accelerator.process_index))
+
+    def on_load(self, accelerator: AcceleratorView, directory: Path) -> None:
+        """Read this rank's scales; those of rank 0 where fewer saved, new ones where none did."""
+        from safetensors.torch import load_file
+
+        files = [directory / _file(rank) for rank in (accelerator.process_index, 0)]
+        read = next((load_file(file) for file in files if file.exists()), {})
+        for prefix, module in _modules(accelerator):
+            saved = {
+                (side, what): read[key]
+                for side in _SIDES
+                for what in _KEPT
+                if (key := f"{prefix}{side}.{what}") in read
+            }
+            if saved and not [*_scales(module)]:
+                self._start_scales(module, len(saved["scaling_fwd", "scale"]) // 3)
+            for side, what, tensor in _scales(module):
+                _fill(tensor, saved.get((side, what)), 1.0 if what == "scale" else 0.0)
+
+    def _start_scales(self, module: nn.Module, gemms: int) -> None:
+        """Let a layer have its scales before its first forward."""
+        meta: Any = module.fp8_meta
+        if not self._recipe.delayed():
+            return
+        meta.update(num_gemms=gemms, recipe=self._recipe)
+        with torch.no_grad(), self._te.autocast(enabled=True, recipe=self._recipe):
+            module.init_fp8_meta_tensors(self._recipe)  # type: ignore[operator]
+
+    def details(self) -> str:
+        """Return recipe, and where and how it is not the usual one."""
+        recipe = self.recipe
+        told = [
+            f"recipe {recipe.recipe_name}" if recipe.recipe_name else "a recipe of the script's"
+        ]
+        if "forward_collectives" in self.needs:
+            told += ["largest values shared in forward"]
+        told += ["in evaluation too"] if recipe.use_autocast_during_eval else []
+        return f"; {', '.join(told)}"
+
+
+# --- the library ------------------------------------------------------------------------------------
+
+
+def library() -> Any:
+    """Import `transformer_engine.pytorch`.
+
+    Raises:
+        MissingPluginError: it is not there, or without what it needs; with what to install.
+    """
+    try:
+        import transformer_engine.pytorch as te
+    except ModuleNotFoundError as error:
+        if error.name == "transformer_engine":
+            raise MissingPluginError(
+                f"Transformer Engine is not installed. Install it with: {_INSTALL}"
+            ) from None
+        raise _unusable(error) from None
+    except Exception as error:  # it raises whatever a missing piece of it leads to
+        raise _unusable(error) from None
+    if not hasattr(te, "autocast"):
+        raise MissingPluginError(
+            f"Transformer Engine is too old: it has no autocast. Install 2.20 or newer: {_INSTALL}"
+        )
+    return te
+
+
+def _unusable(error: Exception) -> MissingPluginError:
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    if "meta package" in said:
+        why, way = "is installed without its extension for PyTorch", _INSTALL
+    elif "cudnn" in said.lower():
+        why = f"does not find the cuDNN it needs ({said})"
+        way = "pip install -U nvidia-cudnn-cu13 (or -cu12, as your CUDA is), or set CUDNN_HOME"
+    else:
+        why, way = f"cannot be imported ({type(error).__name__}: {said})", _INSTALL
+    return MissingPluginError(f"Transformer Engine {why}. Install it with: {way}")
+
+
+def make_recipe(given: Any) -> Any:
+    """Make the library's recipe of a `TERecipeKwargs`; one of its own is taken as it is.
+
+    Raises:
+        ConfigurationError: it is none of the library's.
+    """
+    from transformer_engine.common import recipe as recipes
+
+    if not given.recipe_name:
+        if not isinstance(given.recipe, recipes.Recipe):
+            kind = type(given.recipe).__name__
+            raise ConfigurationError(f"recipe= is a {kind}, no recipe of Transformer Engine.")
+        return given.recipe
+    name, options = TE_RECIPES[given.recipe_name]
+    said = {key: getattr(given, key) for key in options if origin_of(given, key) != "default"}
+    if "fp8_format" in said:
+        said["fp8_format"] = getattr(recipes.Format, said["fp8_format"])
+    return getattr(recipes, name)(**said)
+
+
+def lacking(te: Any, recipe: Any) -> str:
+    """Return what the device lacks for a recipe in the library's words, "" if nothing.
+
+    Its own check when autocast is entered leaves out NVFP4.
+    """
+    asked = [te.is_fp8_available]
+    asked += [te.is_mxfp8_available] if recipe.mxfp8() else []
+    asked += [te.is_nvfp4_available] if recipe.nvfp4() else []
+    asked += [te.is_fp8_block_scaling_available] if recipe.float8_block_scaling() else []
+    answers = [ask(return_reason=True) for ask in asked]
+    return next((reason for can, reason in answers if not can), "")
+
+
+def _forget(_: Any) -> None:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+
+
+@contextmanager
+def _both(
+    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any], moves: bool
+) -> Iterator[None]:
+    """Enter both; scales move, and ranks reduce, where the inner one is left, if `moves`.
+
+    The library does so wherever gradients are on. Not after an error: other ranks need not have it.
+    """
+    with outer:
+        inner.__enter__()
+        try:
+            yield
+        except BaseException:
+            moves = False
+            raise
+        finally:
+            with nullcontext() if moves else torch.no_grad():
+                inner.__exit__(None, None, None)
+
+
+# --- layers -----------------------------------------------------------------------------------------
+
+
+def survey_all(model: nn.Module, multiple: int = 16) -> list[Layer]:
+    """Say of each linear layer and each LayerNorm whether the library's can stand in its place.
+
+    Args:
+        multiple: what sizes of linear layers have to be multiples of.
+    """
+
+    def fits(layer: Any, _: str) -> bool:
+        # Not of the weight, which ZeRO-3 has empty.
+        return not (layer.in_features % multiple or layer.out_features % multiple)
+
+    found = survey(model, fits, f"sizes are no multiples of {multiple}")
+    holders: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.LayerNorm):
+            continue
+        own = [parameter for parameter in (layer.weight, layer.bias) if parameter is not None]
+        reason = ""
+        if type(layer) is not nn.LayerNorm:
+            reason = f"a {type(layer).__name__}, not torch's LayerNorm"
+        elif len(own) < 2:
+            reason = f"it has no {'bias' if own else 'weight'}"
+        elif any(len(holders[id(parameter)]) > 1 for parameter in own):
+            reason = "another layer has its parameters, too"
+        elif "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+            reason = "it has hooks, or another forward"
+        found.append(Layer(name, " x ".join(map(str, layer.normalized_shape)), reason, _NORM))
+    return found
+
+
+def _linear_at(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name), nn.Linear)
+
+
+@cache
+def _padding(base: Any) -> Any:
+    class Linear(base):
+        """The library's linear layer for any number of rows, of which it refuses some."""
+
+        rows = 1
+
+        def forward(self, inp: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            *shape, size = inp.shape
+            count = math.prod(shape)
+            if not (missing := -count % self.rows):
+                made: torch.Tensor = super().forward(inp, *args, **kwargs)
+                return made
+            # Rows of zeros change neither a largest value nor a gradient.
+            filled = F.pad(inp.reshape(count, size), (0, 0, 0, missing))
+            padded: torch.Tensor = super().forward(filled, *args, **kwargs)
+            return padded[:count].view(*shape, padded.shape[-1])
+
+    Linear.__qualname__ = "Linear"  # under which a pickle finds it
+    return Linear
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Linear":
+        return _padding(library().Linear)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def to_library(
+    te: Any, layer: nn.Module, rows: int = 1, fill: Callable[[torch.Tensor], None] | None = None
+) -> nn.Module:
+    """Return the library's layer that computes what `layer` does, with the same parameters.
+
+    Args:
+        rows: what a linear layer fills the number of an input's rows to, a multiple of it.
+        fill: writes the weight that the layer is made with, in place of taking that of `layer`.
+    """
+    # On meta nothing is allocated, and no random number drawn.
+    weight: Any = layer.weight
+    device = weight.device if fill else "meta"
+    if isinstance(layer, nn.Linear):
+        made = (_padding(te.Linear) if rows > 1 else te.Linear)(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            params_dtype=weight.dtype,
+            init_method=fill,
+            device=device,
+        )
+        made.rows = rows
+    else:
+        shape: Any = layer.normalized_shape
+        made = te.LayerNorm(shape, eps=layer.eps, dtype=weight.dtype, device=device)
+    return _take(made, layer, ("bias",) if fill else ("weight", "bias"))
+
+
+def to_torch(te: Any, layer: Any) -> nn.Module | None:
+    """Return torch's layer that computes what one of the library's does; None where none does."""
+    made: nn.Module
+    if type(layer) in (te.Linear, _padding(te.Linear)):
+        if layer.weight_names != ["weight"] or layer.return_bias or layer.tp_size > 1:
+            return None
+        sizes = layer.in_features, layer.out_features
+        made = nn.Linear(*sizes, layer.use_bias, device="meta", dtype=layer.weight.dtype)
+    elif type(layer) is te.LayerNorm and not layer.zero_centered_gamma:
+        made = nn.LayerNorm(layer.weight.shape, layer.eps, device="meta", dtype=layer.weight.dtype)
+    else:
+        return None
+    made = _take(made, layer, [name for name, _ in made.named_parameters()])
+    if (plain := _plain(te, layer.weight)) is not layer.weight:
+        made.weight = nn.Parameter(plain, layer.weight.requires_grad)
+    return made
+
+
+def _take(made: nn.Module, layer: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Give a layer the parameters and the mode of another."""
+    for name in names:
+        if isinstance(parameter := getattr(layer, name), nn.Parameter):
+            setattr(made, name, parameter)
+    made.train(layer.training)
+    weight: Any = made.weight
+    # Nothing moves; the library readies itself for the device.
+    return made.to(weight.device)
+
+
+def replace(model: nn.Module, name: str, made: nn.Module) -> nn.Module:
+    """Put a layer at a name, and return the model: the layer, where the name is ""."""
+    if not name:
+        return made
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, made)
+    return model
+
+
+# --- states -----------------------------------------------------------------------------------------
+
+
+def _is_theirs(module: nn.Module) -> bool:
+    return any(cls.__module__.startswith("transformer_engine.") for cls in type(module).__mro__)
+
+
+def _extra_keys(model: nn.Module) -> tuple[str, ...]:
+    theirs = [name for name, module in model.named_modules() if _is_theirs(module)]
+    return tuple(f"{name}._extra_state".lstrip(".") for name in theirs)
+
+
+def hide_extra_state(model: Any) -> None:
+    """Let a model's state dict be without the library's extra state, which is a pickle."""
+    if _extra_keys(model) and _drop not in model._state_dict_hooks.values():
+        model.register_state_dict_post_hook(_drop)
+        model.register_load_state_dict_pre_hook(_ignore)
+        model.register_load_state_dict_post_hook(_not_missing)
+
+
+def _drop(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for key in _extra_keys(model):
+        state.pop(prefix + key, None)
+
+
+def _ignore(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    held = [state.pop(prefix + key, None) for key in _extra_keys(model)]
+    if any(isinstance(one, torch.Tensor) and one.numel() for one in held):
+        warn(
+            "The state that was loaded has extra state of Transformer Engine's, a pickle, which is "
+            "not read: scales begin anew."
+        )
+
+
+def _not_missing(model: nn.Module, found: Any) -> None:
+    keys = _extra_keys(model)
+    found.missing_keys[:] = [key for key in found.missing_keys if not key.endswith(keys)]
+
+
+def _plain(te: Any, value: Any) -> Any:
+    return value.dequantize() if isinstance(value, te.QuantizedTensor) else value
+
+
+def _file(rank: int) -> str:
+    return f"scales_{rank}.safetensors"
+
+
+def _modules(accelerator: AcceleratorView) -> Iterator[tuple[str, nn.Module]]:
+    """Return the library's layers of all models that scale, with what their keys begin with."""
+    for index, model in enumerate(accelerator.models):
+        for name, module in accelerator.unwrap_model(model).named_modules():
+            if isinstance(getattr(module, "fp8_meta", None), dict):
+                yield f"{index}.{name}.", module
+
+
+def _scales(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Return the tensors of delayed scaling that a layer has; before its first forward, none."""
+    meta: Mapping[str, Any] = module.fp8_meta  # type: ignore[assignment]
+    for side in _SIDES:
+        for what in _KEPT:
+            if isinstance(tensor := getattr(meta.get(side), what, None), torch.Tensor):
+                yield side, what, tensor
+
+
+def _fill(tensor: torch.Tensor, saved: torch.Tensor | None, new: float) -> None:
+    """Write what was saved into a tensor; of a history of another length, the newest steps.
+
+    The first row is the step's own, the last one the step before.
+    """
+    with torch.no_grad():
+        tensor.fill_(new)
+        if saved is None or saved.shape[1:] != tensor.shape[1:]:
+            return
+        if saved.shape == tensor.shape:
+            tensor.copy_(saved)
+        elif saved.dim() > 1:
+            tensor[0].copy_(saved[0])
+            if past := min(len(saved), len(tensor)) - 1:
+                tensor[-past:].copy_(saved[-past:])

@@ -1,0 +1,1 @@
+"""The part that no framework has its own of."""

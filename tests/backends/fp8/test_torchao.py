@@ -1,0 +1,253 @@
+"""torchao: what is converted, by whose wish, on one process and on two ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import case_names, check_case, run_workers
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from accelerate_core import Accelerator
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.utils import AORecipeKwargs, AutocastKwargs, TERecipeKwargs
+from accelerate_fp8.layers import survey, usual_filter
+
+HERE = Path(__file__).parent
+
+
+class Net(nn.Module):
+    """Linear layers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(32, 64)
+        self.first = nn.Linear(64, 64)
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.middle = nn.Sequential(nn.Linear(64, 48, bias=False), nn.ReLU(), nn.Linear(48, 64))
+        self.odd = nn.Linear(64, 24)
+        self.back = nn.Linear(24, 64)
+        self.hooked = nn.Linear(64, 64)
+        self.hooked.register_forward_hook(lambda *_: None)
+        self.other = nn.modules.linear.NonDynamicallyQuantizableLinear(64, 64)
+        self.tied = nn.Linear(64, 32, bias=False)
+        self.tied.weight = self.letters.weight
+        self.last = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.first(self.letters(x)))
+        x = self.other(self.hooked(self.back(self.odd(self.middle(x)))))
+        return self.last(self.tied(x))
+
+
+LETTERS = torch.arange(64).view(4, 16) % 32
+
+
+def fp8(**options: Any) -> Accelerator:
+    recipe = AORecipeKwargs(**{"emulate": True, **options.pop("recipe", {})})
+    handlers = [recipe, *options.pop("more", ())]
+    return Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=handlers, **options)
+
+
+def in_fp8(model: nn.Module) -> list[str]:
+    return [name for name, one in model.named_modules() if type(one).__name__ == "Float8Linear"]
+
+
+def test_every_layer_is_considered_and_explained() -> None:
+    accelerator, model = fp8(), Net()
+    model.eval()
+    model = accelerator.prepare_model(model)
+    assert in_fp8(model) == ["frozen", "middle.0", "middle.2"]
+    assert {module.training for module in model.modules()} == {False}
+    assert not model.frozen.weight.requires_grad
+    told = accelerator.explain()
+    assert "Net: 3 of 10 linear layers compute in fp8" in told
+    for name, reason in {
+        "first": "the first linear layer",
+        "odd": "sizes are no multiples of 16",
+        "hooked": "it has hooks",
+        "other": "a NonDynamicallyQuantizableLinear, not torch's Linear",
+        "tied": "its weight is letters.weight, too",
+        "last": "the last linear layer",
+    }.items():
+        assert any(line.split()[0] == name and reason in line for line in told.splitlines()), name
+
+
+def test_the_filter_is_a_function_that_can_be_replaced() -> None:
+    model = Net()
+    usual = usual_filter(model)
+    linear = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    taken = [name for name, one in linear.items() if usual(one, name)]
+    assert taken == ["frozen", "middle.0", "middle.2", "hooked", "other", "tied"]
+    asked: list[str] = []
+
+    def mine(module: nn.Module, name: str) -> bool:
+        asked.append(name)
+        return name == "first"
+
+    accelerator = fp8(recipe={"module_filter_func": mine})
+    model = accelerator.prepare_model(model)
+    assert in_fp8(model) == ["first"]
+    assert "odd" in asked
+    assert "tied" not in asked
+    assert "module_filter_func says no" in accelerator.explain()
+    assert [one.name for one in survey(nn.Linear(16, 16), None) if one.reason] == [""]
+
+
+def test_a_model_that_is_one_layer_is_replaced_and_trained() -> None:
+    accelerator = fp8(recipe={"module_filter_func": lambda *_: True})
+    layer = nn.Linear(16, 16)
+    before = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(layer, optimizer)
+    assert in_fp8(model) == [""]
+    accelerator.backward(mse_loss(model(torch.ones(16, 16)), torch.zeros(16, 16)))
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_model_without_such_layers_is_told() -> None:
+    accelerator = fp8()
+    with pytest.warns(UserWarning, match="no layer of Sequential computes in fp8"):
+        accelerator.prepare_model(nn.Sequential(nn.Linear(5, 5)))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_each_recipe_trains_every_weight_it_converts(recipe: str) -> None:
+    torch.manual_seed(0)
+    accelerator, model = fp8(recipe={"recipe": recipe}), Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    target = torch.randn(4, 16, 16)
+    losses = []
+    for _ in range(12):
+        loss = mse_loss(model(LETTERS), target)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] * 0.9
+    after = accelerator.get_state_dict(model)
+    assert after.keys() == before.keys()
+    same = [name for name, value in after.items() if torch.equal(value, before[name])]
+    assert same == ["frozen.weight", "frozen.bias"]
+
+
+def test_compiled_it_trains_alike() -> None:
+    losses = {}
+    for compiler in (None, "aot_eager"):
+        torch.manual_seed(0)
+        accelerator = fp8(dynamo_backend=compiler)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        losses[compiler] = []
+        for _ in range(4):
+            loss = mse_loss(model(torch.ones(16, 32)), torch.zeros(16, 32))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[compiler].append(loss.item())
+        assert len(in_fp8(accelerator.unwrap_model(model))) == 2
+    assert losses["aot_eager"] == pytest.approx(losses[None], rel=0.02)
+
+
+def test_a_config_of_the_script_is_taken_as_it_is() -> None:
+    from torchao.float8 import Float8LinearConfig
+
+    config = Float8LinearConfig(emulate=True, round_scales_to_power_of_2=True)
+    handler = AORecipeKwargs(config=config)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler])
+    model = accelerator.prepare_model(Net())
+    assert model.middle[0].config is config
+    assert accelerator.state.ao_recipe_handler.config is config
+    with pytest.raises(ConfigurationError, match="config= holds 'recipe' already"):
+        AORecipeKwargs(config=config, recipe="rowwise")
+
+
+def test_emulation_is_told_once_where_it_was_not_asked_for() -> None:
+    with pytest.warns(UserWarning, match="fp8 is emulated: a cpu device has no fp8") as said:
+        accelerator = Accelerator(cpu=True, mixed_precision="fp8")
+    assert len([one for one in said if "emulated" in str(one.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fp8()
+    assert "emulate" in accelerator.explain()
+
+
+def test_autocast_beside_gradients_in_high_precision_is_refused() -> None:
+    recipe = {"recipe": "rowwise_with_gw_hp"}
+    with pytest.raises(ConfigurationError, match="runs without autocast, and AutocastKwargs"):
+        fp8(recipe=recipe, more=[AutocastKwargs(enabled=True)])
+    model = fp8(recipe=recipe).prepare_model(Net())
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ConfigurationError, match=r"the script has entered torch\.autocast"),
+    ):
+        model(LETTERS)
+    assert model(LETTERS).dtype is torch.float32
+
+
+def test_several_recipes_and_weights_nobody_gathers_are_refused() -> None:
+    both = [AORecipeKwargs(), TERecipeKwargs()]
+    with pytest.raises(ConfigurationError, match="'AORecipeKwargs', 'TERecipeKwargs', recipes of"):
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=both)
+    with pytest.raises(ConfigurationError, match="the backend single shards no weights"):
+        fp8(recipe={"enable_fsdp_float8_all_gather": True})
+    with pytest.raises(ConfigurationError, match="recipe='rowwise' has one per row"):
+        AORecipeKwargs(recipe="rowwise", enable_fsdp_float8_all_gather=True)
+
+
+def test_a_backend_that_takes_no_replaced_layers_refuses_by_the_word() -> None:
+    from accelerate_core import Backend
+
+    class Narrow(Backend):
+        name = "narrow"
+        api_version = (1, 0)
+        reduces_gradients = "never"
+        supports = {"accepts": ("autocast",)}
+
+    with pytest.raises(ConfigurationError, match="modules"):
+        fp8(backend=Narrow)
+
+
+def _run(code: str) -> tuple[str, str]:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.stdout.strip(), done.stderr
+
+
+def test_importing_the_package_imports_no_library() -> None:
+    libraries = ("torchao", "transformer_engine", "msamp")
+    code = f"print([m for m in sys.modules if m.split('.')[0] in {libraries}])"
+    assert _run(f"import sys, accelerate_fp8; {code}") == ("[]", "")
+
+
+def test_nothing_is_printed_and_no_variable_stays() -> None:
+    code = (
+        "import os, warnings; warnings.simplefilter('ignore'); "
+        "from accelerate_core import Accelerator; before = dict(os.environ); "
+        "Accelerator(cpu=True, mixed_precision='fp8'); print({**os.environ} == before)"
+    )
+    assert _run(code) == ("True", "")
+
+
+TWO = "two_ranks.py"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    return run_workers(HERE / TWO, 2, timeout=300, env={"OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", case_names(HERE / TWO))
+def test_on_two_ranks(ranks: Any, case: str) -> None:
+    check_case(ranks, case)
