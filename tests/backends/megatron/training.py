@@ -31,7 +31,7 @@ from accelerate_core.errors import (
     PrepareError,
     RuntimeConflictError,
 )
-from accelerate_core.utils import set_seed
+from accelerate_core.utils import init_empty_weights, set_seed
 from accelerate_megatron.library import imported
 from accelerate_megatron.models import conversion_of, parameters_of, weights
 from accelerate_megatron.models.norms import layer_spec
@@ -685,3 +685,50 @@ def checkpoints_of_other_models(folder: Path) -> None:
         with pytest.raises(CheckpointError, match=said):
             accelerator.load_state(str(folder / "state"))
         accelerator.end_training()
+
+
+def what_belongs_to_modules() -> None:
+    """A model on meta is read from its folder; `zero_grad` reaches megatron's buffers; plain modules step."""
+    folder = scratch("pretrained")
+    set_seed(0)
+    reference = tiny("llama")
+    if RANK == 0:
+        reference.save_pretrained(folder)
+    accelerator = made({"tp": 2}, steps=1)
+    accelerator.wait_for_everyone()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with init_empty_weights():
+        shell = transformers.AutoModelForCausalLM.from_config(config)
+    assert all(parameter.is_meta for parameter in shell.parameters())
+    model = accelerator.prepare(shell.train())
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    batch = next(iter(DataLoader(batches(BATCH), BATCH)))
+    batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+    told = float(reference(**{name: value.cpu() for name, value in batch.items()}).loss)
+    norms = []
+    for _ in range(2):
+        loss = model(**batch).loss
+        assert float(loss) == pytest.approx(told, abs=1e-5)
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1e3)))
+        model.zero_grad()
+    assert norms[0] == pytest.approx(norms[1])
+    assert norms[0] > 0
+    del optimizer
+    accelerator.end_training()
+    accelerator = made({"dp_replicate": 2}, steps=1, num_micro_batches=2)
+
+    class Plain(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean()
+
+    plain = Plain(4, 4)
+    plain, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    losses = []
+    for _ in range(2):
+        rows = torch.ones(4, 4, device=accelerator.device)
+        losses.append(float(accelerator.train_step({"x": rows}).loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[1] < losses[0]
+    accelerator.end_training()

@@ -104,6 +104,11 @@ def checkpoints_of_other_models() -> None:
 
 
 @case
+def what_belongs_to_modules() -> None:
+    training.what_belongs_to_modules()
+
+
+@case
 def a_provider() -> None:
     training.a_provider(SIZES)
 

@@ -227,6 +227,11 @@ class MegatronModel(nn.Module):
         self.engine.called = torch.is_grad_enabled()
         return self.call(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, which are in megatron's buffers."""
+        super().zero_grad(set_to_none)
+        self.engine.clear()
+
     def _refuse(self) -> NoReturn:
         raise ConfigurationError(
             f"The model's layers are on {self.engine.sizes.pp} pipeline ranks, so no rank can call "

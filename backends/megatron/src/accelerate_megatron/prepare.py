@@ -286,6 +286,8 @@ def wrapped(made: Made, run: Run) -> MegatronModel:
     ]
     for chunk in chunks:  # schedules ask
         chunk.model_type = imported("enums").ModelType.encoder_or_decoder
+        if made.plain:
+            chunk.set_input_tensor = _no_input
     group = imported("parallel_state").get_data_parallel_group()
     first = dist.get_process_group_ranks(group)[0]
     for module, chunk in zip(made.modules, chunks, strict=True):
@@ -305,6 +307,10 @@ def wrapped(made: Made, run: Run) -> MegatronModel:
     padding = made.conversion.padded(rank)
     converted = GPT(engine, padding=padding, skeleton=made.skeleton, conversion=made.conversion)
     return converted.train(made.training)
+
+
+def _no_input(_: Any) -> None:
+    """A module without stages before it is given nothing by them."""
 
 
 def _check_generators(sizes: Sizes) -> None:

@@ -306,7 +306,7 @@ def reader(source: nn.Module | Mapping[str, Any] | str | Path, opened: ExitStack
             raise ConfigurationError(
                 f"{type(source).__name__} is on the meta device, and its name_or_path "
                 f"{str(getattr(source, 'name_or_path', ''))!r} is no folder with safetensors: load it, or "
-                "make it with from_pretrained(folder, device_map='meta')."
+                "make it of AutoConfig.from_pretrained(folder)."
             )
         source = folder if on_meta else source.state_dict()
     if isinstance(source, Mapping):
