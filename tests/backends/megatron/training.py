@@ -645,6 +645,19 @@ def models_that_are_taken_or_not() -> None:
     frozen.get_input_embeddings().requires_grad_(False)
     with pytest.raises(PrepareError, match="is frozen and tied to its head"):
         accelerator.prepare(frozen)
+    accelerator.end_training()
+    with pytest.raises(ConfigurationError, match=r"num_micro_batches 3 / 2 = 1\.5 is not whole"):
+        made({"pp": 2}, num_micro_batches=3, num_layers_per_virtual_pipeline_stage=1)
+    recomputes = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    accelerator = made({"tp": 2}, recompute_num_layers=3, **recomputes)
+    set_seed(0)
+    with pytest.raises(
+        ConfigurationError, match="recompute_num_layers=3 does not divide the 4 layers"
+    ):
+        accelerator.prepare(tiny())
+    accelerator.end_training()
+    accelerator = made({"pp": 2}, steps=1, num_micro_batches=2)
+    set_seed(0)
     # A stage that is frozen whole, positions for all samples, and labels that do not count.
     model = tiny("llama")
     for name, parameter in model.named_parameters():

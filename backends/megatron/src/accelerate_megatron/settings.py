@@ -573,6 +573,8 @@ def check_sizes(plugin: MegatronLMPlugin, sizes: Sizes, ranks: int) -> int:
                 f"{name}={getattr(plugin, name)} is of a pipeline, and there is none: set pp_degree, "
                 "or leave it out."
             )
+    if plugin.num_layers_per_virtual_pipeline_stage is not None:
+        _check_interleaved(plugin.num_micro_batches or 1, sizes.pp)
     return ranks // copy
 
 
@@ -622,6 +624,12 @@ def check_model(transformer: Mapping[str, Any], sizes: Sizes) -> None:
     )
     if layers is None:
         return
+    at_once, here = transformer.get("recompute_num_layers"), layers // (sizes.pp * sizes.vp)
+    if transformer.get("recompute_method") == "uniform" and at_once and here % at_once:
+        raise ConfigurationError(
+            f"recompute_num_layers={at_once} does not divide the {here} layers of a stage, which "
+            f"recompute_method='uniform' takes so many at a time; {_divisors(here)}."
+        )
     if last is not None and sizes.pp > 1:
         rest, stages = layers - last, sizes.pp - 1
         if rest < stages or rest % stages:
@@ -638,6 +646,14 @@ def check_model(transformer: Mapping[str, Any], sizes: Sizes) -> None:
         )
 
 
+def _check_interleaved(num_micro_batches: int, pp: int) -> None:
+    if num_micro_batches % pp:
+        raise ConfigurationError(
+            f"The interleaved schedule runs micro-batches in groups of pp {pp}: num_micro_batches "
+            f"{num_micro_batches} / {pp} = {num_micro_batches / pp:g} is not whole."
+        )
+
+
 def check_batch(samples: int, num_micro_batches: int, sizes: Sizes) -> int:
     """Return the samples of a micro-batch.
 
@@ -647,12 +663,8 @@ def check_batch(samples: int, num_micro_batches: int, sizes: Sizes) -> int:
     Raises:
         ConfigurationError: the batch, or the schedule, is not divided by these; with the arithmetic.
     """
-    if sizes.vp > 1 and num_micro_batches % sizes.pp:
-        raise ConfigurationError(
-            f"The interleaved schedule runs micro-batches in groups of pp {sizes.pp}: "
-            f"num_micro_batches {num_micro_batches} / {sizes.pp} = {num_micro_batches / sizes.pp:g} "
-            "is not whole."
-        )
+    if sizes.vp > 1:
+        _check_interleaved(num_micro_batches, sizes.pp)
     if samples % num_micro_batches:
         raise ConfigurationError(
             f"A batch of {samples} samples does not divide into micro-batches: {samples} / "
