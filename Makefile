@@ -17,7 +17,7 @@ ARGS ?=
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help quickstart test conformance faults megatron clients clients-recorded soak lint format docs dist drop-in bench downstream gpu clean
+.PHONY: help quickstart test conformance faults megatron fp8 clients clients-recorded soak lint format docs dist drop-in bench downstream gpu clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
@@ -25,6 +25,7 @@ help:
 	@echo "make conformance  the suite on every plugin of ours, and the rest of the author's kit"
 	@echo "make faults       kills, signals, ranks that fail, two machines and a cut cable"
 	@echo "make megatron     megatron-core on two ranks and on four, where there is no GPU through a shim"
+	@echo "make fp8          fp8 by torchao, and by stand-ins of the other libraries"
 	@echo "make clients      Trainer and others on the drop-in, beside what they gave with the original"
 	@echo "make lint         ruff, mypy, import layers, generated docs"
 	@echo "make format       let ruff format the tree"
@@ -68,14 +69,18 @@ CONFORMANCE := tests/conformance/test_third_party.py tests/testing tests/conform
 FAULTS := tests/faults tests/machines
 CLIENTS := tests/clients
 MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
+FP8 := tests/backends/fp8
 test: $(VENV)/dev.stamp
-	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS) $(MEGATRON)) $(ARGS)
+	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS) $(MEGATRON) $(FP8)) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
 	$(PYTEST) --dist loadscope --no-loadscope-reorder -m "not soak" $(CONFORMANCE) $(ARGS)
 
 megatron: $(VENV)/dev.stamp
 	$(PYTEST) -m "not soak" $(MEGATRON) $(ARGS)
+
+fp8: $(VENV)/dev.stamp
+	$(PYTEST) -m "not soak" $(FP8) $(ARGS)
 
 # One at a time: they hold a clock to how soon ranks end.
 faults: $(VENV)/dev.stamp
