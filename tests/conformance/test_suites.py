@@ -99,19 +99,23 @@ class TestBFloat16(PrecisionSuite):
 @pytest.mark.dist
 class TestFP8(PrecisionSuite):
     plugin = "fp8"
+    environ = {"PYTHONPATH": str(HERE)}
+    prelude = "fp8_of_all_layers"
 
 
 @pytest.mark.dist
 class TestFP8OfRows(PrecisionSuite):
     plugin = "fp8"
-    environ = {"ACCELERATE_FP8_RECIPE": "rowwise_with_gw_hp"}
+    environ = {**TestFP8.environ, "ACCELERATE_FP8_RECIPE": "rowwise_with_gw_hp"}
+    prelude = TestFP8.prelude
     short = ("one_process", "two_processes")
 
 
 @pytest.mark.dist
 class TestFP8OfFSDP2(PrecisionSuite):
     plugin = "fp8"
-    environ = {"ACCELERATE_BACKEND": "fsdp2"}
+    environ = {**TestFP8.environ, "ACCELERATE_BACKEND": "fsdp2"}
+    prelude = TestFP8.prelude
     short = ("two_processes", "save_and_load")
 
 

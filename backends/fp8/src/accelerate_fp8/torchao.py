@@ -103,6 +103,14 @@ class TorchAO(FP8):
         from torchao.float8 import convert_to_float8_training
 
         layers = survey(model, self.recipe.module_filter_func)
+        if self._gathers:  # a rank without a row would not meet the others for its scale
+            few, ranks = "has fewer rows than there are ranks", accelerator.num_processes
+            layers = [
+                dataclasses.replace(one, reason=few)
+                if not one.reason and len(model.get_submodule(one.name).weight) < ranks  # type: ignore[arg-type]
+                else one
+                for one in layers
+            ]
         self.note_layers(accelerator, model, layers)
         names = converted(layers)
         training = {name: layer.training for name, layer in model.named_modules() if name in names}
