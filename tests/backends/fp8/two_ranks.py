@@ -93,7 +93,6 @@ def gathered(run: Run) -> list[tuple[torch.dtype, int]]:
 @case
 def ddp_trains_as_bf16() -> None:
     run = trains(**ddp(**fp8()))
-    assert "8 of 9 linear layers" not in run.accelerator.explain()
     assert "GPT: 7 of 9 linear layers compute in fp8" in run.accelerator.explain()
     run.end()
 

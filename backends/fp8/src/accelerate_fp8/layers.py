@@ -25,6 +25,11 @@ class Layer:
     #: What it is once converted; of linear layers it begins with "fp8".
     becomes: str = "fp8"
 
+    @property
+    def rows(self) -> int:
+        """Rows of its weight."""
+        return int(self.sizes.partition(" ")[0])
+
 
 def linear_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers that are linear, or called so by a library, in the model's order.
@@ -61,9 +66,7 @@ def survey(
     with a forward put in its place, or with a weight that another module has too.
     """
     takes = usual_filter(model) if chosen is None else chosen
-    holders: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(name)
+    holders = names_of(model)
     layers = linear_layers(model)
     ends = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
     found = []
@@ -79,12 +82,27 @@ def survey(
             reason = "it has hooks, or another forward"
         elif not takes(layer, name):
             reason = _why(layer, name, ends) if chosen is None else refusal
-        found.append(Layer(name, " x ".join(map(str, layer.weight.shape)), reason))
+        found.append(Layer(name, " x ".join(map(str, _sizes(layer))), reason))
     return found
 
 
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of each parameter, by its id: several where it is tied."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def _sizes(layer: Any) -> tuple[int, ...]:
+    # Not of a linear layer's weight, which ZeRO-3 has empty.
+    if isinstance(layer, nn.Linear):
+        return layer.out_features, layer.in_features
+    return tuple(layer.weight.shape)
+
+
 def _odd_sizes(module: Any) -> bool:
-    return any(size % MULTIPLE for size in module.weight.shape)
+    return any(size % MULTIPLE for size in _sizes(module))
 
 
 def _why(layer: nn.Module, name: str, ends: list[str]) -> str:

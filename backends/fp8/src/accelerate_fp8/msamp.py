@@ -108,6 +108,7 @@ class MSAMP(FP8):
 
     def on_free(self, accelerator: AcceleratorView) -> None:
         """Let go of the model."""
+        super().on_free(accelerator)
         self._trained = None
 
     def scaler(self, accelerator: AcceleratorView, options: dict[str, Any]) -> Any:

@@ -50,6 +50,8 @@ class FP8(Precision):
     #: Name of the engine, and its library's.
     engine: ClassVar[str]
     library: ClassVar[str]
+    #: Why it is this one.
+    engine_because: str
 
     def __new__(cls, settings: Any = None, handlers: Sequence[Any] = ()) -> FP8:
         """Choose the engine.
@@ -57,15 +59,16 @@ class FP8(Precision):
         Raises:
             ConfigurationError: recipes of several engines.
         """
+        engine, because = choose(settings, handlers)
         if cls is FP8:
-            engine, _ = choose(settings, handlers)
             module, name, _ = _ENGINES[engine]
             cls = getattr(import_module(module), name)
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made.engine_because = because
+        return made
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         super().__init__(settings, handlers)
-        self.engine_because = choose(settings, handlers)[1]
         given = handlers[0] if handlers else None
         _, _, recipe = _ENGINES[self.engine]
         cls = type(given) if given is not None else recipe

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate_core import AcceleratorView
 from accelerate_core.errors import ConfigurationError, MissingPluginError
-from accelerate_fp8.layers import Filter, converted, survey
+from accelerate_fp8.layers import Filter, Layer, converted, survey
 from accelerate_fp8.precision import FP8
 
 
@@ -48,6 +48,8 @@ class TorchAO(FP8):
             | ({"subclasses"} if self._gathers else set())
         )
         self._config: Any = None
+        #: Sharded layers of each mesh, whose scales are computed together.
+        self._scaled: list[nn.ModuleList] | None = None
 
     def check(self, accelerator: AcceleratorView) -> None:
         """Make the library's configuration for this device.
@@ -100,28 +102,24 @@ class TorchAO(FP8):
 
     def convert(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
         """Replace linear layers by torchao's; parameters stay, but for what is gathered in fp8."""
-        from torchao.float8 import convert_to_float8_training
-
         layers = survey(model, self.recipe.module_filter_func)
         if self._gathers:  # a rank without a row would not meet the others for its scale
             few, ranks = "has fewer rows than there are ranks", accelerator.num_processes
             layers = [
-                dataclasses.replace(one, reason=few)
-                if not one.reason and len(model.get_submodule(one.name).weight) < ranks  # type: ignore[arg-type]
-                else one
+                dataclasses.replace(one, reason=few) if not one.reason and one.rows < ranks else one
                 for one in layers
             ]
         self.note_layers(accelerator, model, layers)
-        names = converted(layers)
-        training = {name: layer.training for name, layer in model.named_modules() if name in names}
-        made: nn.Module = convert_to_float8_training(
-            model, module_filter_fn=lambda _, name: name in names, config=self._config
-        )
-        for name, mode in training.items():
-            made.get_submodule(name).train(mode)
-        if self.dtype is None and names:
+        self._scaled = None
+        made = _replaced(model, layers, self._config)
+        if self.dtype is None and converted(layers):
             made.register_forward_pre_hook(_refuse_autocast)
         return made
+
+    def on_free(self, accelerator: AcceleratorView) -> None:
+        """Forget the models."""
+        super().on_free(accelerator)
+        self._scaled = None
 
     def on_step_end(self, accelerator: AcceleratorView, optimizer: Any) -> None:
         """Compute the scales of all weights that are gathered in fp8, by one collective."""
@@ -136,13 +134,15 @@ class TorchAO(FP8):
             return
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-        by_mesh: dict[Any, list[nn.Module]] = {}
-        for model in accelerator.models:
-            for module in model.modules():
-                if isinstance(weight := getattr(module, "weight", None), DTensor):
-                    by_mesh.setdefault(weight.device_mesh, []).append(module)
-        for modules in by_mesh.values():
-            precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(modules))
+        if self._scaled is None:  # since a model was converted
+            by_mesh: dict[Any, list[nn.Module]] = {}
+            for model in accelerator.models:
+                for module in model.modules():
+                    if isinstance(weight := getattr(module, "weight", None), DTensor):
+                        by_mesh.setdefault(weight.device_mesh, []).append(module)
+            self._scaled = [nn.ModuleList(modules) for modules in by_mesh.values()]
+        for modules in self._scaled:
+            precompute_float8_dynamic_scale_for_fsdp(modules)
 
     def plain_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state without torchao's tensor subclass; memory is shared with what was given."""
@@ -235,11 +235,18 @@ def convert_model_to_fp8_ao(
     Returns:
         The model; another where it is a linear layer itself.
     """
+    return _replaced(model, survey(model, module_filter_func), config)
+
+
+def _replaced(model: nn.Module, layers: list[Layer], config: Any) -> nn.Module:
     with _quiet():
         from torchao.float8 import convert_to_float8_training
 
-    names = converted(survey(model, module_filter_func))
+    names = converted(layers)
+    training = {name: layer.training for name, layer in model.named_modules() if name in names}
     made: nn.Module = convert_to_float8_training(
         model, module_filter_fn=lambda _, name: name in names, config=config
     )
+    for name, mode in training.items():
+        made.get_submodule(name).train(mode)
     return made

@@ -18,7 +18,7 @@ from accelerate_core import AcceleratorView, origin_of
 from accelerate_core.distributed.process import once
 from accelerate_core.errors import ConfigurationError, MissingPluginError, PrepareError, warn
 from accelerate_core.truth import flag
-from accelerate_fp8.layers import Layer, converted, survey
+from accelerate_fp8.layers import Layer, converted, names_of, survey
 from accelerate_fp8.precision import FP8
 from accelerate_fp8.settings import TE_RECIPES
 
@@ -350,9 +350,7 @@ def survey_all(model: nn.Module, multiple: int = 16) -> list[Layer]:
         return not (layer.in_features % multiple or layer.out_features % multiple)
 
     found = survey(model, fits, f"sizes are no multiples of {multiple}")
-    holders: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(name)
+    holders = names_of(model)
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.LayerNorm):
             continue

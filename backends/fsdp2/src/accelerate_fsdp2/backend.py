@@ -572,10 +572,8 @@ class FSDP2Backend(Backend):
         self, accelerator: AcceleratorView, model: nn.Module, state: Mapping[str, Any], strict: bool
     ) -> None:
         """Take this rank's parts of a whole state dict."""
-        config, kind = (
-            accelerator.parallelism_config,
-            type(accelerator.unwrap_model(model)).__name__,
-        )
+        config = accelerator.parallelism_config
+        kind = type(accelerator.unwrap_model(model)).__name__
         states.load_full_model(_plain_state(accelerator, model), state, config, strict, kind)
 
     def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class MegatronLMPlugin(BackendSettings):
             so many layers.
         decoder_last_pipeline_num_layers: layers of the last stage; the others share the rest.
         attention_backend: auto, flash, fused, unfused, local; True is auto, False unfused. flash and
-            fused need Transformer Engine, as does a `context_parallel_size` above 1.
+            fused need Transformer Engine.
         use_rotary_position_embeddings: only compared with the model's positions.
         consumed_samples: how many samples of `MegatronLMDummyDataLoader`, for training, validation and
             test, an earlier run has used up; `load_state` puts loaders where they were by itself.
@@ -317,7 +317,6 @@ class MegatronLMPlugin(BackendSettings):
         self._tell_what_has_no_effect()
         self._check_functions()
         _check_other(self.other_megatron_args or {})
-
         if (cp := self.context_parallel_size or 1) > 1:
             raise ConfigurationError(
                 f"context_parallel_size={cp}: sequences are not shared out here, with Transformer Engine "
