@@ -293,6 +293,7 @@ for name in HOOKS:
                 accelerator.seen_by_nobody_but_plugins if name == "state_attributes" else None
                 path = accelerator.save_state("here")
                 accelerator.load_state(path)
+                accelerator.explain()
                 accelerator.free_memory()
                 if name == "on_error":
                     raise KeyError
