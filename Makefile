@@ -53,10 +53,12 @@ $(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml core/pyproject.toml $(LIGHT
 
 # The nine trackers bring a gigabyte of libraries, and DeepSpeed is built from source; only tests
 # need them. It builds in an environment of its own. Transformer Engine's wheel alone cannot be
-# imported, and megatron-core fails where it finds it: tests read its files.
+# imported, and megatron-core fails where it finds it: tests read its files. torch_xla wants an older
+# torch, and has an environment of its own, too.
 $(VENV)/dev.stamp: $(VENV)/run.stamp $(BACKENDS:%=%/pyproject.toml) $(TRACKERS:%=%/pyproject.toml)
 	$(PIP) install -c constraints.txt deepspeed
-	$(PIP) install -c constraints.txt --no-build-isolation $(addprefix -e ,$(filter-out $(LIGHT),$(BACKENDS))) $(TRACKERS:%=-e %)
+	$(PIP) install -c constraints.txt --no-build-isolation $(addprefix -e ,$(filter-out $(LIGHT) backends/xla,$(BACKENDS))) $(TRACKERS:%=-e %)
+	$(PIP) install --no-build-isolation --no-deps -e backends/xla
 	$(PIP) install -c constraints.txt --group test --group lint
 	$(PIP) install -c constraints.txt --no-deps --upgrade --target $(VENV)/unpacked transformer-engine
 	@touch $@
