@@ -12,6 +12,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -495,8 +496,26 @@ def test_only_what_dead_runs_left_is_removed(run: Run, tmp_path: Path) -> None:
     finally:
         other.kill()
         other.wait()
+    left = root / ".checkpoint_8.saving-ba9876543210"
+    os.utime(left, (time.time() - 10,) * 2)
     run.accelerator.save_state()
     assert folders(root) == ["checkpoint_0", "checkpoint_1"]
+
+
+def test_a_directory_is_not_taken_before_its_run_has_locked_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "checkpoints"
+    mkdir = Path.mkdir
+
+    def then_another_cleans_up(path: Path, *arguments: Any, **named: Any) -> None:
+        mkdir(path, *arguments, **named)
+        if ".saving-" in path.name:
+            directories.clean_up(path.parent)
+
+    monkeypatch.setattr(Path, "mkdir", then_another_cleans_up)
+    run.accelerator.save_state()
+    assert folders(root) == ["checkpoint_0"]
 
 
 def test_the_oldest_goes_only_after_the_new_one_stands(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ NEEDED = (
 #: Of our packages, of the tests and of the examples.
 TESTED = (
     *("pydantic", "click", "rich", "pluggy", "psutil", "safetensors", "hatchling", "editables"),
+    *("xxhash", "numpy"),
     *("pytest", "pytest-xdist", "pytest-timeout", "scikit-learn"),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from accelerate_core import KwargsHandler, option, settings
 
 
@@ -12,8 +14,16 @@ class XLAPlugin(KwargsHandler):
     A `ParallelismConfig` turns SPMD on by itself: its product is the number of devices then.
     """
 
-    spmd: bool | None = option(
-        default=None, help="one process computes on all devices (default: where a mesh is asked for)"
+    spmd: bool = option(
+        default=False, help="one process computes on all devices, data parallel if no mesh is given"
+    )
+    downcast_bf16: bool = option(
+        default=False,
+        help="with bf16: keep parameters and buffers in bf16, too",
+        env="ACCELERATE_DOWNCAST_BF16",
+    )
+    state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = option(
+        default="FULL_STATE_DICT", help="checkpoints: whole, or in the shards of the devices"
     )
     metrics: bool = option(
         default=False, help="show compilations, transfers and CPU fallbacks in explain()"

@@ -36,7 +36,8 @@ def parallelism(
             f"(from {', '.join(dict.fromkeys(asked))}); it has "
             f"{listing(can) if can else 'none'}."
         )
-    sizes.check(processes, ", ".join(dict.fromkeys(asked)))
+    if not backend.supports.get("own_mesh"):
+        sizes.check(processes, ", ".join(dict.fromkeys(asked)))
     return sizes
 
 
@@ -45,6 +46,8 @@ def _mesh_of(backend: Any, processes: int) -> ParallelismConfig:
     own = backend.core_defaults().get("parallelism_config")
     if own is None:
         return ParallelismConfig(dp_shard_size=processes)
+    if backend.supports.get("own_mesh"):
+        return own  # type: ignore[no-any-return]
     parts = own.total_size // own.dp_shard_size
     sizes: ParallelismConfig = dataclasses.replace(own, dp_shard_size=max(processes // parts, 1))
     sizes.check(processes, f"backend {backend.name}")

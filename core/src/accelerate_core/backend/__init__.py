@@ -224,9 +224,9 @@ class Backend(StepHooks, TorchCollectives):
     def fixed_batch(self, accelerator: AcceleratorView) -> int | None:
         """Return of how many samples a rank's batches are to be a multiple, to compile for one shape.
 
-        A batch that is not is filled up with samples of its own, also where one rank reads all
-        data, and `gather_for_metrics` leaves out what was added. Several ranks need a batch size
-        that is a multiple.
+        A batch that is not, or is shorter than the others, is filled up with samples of its own,
+        also where one rank reads all data, and `gather_for_metrics` leaves out what was added.
+        Several ranks need a batch size that is a multiple.
 
         Default: None, batches are left as they are.
         """

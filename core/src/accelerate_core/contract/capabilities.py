@@ -22,7 +22,7 @@ NEEDS = {
 #: Keys of a backend's `supports`, and words of its `owns`.
 SUPPORTS = (
     "accepts", "precisions", "mesh", "devices", "no_sync", "join", "compile", "num_items", "gradients",
-    "several_models", "exact",
+    "several_models", "exact", "own_mesh",
 )  # fmt: skip
 OWNS = ("precision", "device_placement", "accumulation", "optimizer", "checkpoint")
 

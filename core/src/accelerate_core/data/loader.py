@@ -47,7 +47,7 @@ class LoaderOptions:
         gradient_state: is told of iterations and batches.
         feed: iterator of batches -> iterator of batches on the device, for `put_on_device`.
         feed_always: call it where the batches are on the device already, too.
-        fixed_batch: a short batch is filled up to a multiple of so many samples.
+        fixed_batch: a short batch is filled up to the loader's size, and to a multiple of so many.
 
     Raises:
         ConfigurationError: there is no such rank.
@@ -346,11 +346,13 @@ class CoreLoader(DataLoader[Any]):
             self._runs[:] = [run for run in self._runs if run is not served]
 
     def _filled(self, items: Iterator[Item], multiple: int) -> Iterator[Item]:
-        """Fill batches up to a multiple of so many samples, with samples of their own."""
+        """Fill batches up to the loader's size, and a multiple, with samples of their own."""
         count = self.options.num_processes
+        usual = (self.total_batch_size or 0) if count == 1 else 0
         for batch, last, real, state in items:
             size = batch_size_of(batch) or 0
-            missing = -size % multiple
+            full = max(size, usual) if size else 0
+            missing = full - size + -full % multiple
             if missing:
                 check_fixed_batch(size, multiple, count)
                 many = [batch] * (1 + -(-missing // size))

@@ -52,6 +52,7 @@ class TokenCount:
         self._local: Count = 0
         self._divisor: torch.Tensor | None = None
         self._next_divisor: torch.Tensor | None = None
+        self._powers = torch.tensor([2.0**power for power in range(-30, 127)])
 
     def begin(
         self, items: Count | None, models: Sequence[torch.nn.Module], *, first: bool, last: bool
@@ -121,12 +122,13 @@ class TokenCount:
     def _settle(self) -> None:
         """Add up the ranks' counts; no value is read back to the host."""
         comm = self._comm
-        exact = torch.float32 if comm.device.type == "mps" else torch.float64
+        # Not every device computes in float64, and not everyone who does says so.
+        exact = torch.float64 if comm.device.type in ("cpu", "cuda") else torch.float32
         local = torch.as_tensor(self._local, dtype=exact, device=comm.device).reshape(1)
         per_rank = (comm.reduce(local) / comm.size).clamp(min=1.0 / comm.size).reshape(())
         self.factor = (1.0 if self._divisor is None else self._divisor) / per_rank
-        mantissa, _ = torch.frexp(per_rank)
-        self._next_divisor = (per_rank / mantissa).float()  # exactly a power of two
+        powers = self._powers.to(comm.device)
+        self._next_divisor = torch.where(powers > per_rank, powers, torch.inf).amin()
 
     def divided(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss as its gradient is to be added to those before it."""

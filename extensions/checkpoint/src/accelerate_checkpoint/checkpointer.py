@@ -33,7 +33,7 @@ from accelerate_checkpoint.manifest import MANIFEST, Manifest, problems
 from accelerate_checkpoint.model import save_object, save_weights
 from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.preemption import Preemption, read_signals
-from accelerate_checkpoint.rendezvous import Call, Rendezvous
+from accelerate_checkpoint.rendezvous import Call, Rendezvous, synchronize
 from accelerate_checkpoint.replay import CycleStart
 from accelerate_checkpoint.save import Writer, write_state
 from accelerate_checkpoint.training_state import TrainingState
@@ -143,8 +143,7 @@ class DirectoryCheckpointer:
         if beside is None:
             finish(state.collectives.gather_object)
         else:
-            if state.process.device.type != "cpu":
-                torch.accelerator.synchronize()  # the copies to host memory
+            synchronize(state.process.device)  # the copies to host memory
             background.run(partial(finish, beside.gather_object))
         if numbered:
             state.project.iteration += 1

@@ -35,6 +35,8 @@ _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<stage>saving|swap|old|deleted)-(?P<id>[
 
 #: Seconds after which a directory that cannot be locked (NFS, Windows) counts as left over.
 _STALE = 6 * 3600
+#: Seconds in which a directory that was made is surely locked.
+_MADE = 5.0
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
@@ -132,6 +134,8 @@ def clean_up(parent: Path) -> None:
     left = [(match, path) for path in parent.iterdir() if (match := _LEFT.fullmatch(path.name))]
     for match, path in sorted(left, key=lambda pair: pair[0]["stage"] != "swap"):
         try:
+            if time.time() - path.stat().st_mtime < _MADE and not any(path.iterdir()):
+                continue  # another run may be about to lock it
             with _lock(path) as locked:
                 if not locked and time.time() - path.stat().st_mtime < _STALE:
                     continue

@@ -168,13 +168,20 @@ class Rendezvous:
         while not self._store.check(keys):
             if settle and self._process.device.type != "cpu":
                 # What is queued on the device waits for the others: it is no time of theirs.
-                torch.accelerator.synchronize()
+                synchronize(self._process.device)
                 until, settle = time.monotonic() + seconds, False
             if time.monotonic() >= until:
                 return False
             time.sleep(pause)
             pause = min(pause * 1.2, 0.05)
         return True
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what is queued on a device; one without queues that torch knows has copied already."""
+    module = getattr(torch, device.type, None)
+    if hasattr(module, "synchronize"):
+        module.synchronize()
 
 
 def _ranks(ranks: Sequence[int]) -> str:

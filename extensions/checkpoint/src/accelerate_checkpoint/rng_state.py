@@ -26,7 +26,8 @@ def capture(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
         state["numpy_random_seed"] = (name, *plain)
     per_device = {}
     for device in devices:
-        module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+        # Of a device that torch has no module for, the backend keeps the state.
+        module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
         if module is not None and hasattr(module, "get_rng_state"):
             per_device[str(device)] = module.get_rng_state(device).cpu()
     if per_device:
