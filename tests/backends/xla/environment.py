@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from collections import defaultdict
 from pathlib import Path
@@ -23,12 +24,13 @@ NEEDED = (
     *("numpy", "absl-py", "pyyaml", "requests", "typing_extensions", "sympy", "networkx", "jinja2"),
     *("fsspec", "filelock", "packaging", "setuptools"),
 )
-#: Of our packages, of the tests and of the examples.
+#: Of the tests and the examples, and to build.
 TESTED = (
-    *("pydantic", "click", "rich", "pluggy", "psutil", "safetensors", "hatchling", "editables"),
-    *("xxhash", "numpy"),
-    *("pytest", "pytest-xdist", "pytest-timeout", "scikit-learn"),
+    *("hatchling", "editables", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"),
+    *("scikit-learn", "tqdm"),
 )
+#: Not to be resolved: here already, or ours.
+_WITHOUT = re.compile(r"torch\b|torch_xla|accelerate-")
 
 _CUDA = "lib(?:cu|nv|nccl)"
 _COMMON = "libwithout_version.so"
@@ -39,7 +41,11 @@ def install(python: Path, packages: list[str]) -> None:
     pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-compile"]
     subprocess.run([*pip, "-U", "pip>=25.1"], check=True)
     subprocess.run([*pip, "--no-deps", f"torch=={TORCH}", f"torch_xla=={XLA}"], check=True)
-    subprocess.run([*pip, *NEEDED, *TESTED], check=True)
+    ours = []
+    for package in packages:
+        project = tomllib.loads((Path(package) / "pyproject.toml").read_text())["project"]
+        ours += [one for one in project["dependencies"] if not _WITHOUT.match(one)]
+    subprocess.run([*pip, *NEEDED, *TESTED, *ours], check=True)
     edited = [word for package in packages for word in ("-e", package)]
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", *edited], check=True)
 

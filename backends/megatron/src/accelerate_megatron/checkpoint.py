@@ -16,27 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    create_default_global_save_plan,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from accelerate_checkpoint import SafeReader, read_metadata
+from accelerate_checkpoint import Box, BoxReader, BoxWriter, SafeReader, read_metadata
 from accelerate_core.errors import CheckpointError
 from accelerate_megatron.engine import Engine
 from accelerate_megatron.shards import Part
@@ -44,24 +26,11 @@ from accelerate_megatron.shards import Part
 _PLAIN = "plain.json"
 
 
-@dataclass(frozen=True, eq=False)
-class Box:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _PartBox(Box):
     """A run of a tensor in memory, and the box of a stored tensor that it is."""
 
-    key: str
     part: Part
-    tensor: torch.Tensor
-    main: bool
-
-    @property
-    def index(self) -> MetadataIndex:
-        """By what it is found again."""
-        return MetadataIndex(self.key, torch.Size(self.part.offset))
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        """Where it lies in the whole."""
-        return ChunkStorageMetadata(torch.Size(self.part.offset), torch.Size(self.part.shape))
 
 
 def save(engines: list[Engine], directory: Path, *, optimizers: bool) -> None:
@@ -78,7 +47,7 @@ def save(engines: list[Engine], directory: Path, *, optimizers: bool) -> None:
         (directory / _PLAIN).write_text(json.dumps({"vocab_sizes": sizes, "optimizers": plain}))
     dist.barrier()
     writer = dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
-    dcp.save({}, storage_writer=writer, planner=_SavePlanner(found))
+    dcp.save({}, storage_writer=writer, planner=BoxWriter(found))
 
 
 def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bool) -> None:
@@ -123,7 +92,7 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
         boxes += _optimizer(number, engine, read[-1], names)
     try:
         dcp.load(
-            {}, storage_reader=SafeReader(directory, metadata), planner=_LoadPlanner(boxes, stored)
+            {}, storage_reader=SafeReader(directory, metadata), planner=BoxReader(boxes, stored)
         )
     except Exception as error:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
@@ -137,19 +106,26 @@ def load(engines: list[Engine], directory: Path, *, optimizers: bool, strict: bo
 # --- what there is ------------------------------------------------------------------------------
 
 
-def _model(number: int, engine: Engine) -> Iterator[Box]:
+def _model(number: int, engine: Engine) -> Iterator[_PartBox]:
     for parameter, parts in engine.parts.items():
         for part in parts:
             flat = parameter.detach().reshape(-1)
             yield _box(f"model.{number}.", part, flat, 0, main=not any(part.replica))
 
 
-def _box(prefix: str, part: Part, flat: torch.Tensor, first: int, *, main: bool) -> Box:
+def _box(prefix: str, part: Part, flat: torch.Tensor, first: int, *, main: bool) -> _PartBox:
     size = 1
     for length in part.shape:
         size *= length
     run = flat[part.start - first : part.start - first + size]
-    return Box(prefix + part.key, part, run.view(part.shape), main)
+    return _PartBox(
+        key=prefix + part.key,
+        tensor=run.view(part.shape),
+        size=part.size,
+        offset=part.offset,
+        main=main,
+        part=part,
+    )
 
 
 def _optimizer(
@@ -157,7 +133,7 @@ def _optimizer(
     engine: Engine,
     states: dict[torch.Tensor, dict[str, torch.Tensor]] | None = None,
     names: list[str] | None = None,
-) -> Iterator[Box]:
+) -> Iterator[_PartBox]:
     """Yield what the optimizer keeps of each parameter: its fp32 copy, and its state.
 
     Args:
@@ -239,7 +215,7 @@ def _scaler_state(scaler: Any) -> dict[str, Any]:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def _compare(directory: Path, boxes: list[Box], stored: Any, strict: bool) -> None:
+def _compare(directory: Path, boxes: list[_PartBox], stored: Any, strict: bool) -> None:
     wrong = []
     for box in boxes:
         entry = stored.get(box.key)
@@ -315,79 +291,3 @@ def _put(engine: Engine, there: Any, states: dict[torch.Tensor, dict[str, torch.
         saved = dict(there["scaler"])
         saved["scale"] = torch.tensor([saved["scale"]], device=scaler.scale.device)
         scaler.load_state_dict(saved)
-
-
-# --- torch.distributed.checkpoint ---------------------------------------------------------------
-
-
-class _SavePlanner(SavePlanner):
-    """Writes boxes: what is read is found by key and offset."""
-
-    def __init__(self, boxes: list[Box]) -> None:
-        self._boxes = {box.index: box for box in boxes if box.main}
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Have all that is needed."""
-
-    def create_local_plan(self) -> SavePlan:
-        """Write what this rank is the first to hold."""
-        items = [
-            WriteItem(
-                index=index,
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=box.chunk,
-                    properties=TensorProperties(dtype=box.tensor.dtype),
-                    size=torch.Size(box.part.size),
-                ),
-            )
-            for index, box in self._boxes.items()
-        ]
-        return SavePlan(items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        """Put the plans of the ranks together."""
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take the plan as it is."""
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """Return what is written."""
-        return self._boxes[MetadataIndex(write_item.index.fqn, write_item.index.offset)].tensor
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Reads boxes from whatever they were cut into."""
-
-    def __init__(self, boxes: list[Box], stored: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._stored = stored
-        self._by_key: dict[str, list[Box]] = {}
-        for box in boxes:
-            self._by_key.setdefault(box.key, []).append(box)
-
-    def create_local_plan(self) -> LoadPlan:
-        """Read each box of this rank."""
-        items = []
-        for key, boxes in self._by_key.items():
-            stored: Any = self._stored[key]
-            items += create_read_items_for_chunk_list(key, stored, [b.chunk for b in boxes])
-        return LoadPlan(items)
-
-    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-        """Return where it is read to."""
-        index = read_item.dest_index
-        for box in self._by_key[index.fqn]:
-            if torch.Size(box.part.offset) == index.offset:
-                return self._narrowed(box.tensor, read_item)
-        raise KeyError(index)
-
-    def _narrowed(self, tensor: torch.Tensor, item: Any) -> torch.Tensor:
-        for dimension, (at, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            tensor = tensor.narrow(dimension, at, size)
-        return tensor
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        """Nothing to do: it was read in place."""

@@ -62,11 +62,16 @@ class XLABackend(XLACollectives, Backend):
     @classmethod
     def detect(cls, request: Request) -> Claim | None:
         """Claim a run where torch_xla is installed and a device of it was named, or is a TPU."""
+        if request.arguments.get("xla_plugin") is not None:
+            return Claim(80, "xla_plugin was passed")
+        if request.flag("ACCELERATE_XLA_SPMD"):
+            return Claim(80, "ACCELERATE_XLA_SPMD is set")
         if request.cpu or not library.is_installed():
             return None
+        # Above those who take a mesh: on these devices nobody else can.
         if "PJRT_DEVICE" in request.environ:
-            return Claim(40, f"PJRT_DEVICE={request.environ['PJRT_DEVICE']}")
-        return Claim(40, "a TPU is there") if library.has_tpu(request.environ) else None
+            return Claim(70, f"PJRT_DEVICE={request.environ['PJRT_DEVICE']}")
+        return Claim(70, "a TPU is there") if library.has_tpu(request.environ) else None
 
     def core_defaults(self) -> Mapping[str, Any]:
         """Lay all devices out for data parallelism where SPMD is asked for without a mesh."""
@@ -78,7 +83,10 @@ class XLABackend(XLACollectives, Backend):
 
     def check(self, accelerator: AcceleratorView) -> None:
         """Refuse what XLA cannot do."""
-        if self.settings.downcast_bf16 and accelerator.mixed_precision not in ("bf16", "downcast_bf16"):
+        if self.settings.downcast_bf16 and accelerator.mixed_precision not in (
+            "bf16",
+            "downcast_bf16",
+        ):
             raise ConfigurationError(
                 f"downcast_bf16 is for mixed_precision='bf16', and it is {accelerator.mixed_precision!r} "
                 f"({accelerator.because['mixed_precision'].origin})."
@@ -205,6 +213,13 @@ class XLABackend(XLACollectives, Backend):
         """Run backward, and all that is pending, so that each micro-batch is the same graph."""
         super().backward(accelerator, loss, kwargs)
         self._reduced.clear()
+        if accelerator.gradient_accumulation_steps > 1:
+            # A gradient that was never changed in place cannot give its memory back, which is another
+            # graph: that of the step in a cycle of one. XLA leaves out what this computes.
+            models = [list(model.parameters()) for model in accelerator.models]
+            gradients = [p.grad for every in models for p in every if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, 1.0)
         imported().sync()
 
     def clip_grad(
@@ -247,8 +262,8 @@ class XLABackend(XLACollectives, Backend):
 
     def model_state(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
         """Return the whole state in host memory; what is tied stays tied."""
-        imported().sync()
-        return checkpoint.on_host(accelerator.unwrap_model(model).state_dict(keep_vars=True))
+        with library.settled():
+            return checkpoint.on_host(accelerator.unwrap_model(model).state_dict(keep_vars=True))
 
     def load_model_state(
         self,
@@ -265,8 +280,8 @@ class XLABackend(XLACollectives, Backend):
 
     def optimizer_state(self, accelerator: AcceleratorView, optimizer: Any) -> dict[str, Any]:
         """Return the whole state in host memory."""
-        imported().sync()
-        state: dict[str, Any] = map_tensors(lambda one: one.cpu(), optimizer.state_dict())
+        with library.settled():
+            state: dict[str, Any] = map_tensors(lambda one: one.cpu(), optimizer.state_dict())
         return state
 
     def load_optimizer_state(
@@ -303,15 +318,16 @@ class XLABackend(XLACollectives, Backend):
         """Write shards, where these were asked for."""
         if not self.owns:
             return super().save_state(accelerator, directory, options, later)
-        imported().sync()
-        return checkpoint.save(accelerator, directory, later)
+        with library.settled():
+            return checkpoint.save(accelerator, directory, later)
 
     def load_state(
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
         """Read shards of any mesh."""
         if self.owns:
-            checkpoint.load(accelerator, directory)
+            optimizers, strict = options.get("load_optimizer", True), options.get("strict", True)
+            checkpoint.load(accelerator, directory, optimizers=optimizers, strict=strict)
 
     # --- what is told -----------------------------------------------------------------------------
 

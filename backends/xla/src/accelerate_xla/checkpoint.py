@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from accelerate_checkpoint import Box, BoxReader, BoxWriter, SafeReader, read_metadata
+from accelerate_core import AcceleratorView
+from accelerate_core.errors import CheckpointError
+from accelerate_xla.library import imported
+
+_PLAIN = "plain.json"
 
 
 def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,11 +37,171 @@ def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy(value) for name, value in state.items()}
 
 
-def save(accelerator: Any, directory: Path, later: bool) -> Callable[[], None] | None:
-    """Write shards."""
-    raise NotImplementedError
+# --- in shards ----------------------------------------------------------------------------------
 
 
-def load(accelerator: Any, directory: Path) -> None:
-    """Read shards."""
-    raise NotImplementedError
+def save(accelerator: AcceleratorView, directory: Path, later: bool) -> Callable[[], None] | None:
+    """Write what the devices of this process hold, each shard once; or copy it now and write it later."""
+    boxes: list[Box] = []
+    plain = []
+    for number, model in enumerate(accelerator.models):
+        state = accelerator.unwrap_model(model).state_dict(keep_vars=True)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                boxes += _boxes(f"model.{number}.{name}", value)
+    for number, wrapper in enumerate(accelerator.optimizers):
+        state = wrapper.optimizer.state_dict()
+        for index, key, value in _values(state):
+            if value.ndim:
+                boxes += _boxes(_key(number, index, key), value)
+        plain.append(_plain(type(wrapper.optimizer).__name__, state))
+    write = partial(_write, accelerator, boxes, plain, directory)
+    if later and accelerator.num_processes == 1:
+        return write
+    write()
+    return None
+
+
+def _write(accelerator: AcceleratorView, boxes: list[Box], plain: Any, directory: Path) -> None:
+    alone = accelerator.num_processes == 1
+    if accelerator.is_main_process:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _PLAIN).write_text(json.dumps(plain))
+    if not alone:
+        accelerator.wait_for_everyone()
+    writer = dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
+    dcp.save({}, storage_writer=writer, planner=BoxWriter(boxes), no_dist=alone)
+
+
+def _boxes(key: str, tensor: torch.Tensor) -> Iterator[Box]:
+    value, size = tensor.detach(), tuple(tensor.shape)
+    if value.device.type == "xla":
+        value = imported("distributed.spmd").wrap_if_sharded(tensor.data)
+    if not hasattr(value, "local_shards"):
+        yield Box(key=key, tensor=value.cpu(), size=size, offset=(0,) * len(size))
+        return
+    for shard in value.local_shards:
+        if shard.replica_id == 0 and shard.indices is not Ellipsis:
+            offset = tuple(int(one.start) for one in shard.indices)
+            yield Box(key=key, tensor=shard.unpadded_data, size=size, offset=offset)
+        elif shard.replica_id == 0 or shard.indices is Ellipsis:
+            yield Box(key=key, tensor=shard.data, size=size, offset=(0,) * len(size))
+            return
+
+
+def _key(number: int, index: int, key: str) -> str:
+    return f"optimizer.{number}.{index}.{key}"
+
+
+def _values(state: Mapping[str, Any]) -> Iterator[tuple[int, str, Any]]:
+    for index, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor | int | float):
+                yield index, key, torch.as_tensor(value)
+            elif value is not None:
+                raise CheckpointError(
+                    f"The optimizer keeps {key!r}, a {type(value).__name__}, which is neither a number "
+                    "nor a tensor: state_dict_type='FULL_STATE_DICT' saves it."
+                )
+
+
+def _plain(kind: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    numbers: dict[int, dict[str, float]] = {}
+    for index, key, value in _values(state):
+        if not value.ndim:
+            numbers.setdefault(index, {})[key] = value.item()
+    groups = [{key: _json(value) for key, value in one.items()} for one in state["param_groups"]]
+    return {"class": kind, "param_groups": groups, "numbers": numbers}
+
+
+def _json(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def load(
+    accelerator: AcceleratorView, directory: Path, *, optimizers: bool = True, strict: bool = True
+) -> None:
+    """Read what any mesh wrote.
+
+    Raises:
+        CheckpointError: something is missing or does not fit, and nothing has been changed; or a
+            file cannot be read.
+    """
+    metadata = read_metadata(directory)
+    stored = metadata.state_dict_metadata
+    try:
+        plain = json.loads((directory / _PLAIN).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory / _PLAIN} cannot be read: {error}") from error
+    _compare(accelerator, directory, stored, plain if optimizers else None, strict)
+    read = {
+        key: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+        for key, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and (optimizers or not key.startswith("optimizer."))
+    }
+    boxes = [
+        Box(key=key, tensor=one, size=tuple(one.shape), offset=(0,) * one.ndim)
+        for key, one in read.items()
+    ]
+    try:
+        dcp.load(
+            {},
+            storage_reader=SafeReader(directory, metadata),
+            planner=BoxReader(boxes, stored),
+            no_dist=accelerator.num_processes == 1,
+        )
+    except Exception as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}") from error
+    for number, model in enumerate(accelerator.models):
+        prefix = f"model.{number}."
+        state = {
+            key.removeprefix(prefix): one for key, one in read.items() if key.startswith(prefix)
+        }
+        accelerator.hooks.load_model_state(accelerator, model, state, strict)
+    for number, wrapper in enumerate(accelerator.optimizers if optimizers else ()):
+        state = _optimizer_state(number, plain[number], read, wrapper.optimizer)
+        accelerator.hooks.load_optimizer_state(accelerator, wrapper.optimizer, state)
+
+
+def _compare(
+    accelerator: AcceleratorView, directory: Path, stored: Any, plain: Any, strict: bool
+) -> None:
+    wrong, known = [], set()
+    for number, model in enumerate(accelerator.models):
+        for name, value in accelerator.unwrap_model(model).state_dict().items():
+            key = f"model.{number}.{name}"
+            known.add(key)
+            entry = stored.get(key)
+            if not isinstance(entry, TensorStorageMetadata):
+                wrong += [f"{key} is missing there"] if strict else []
+            elif entry.size != value.shape:
+                wrong.append(
+                    f"{key} has shape {list(entry.size)} there and {list(value.shape)} here"
+                )
+    lost = [key for key in stored if key.startswith("model.") and key not in known]
+    wrong += [f"{key} is in no model here" for key in lost] if strict else []
+    if plain is not None:
+        kinds = [type(wrapper.optimizer).__name__ for wrapper in accelerator.optimizers]
+        there = [one["class"] for one in plain]
+        if kinds != there:
+            wrong.append(f"its optimizers are {there}, and here are {kinds}")
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise CheckpointError(f"{directory} does not fit: {'; '.join(wrong[:3])}{more}.")
+
+
+def _optimizer_state(number: int, plain: Any, read: Mapping[str, Any], here: Any) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {}
+    for index, values in plain["numbers"].items():
+        state[int(index)] = {key: torch.tensor(value) for key, value in values.items()}
+    prefix = f"optimizer.{number}."
+    for key, value in read.items():
+        if key.startswith(prefix):
+            index, name = key.removeprefix(prefix).split(".", 1)
+            state.setdefault(int(index), {})[name] = value
+    groups = []
+    for saved, own in zip(plain["param_groups"], here.param_groups, strict=False):
+        tuples = {key for key, value in own.items() if isinstance(value, tuple)}
+        groups.append({k: tuple(v) if k in tuples else v for k, v in saved.items()})
+    return {"state": state, "param_groups": groups or plain["param_groups"]}

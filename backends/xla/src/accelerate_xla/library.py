@@ -6,7 +6,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from glob import glob
 from typing import Any
 
@@ -100,6 +101,18 @@ def _mesh(sizes: Mapping[str, int]) -> Any:
 
 def _is_touched() -> bool:
     return bool(imported()._XLAC._xla_runtime_is_initialized())
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Run what is pending, and leave the generator as it was: each `sync` moves it on."""
+    model = imported("core.xla_model")
+    seed = model.get_rng_state()
+    imported().sync()
+    try:
+        yield
+    finally:
+        model.set_rng_state(seed)
 
 
 def device_kind() -> str:

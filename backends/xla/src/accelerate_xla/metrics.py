@@ -83,5 +83,7 @@ def report() -> list[str]:
         if data is not None:
             lines.append(f"{what}: {data[0]} in {data[1] / 1e9:.3f} s")
     for name in metrics.executed_fallback_ops():
-        lines.append(f"on the CPU, since XLA has it not: {name}, {metrics.counter_value(name)} times")
+        lines.append(
+            f"on the CPU, since XLA has it not: {name}, {metrics.counter_value(name)} times"
+        )
     return lines

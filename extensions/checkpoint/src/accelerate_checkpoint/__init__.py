@@ -9,6 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accelerate_checkpoint.boxes import Box as Box
+    from accelerate_checkpoint.boxes import BoxReader as BoxReader
+    from accelerate_checkpoint.boxes import BoxWriter as BoxWriter
     from accelerate_checkpoint.checkpointer import DirectoryCheckpointer as DirectoryCheckpointer
     from accelerate_checkpoint.merging import merge_weights as merge_weights
     from accelerate_checkpoint.model import load_weights as load_weights
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 #: Module -> its names; each is imported when one of them is first used: commands need no torch.
 _OF_MODULE = {
+    "accelerate_checkpoint.boxes": ("Box", "BoxReader", "BoxWriter"),
     "accelerate_checkpoint.checkpointer": ("DirectoryCheckpointer",),
     "accelerate_checkpoint.merging": ("merge_weights",),
     "accelerate_checkpoint.model": ("load_weights", "save_object", "save_weights"),
