@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from accelerate_core import AcceleratorView, Backend, Claim, ParallelismConfig, Request
 from accelerate_core.contract.topology import Process, Topology
@@ -54,7 +54,7 @@ class XLABackend(XLACollectives, Backend):
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         super().__init__(settings or XLAPlugin(), handlers)
         if self.settings.state_dict_type == "SHARDED_STATE_DICT":
-            self.owns = frozenset({"checkpoint"})
+            self.owns = frozenset({"checkpoint"})  # type: ignore[misc]
         self._sharding: Sharding | None = None
         self._compilations: Compilations | None = None
         self._reduced: set[int] = set()
@@ -66,20 +66,18 @@ class XLABackend(XLACollectives, Backend):
             return Claim(80, "xla_plugin was passed")
         if request.flag("ACCELERATE_XLA_SPMD"):
             return Claim(80, "ACCELERATE_XLA_SPMD is set")
-        if request.cpu or not library.is_installed():
+        if request.cpu:
             return None
         # Above those who take a mesh: on these devices nobody else can.
-        if "PJRT_DEVICE" in request.environ:
-            return Claim(70, f"PJRT_DEVICE={request.environ['PJRT_DEVICE']}")
+        if kind := library.named_device(request.environ):
+            return Claim(70, f"PJRT_DEVICE={kind}")
         return Claim(70, "a TPU is there") if library.has_tpu(request.environ) else None
 
     def core_defaults(self) -> Mapping[str, Any]:
         """Lay all devices out for data parallelism where SPMD is asked for without a mesh."""
         if not self.settings.spmd:
             return {}
-        imported("runtime").use_spmd()
-        count = int(imported("runtime").global_runtime_device_count())
-        return {"parallelism_config": ParallelismConfig(dp_replicate_size=count)}
+        return {"parallelism_config": ParallelismConfig(dp_replicate_size=library.spmd_devices())}
 
     def check(self, accelerator: AcceleratorView) -> None:
         """Refuse what XLA cannot do."""
@@ -109,6 +107,8 @@ class XLABackend(XLACollectives, Backend):
         sizes = self._sizes(accelerator)
         if sizes:
             library.start_spmd(sizes)
+        else:
+            library.refuse_after_spmd()
         device: torch.device = imported().device()
         return device
 
@@ -119,14 +119,7 @@ class XLABackend(XLACollectives, Backend):
 
     def init_process_group(self, accelerator: AcceleratorView, start: Process) -> None:
         """Start a group in host memory; tensors of XLA never go over it."""
-        more = {} if start.timeout is None else {"timeout": start.timeout}
-        dist.init_process_group(
-            "gloo",
-            store=start.store,
-            rank=start.process_index,
-            world_size=start.num_processes,
-            **more,
-        )
+        super().init_process_group(accelerator, replace(start, comm_backend="gloo"))
 
     def device_count(self, accelerator: AcceleratorView) -> int:
         """All devices of the mesh, or one per process."""
@@ -141,6 +134,7 @@ class XLABackend(XLACollectives, Backend):
             self._sharding = Sharding(mesh, sizes, accelerator.num_processes)
         if self._compilations is None:
             self._compilations = Compilations(accelerator.note_once)
+        return None
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
         """Serve `xla_mesh`, and what the peer's scripts ask."""

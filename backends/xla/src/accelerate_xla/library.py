@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from glob import glob
 from typing import Any
 
@@ -20,13 +23,20 @@ from accelerate_core.errors import ConfigurationError, MissingPluginError, Runti
 _PAIR = "Run: pip install torch=={0} torch_xla=={0}"
 
 
-def is_installed() -> bool:
-    """Tell whether torch_xla is there, without importing it."""
-    return importlib.util.find_spec("torch_xla") is not None
+_DEVICE = "PJRT_DEVICE"
+_chose_by_itself = False
+
+
+def named_device(environ: Mapping[str, str]) -> str | None:
+    """Return the kind of device that somebody has asked XLA for."""
+    there = importlib.util.find_spec("torch_xla") is not None and not _chose_by_itself
+    return environ.get(_DEVICE) if there else None
 
 
 def has_tpu(environ: Mapping[str, str]) -> bool:
     """Tell whether this machine has a TPU and its library, without touching it."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return False
     there = glob("/dev/accel[0-9]*") or (glob("/dev/vfio/[0-9]*") and "TPU_NAME" in environ)
     return bool(there) and importlib.util.find_spec("libtpu") is not None
 
@@ -38,6 +48,9 @@ def imported(name: str = "") -> Any:
         MissingPluginError: it is not installed.
         ConfigurationError: it was built for another torch.
     """
+    global _chose_by_itself
+    if "torch_xla" not in sys.modules and _DEVICE not in os.environ:
+        _chose_by_itself = True  # it sets the variable when it is imported
     try:
         return importlib.import_module(f"torch_xla.{name}" if name else "torch_xla")
     except ModuleNotFoundError as error:
@@ -59,6 +72,54 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+@dataclass
+class _Switch:
+    """SPMD of this process: XLA turns it on when the first device is touched, and never off."""
+
+    was_on: bool = False
+    ours: bool = False
+
+    def on(self) -> None:
+        if imported("runtime").is_spmd():
+            self.was_on = True
+            return
+        if _is_touched() and not self.was_on:
+            raise RuntimeConflictError(
+                "SPMD has to be on before a device of XLA is used, and this process has used one. "
+                "Construct the Accelerator first, or call torch_xla.runtime.use_spmd() first."
+            )
+        # All that `use_spmd` does here; it would warn of devices an earlier Accelerator has used.
+        os.environ[_VARIABLE] = "1"
+        self.was_on = self.ours = True
+
+    def off(self) -> None:
+        if self.ours:
+            os.environ.pop(_VARIABLE, None)
+
+
+_VARIABLE = "XLA_USE_SPMD"
+_switch = _Switch()
+
+
+def refuse_after_spmd() -> None:
+    """Refuse one device in a process that computes on all of them.
+
+    Raises:
+        RuntimeConflictError: an earlier Accelerator had a mesh.
+    """
+    if _switch.was_on:
+        raise RuntimeConflictError(
+            "An earlier Accelerator of this process had a mesh, and XLA cannot turn SPMD off again. "
+            "Ask for a mesh, or start a new process."
+        )
+
+
+def spmd_devices() -> int:
+    """Turn SPMD on, and return how many devices its mesh has to have."""
+    _switch.on()
+    return int(imported("runtime").global_runtime_device_count())
+
+
 def start_spmd(sizes: Mapping[str, int]) -> Any:
     """Let this process compute on all devices, as a mesh of these sizes; return the mesh.
 
@@ -67,23 +128,12 @@ def start_spmd(sizes: Mapping[str, int]) -> Any:
             used a device on its own.
         ConfigurationError: there are more or fewer devices.
     """
-    return once("torch_xla.spmd", dict(sizes), lambda: _mesh(sizes), lambda _: None)
+    return once("torch_xla.spmd", dict(sizes), lambda: _mesh(sizes), lambda _: _switch.off())
 
 
 def _mesh(sizes: Mapping[str, int]) -> Any:
     runtime, sharding = imported("runtime"), imported("distributed.spmd")
-    if not runtime.is_spmd():
-        # Its switch is looked at when the first device is touched, and never goes off again.
-        if _is_touched():
-            raise RuntimeConflictError(
-                "SPMD has to be on before a device of XLA is used, and this process has used one. "
-                "Construct the Accelerator first, or call torch_xla.runtime.use_spmd() first."
-            )
-        runtime.use_spmd()
-    count = int(runtime.global_runtime_device_count())
-    needed = 1
-    for size in sizes.values():
-        needed *= size
+    count, needed = spmd_devices(), math.prod(sizes.values())
     if needed != count:
         how = " (CPU_NUM_DEVICES)" if runtime.device_type() == "CPU" else ""
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -93,8 +143,7 @@ def _mesh(sizes: Mapping[str, int]) -> Any:
         )
     import numpy
 
-    names = tuple(sizes)
-    mesh = sharding.Mesh(numpy.arange(count), tuple(sizes[name] for name in names), names)
+    mesh = sharding.Mesh(numpy.arange(count), tuple(sizes.values()), tuple(sizes))
     sharding.set_global_mesh(mesh)
     return mesh
 
@@ -126,7 +175,7 @@ def refuse_blind_processes(num_processes: int) -> None:
     Raises:
         ConfigurationError: with the way to have several devices there.
     """
-    kind = os.environ.get("PJRT_DEVICE", "").upper() or device_kind()
+    kind = os.environ.get(_DEVICE, "").upper() or device_kind()
     if num_processes > 1 and kind.startswith("CPU"):
         raise ConfigurationError(
             f"{num_processes} processes were started for XLA on the CPU, where processes do not "

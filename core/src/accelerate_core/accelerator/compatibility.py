@@ -22,7 +22,7 @@ def parallelism(
 ) -> ParallelismConfig | None:
     """Return the sizes of the mesh, compared with what was started and what the backend can do."""
     config, can = given["parallelism_config"], backend.supports.get("mesh") or ()
-    processes = request.topology.num_processes
+    processes = 0 if backend.supports.get("own_mesh") else request.topology.num_processes
     in_file = sources.config is not None and "parallelism_config" in sources.config
     if config is None and not request.flag("ACCELERATE_USE_PARALLELISM_CONFIG") and not in_file:
         return _mesh_of(backend, processes) if "dp_shard" in can else None
@@ -36,18 +36,19 @@ def parallelism(
             f"(from {', '.join(dict.fromkeys(asked))}); it has "
             f"{listing(can) if can else 'none'}."
         )
-    if not backend.supports.get("own_mesh"):
-        sizes.check(processes, ", ".join(dict.fromkeys(asked)))
+    sizes.check(processes, ", ".join(dict.fromkeys(asked)))
     return sizes
 
 
 def _mesh_of(backend: Any, processes: int) -> ParallelismConfig:
-    """Return the mesh that follows from the backend's own settings; all ranks shard without any."""
+    """Return the mesh that follows from the backend's own settings; all ranks shard without any.
+
+    Args:
+        processes: how many were started, 0 where the backend compares.
+    """
     own = backend.core_defaults().get("parallelism_config")
     if own is None:
-        return ParallelismConfig(dp_shard_size=processes)
-    if backend.supports.get("own_mesh"):
-        return own  # type: ignore[no-any-return]
+        return ParallelismConfig(dp_shard_size=max(processes, 1))
     parts = own.total_size // own.dp_shard_size
     sizes: ParallelismConfig = dataclasses.replace(own, dp_shard_size=max(processes // parts, 1))
     sizes.check(processes, f"backend {backend.name}")

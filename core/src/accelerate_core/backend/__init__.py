@@ -202,8 +202,7 @@ class Backend(StepHooks, TorchCollectives):
         config = accelerator.parallelism_config
         if config is None:
             return accelerator.process_index, accelerator.num_processes
-        part: tuple[int, int] = config.shard(accelerator.process_index, JOINT["dp"])
-        return part
+        return config.shard(accelerator.process_index, JOINT["dp"])  # type: ignore[no-any-return]
 
     @owner
     def loss_shard(self, accelerator: AcceleratorView) -> tuple[int, int]:
@@ -250,8 +249,7 @@ class Backend(StepHooks, TorchCollectives):
 
         Default: it is one.
         """
-        module: torch.nn.Module = obj
-        return module
+        return obj  # type: ignore[no-any-return]
 
     @owner
     def prepare(self, accelerator: AcceleratorView, plan: Any) -> None:

@@ -138,12 +138,12 @@ class ParallelismConfig(KwargsHandler):
         return f"{' x '.join(f'{n} {self.size(n)}' for n in names)} = {self.total_size}"
 
     def check(self, num_processes: int, origin: str = "") -> None:
-        """Compare with the number of processes.
+        """Compare with the number of processes; 0 fits all.
 
         Raises:
             ConfigurationError: the product is another number; the text shows the arithmetic.
         """
-        if self.total_size == num_processes:
+        if num_processes in (0, self.total_size):
             return
         rest, remainder = divmod(num_processes, self.total_size // self.size("dp_shard"))
         way = (

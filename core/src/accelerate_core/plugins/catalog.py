@@ -72,8 +72,7 @@ def extra_for(kind: str, name: str) -> str | None:
 
 def known_names(kind: str) -> Mapping[str, str]:
     """Return the plugin names of one kind that this catalog can name a package for."""
-    names: Mapping[str, str] = _tables()["NAMES"].get(kind, {})
-    return names
+    return _tables()["NAMES"].get(kind, {})  # type: ignore[no-any-return]
 
 
 def pip_command(extra: str) -> str:

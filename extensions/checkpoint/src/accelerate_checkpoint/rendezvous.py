@@ -179,7 +179,7 @@ class Rendezvous:
 
 def synchronize(device: torch.device) -> None:
     """Wait for what is queued on a device; one without queues that torch knows has copied already."""
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if hasattr(module, "synchronize"):
         module.synchronize()
 

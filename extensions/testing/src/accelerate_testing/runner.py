@@ -98,8 +98,8 @@ def run_suite(
         ConfigurationError: `only` names a check that does not exist, or `options` has a key that
             no check of this kind reads.
     """
-    if num_processes < 2:
-        raise ConfigurationError(f"The suite takes two processes or more, not {num_processes}.")
+    if num_processes < 1:
+        raise ConfigurationError(f"The suite takes one process or more, not {num_processes}.")
     if not timeout > 0:
         raise ConfigurationError(f"The timeout is a number of seconds above 0, not {timeout:g}.")
     every = checks_of(kind)
