@@ -107,8 +107,6 @@ class XLABackend(XLACollectives, Backend):
         sizes = self._sizes(accelerator)
         if sizes:
             library.start_spmd(sizes)
-        else:
-            library.refuse_after_spmd()
         device: torch.device = imported().device()
         return device
 
@@ -129,11 +127,14 @@ class XLABackend(XLACollectives, Backend):
     def mesh(self, accelerator: AcceleratorView) -> Any | None:
         """Make the shardings of the mesh; torch has none of it."""
         sizes = self._sizes(accelerator)
-        if sizes and self._sharding is None:
+        if not sizes:
+            library.refuse_after_spmd()
+        elif self._sharding is None:
             mesh = library.start_spmd(sizes)
             self._sharding = Sharding(mesh, sizes, accelerator.num_processes)
         if self._compilations is None:
             self._compilations = Compilations(accelerator.note_once)
+            library.register_compiler(accelerator.dynamo_plugin)
         return None
 
     def state_attributes(self, accelerator: AcceleratorView) -> Mapping[str, Any]:

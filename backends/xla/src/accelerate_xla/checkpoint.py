@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +72,17 @@ def _write(accelerator: AcceleratorView, boxes: list[Box], plain: Any, directory
     if not alone:
         accelerator.wait_for_everyone()
     writer = dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
-    dcp.save({}, storage_writer=writer, planner=BoxWriter(boxes), no_dist=alone)
+    with _quiet():
+        dcp.save({}, storage_writer=writer, planner=BoxWriter(boxes), no_dist=alone)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what torch says of a process alone, and of its own storages."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+        yield
 
 
 def _boxes(key: str, tensor: torch.Tensor) -> Iterator[Box]:
@@ -144,13 +156,11 @@ def load(
         Box(key=key, tensor=one, size=tuple(one.shape), offset=(0,) * one.ndim)
         for key, one in read.items()
     ]
+    alone = accelerator.num_processes == 1
     try:
-        dcp.load(
-            {},
-            storage_reader=SafeReader(directory, metadata),
-            planner=BoxReader(boxes, stored),
-            no_dist=accelerator.num_processes == 1,
-        )
+        with _quiet():
+            reader = SafeReader(directory, metadata)
+            dcp.load({}, storage_reader=reader, planner=BoxReader(boxes, stored), no_dist=alone)
     except Exception as error:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
     for number, model in enumerate(accelerator.models):

@@ -183,3 +183,16 @@ def refuse_blind_processes(num_processes: int) -> None:
             f"set CPU_NUM_DEVICES={num_processes} and pass a ParallelismConfig, such as "
             f"dp_replicate_size={num_processes}."
         )
+
+
+def register_compiler(dynamo: Any) -> None:
+    """Give torch_xla's compiler the older names that the peer has for it, if one is asked for."""
+    name = str(dynamo.backend).lower()
+    if dynamo.enabled and name in _COMPILERS:
+        from torch._dynamo.backends import registry
+
+        if name not in registry.list_backends(exclude_tags=()):
+            registry.register_backend(registry.lookup_backend("openxla"), name=name)
+
+
+_COMPILERS = ("torchxla_trace_once", "aot_torchxla_trace_once")

@@ -128,7 +128,7 @@ class TokenCount:
         per_rank = (comm.reduce(local) / comm.size).clamp(min=1.0 / comm.size).reshape(())
         self.factor = (1.0 if self._divisor is None else self._divisor) / per_rank
         powers = self._powers.to(comm.device)
-        self._next_divisor = torch.where(powers > per_rank, powers, torch.inf).amin()
+        self._next_divisor = torch.where(powers > per_rank, powers, torch.inf).min()
 
     def divided(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss as its gradient is to be added to those before it."""

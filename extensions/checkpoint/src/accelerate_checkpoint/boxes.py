@@ -66,7 +66,9 @@ class BoxWriter(SavePlanner):
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = {box.index: box for box in boxes if box.main}
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         """Have all that is needed."""
 
     def create_local_plan(self) -> SavePlan:

@@ -1,0 +1,237 @@
+"""Training on XLA: one device, and one process over a mesh of four, beside torch on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch_xla")
+
+WORKER = Path(__file__).with_name("worker.py")
+MESHES = ("dp", "fsdp", "tp_dp", "hybrid")
+#: Setup -> devices of XLA; None is torch's CPU.
+DEVICES = {"cpu": None, "ddp": None, "mesh": 4, "refused": 4, "of_ddp_mesh": 4}
+
+
+class Found:
+    """What the processes of each setup have found, run when somebody asks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, setup: str, case: str, rank: int = 0) -> Any:
+        name = f"{setup}_{rank}"
+        if name not in self._known:
+            if not (self.folder / f"{name}.json").exists():
+                self._run(setup)
+            self._known[name] = json.loads((self.folder / f"{name}.json").read_text())
+        value = self._known[name][case]
+        assert not (isinstance(value, str) and value.startswith("Traceback")), value
+        return value
+
+    def _run(self, setup: str) -> None:
+        hidden = ("ACCELERATE_", "PJRT_", "XLA_", "RANK", "WORLD_SIZE", "MASTER_")
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+        environ |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        devices = DEVICES.get(setup, 1)
+        if devices is not None:
+            environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+        command = [sys.executable, str(WORKER), setup, str(self.folder)]
+        if setup == "ddp":
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+            command[1:1] = launch
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return Found(tmp_path_factory.mktemp("xla"))
+
+
+def close(one: Any, other: Any, limit: float) -> None:
+    assert len(one) == len(other)
+    assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= limit
+
+
+def test_one_device_trains_as_torch_does(found: Found) -> None:
+    theirs, ours = found("cpu", "parity"), found("one", "parity")
+    close(ours["no"], theirs["no"], 1e-5)
+    close(ours["bf16"], theirs["bf16"], 1e-2)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, "bf16"])
+def test_a_mesh_trains_as_torch_does(found: Found, mesh: str) -> None:
+    theirs = found("cpu", "parity")["bf16" if mesh == "bf16" else "no"]
+    limit = 1e-2 if mesh == "bf16" else 1e-5
+    close(found("mesh", "parity_of_meshes")[mesh], theirs, limit)
+
+
+@pytest.mark.parametrize("setup", ["one", "mesh"])
+def test_counted_items_stay_on_the_device(found: Found, setup: str) -> None:
+    counted = found(setup, "counted")
+    # Of the last batch, which is filled with its own samples, sum and count are doubled.
+    *before, last = found("cpu", "counted")["losses"]
+    close(counted["losses"], [*before, 2 * last], 1e-4)
+    assert counted["fallbacks"] == ["aten::_local_scalar_dense"], "reading a loss alone"
+
+
+@pytest.mark.parametrize("setup", ["one", "mesh"])
+def test_the_last_batch_is_filled_and_metrics_are_exact(found: Found, setup: str) -> None:
+    seen = found(setup, "metrics_are_exact")
+    assert seen["shapes"] == [[8, 1]]
+    assert seen["kept"] == [float(one) for one in range(22)]
+
+
+@pytest.mark.parametrize("setup", ["one", "mesh"])
+def test_what_was_tied_is_tied_on_the_device(found: Found, setup: str) -> None:
+    theirs, ours = found("cpu", "ties"), found(setup, "ties")
+    close(ours.pop("losses"), theirs["losses"], 1e-5)
+    assert ours == {"tied": True, "trained": 1, "state": ["cpu", "cpu"], "one": True}
+
+
+def test_nothing_is_compiled_after_the_second_step(found: Found) -> None:
+    # Micro-batches of two steps, a short last cycle and a short last batch, a second epoch.
+    counts = found("one", "graphs")
+    assert counts[3] > 0
+    assert set(counts[4:16]) == {counts[3]}
+    assert set(counts[16:]) == {0}
+
+
+def test_a_shape_that_makes_a_new_graph_is_told(found: Found) -> None:
+    told = found("one", "a_new_shape_is_told")
+    assert len(told) == 3, "and no more"
+    assert "a batch of the shape [5, 8] was new (before: [4, 8])" in told[0]
+
+
+def test_a_seed_gives_the_same_numbers(found: Found) -> None:
+    first, again, other = found("one", "random_numbers")
+    assert first == again != other
+
+
+def test_its_compiler_has_the_names_of_the_peer(found: Found) -> None:
+    (eager,) = found("cpu", "compilers").values()
+    by_name = found("one", "compilers")
+    assert len(by_name) == 3
+    for losses in by_name.values():
+        close(losses, eager, 1e-5)
+
+
+def test_bf16_may_be_what_parameters_are_kept_in(found: Found) -> None:
+    losses, dtypes = found("one", "downcast")
+    assert dtypes == ["torch.bfloat16"]
+    assert all(0 < loss < 3 for loss in losses)
+
+
+def test_it_explains_devices_placement_and_metrics(found: Found) -> None:
+    text, devices, processes = found("mesh", "explained")
+    assert (devices, processes) == (4, 1)
+    assert "XLA on CPU: 4 device(s)\nover dp_shard: 4 parameters, 424 bytes per device" in text
+    assert "graphs compiled: " in text
+    assert "transfers to the device: " in text
+
+
+REFUSED = {
+    ("one", "refused", "fp16"): "which needs 'loss_scaling'",
+    ("one", "refused", "downcast"): "downcast_bf16 is for mixed_precision='bf16', and it is 'no'",
+    ("one", "refused", "cpu"): "does not run on the device type 'cpu'",
+    ("one", "refused", "touched"): "SPMD has to be on before a device of XLA is used",
+    (
+        "refused",
+        "refused_meshes",
+        "size",
+    ): "dp_shard 3 = 3 devices, and XLA has 4 (CPU_NUM_DEVICES)",
+    ("refused", "refused_meshes", "dimension"): "has no mesh dimension 'cp'",
+    ("refused", "refused_meshes", "no plan"): "Tensor parallelism needs a plan",
+    ("refused", "refused_meshes", "no module"): "names 'fc', which matches no module",
+    ("refused", "refused_meshes", "style"): "Did you mean 'colwise'?",
+    ("refused", "refused_meshes", "kind"): "splits '1', a Tanh; only Linear and Embedding",
+    ("refused", "refused_meshes", "divides"): "cannot divide dimension 1 of 0.weight",
+    ("refused", "refused_meshes", "tie"): "is also another module's",
+    ("refused", "refused_meshes", "other mesh"): "torch_xla.spmd is there once per process",
+    ("refused", "refused_meshes", "no mesh"): "XLA cannot turn SPMD off again",
+}
+
+
+@pytest.mark.parametrize(("where", "text"), REFUSED.items(), ids=lambda one: str(one)[:40])
+def test_what_cannot_be_is_one_clear_error(found: Found, where: Any, text: str) -> None:
+    setup, case, name = where
+    said = found(setup, case)[name]
+    assert text in said
+    assert "nothing, but" not in said
+
+
+def test_several_processes_on_the_cpu_are_refused(found: Found) -> None:
+    environ = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    code = found.folder / "several.py"
+    code.write_text("from accelerate_core import Accelerator; Accelerator()")
+    done = subprocess.run(
+        [sys.executable, *launch, str(code)],
+        env=environ, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "processes do not see each other: each would train alone" in done.stderr
+    assert "set CPU_NUM_DEVICES=2 and pass a ParallelismConfig" in done.stderr
+
+
+def test_a_mesh_shards(found: Found) -> None:
+    whole = 4 * (8 * 16 + 16 + 16 * 4 + 4)
+    seen = found("mesh", "sharded")
+    held = {mesh: (one["weights"], one["optimizer"]) for mesh, one in seen.items()}
+    over_tp = 4 * (8 * 16 + 16 + 16 * 4) // 2 + 4 * 4
+    assert held == {
+        "dp": (whole, 2 * whole),
+        "fsdp": (whole // 4, 2 * whole // 4),
+        "tp_dp": (over_tp, 2 * over_tp),
+        "hybrid": (whole // 2, 2 * whole // 2),
+    }
+    assert seen["fsdp"]["specs"][0] == "{devices=[4,1]0,1,2,3}"
+    assert seen["dp"]["batch"] == ["{devices=[4,1]0,1,2,3}", "{devices=[4]0,1,2,3}"]
+    assert seen["fsdp"]["told"] == [f"over dp_shard: 4 parameters, {whole // 4} bytes per device"]
+
+
+SAVED = [
+    (setup, f"{mesh}_{kind}")
+    for setup, mesh in (("one", "one"), ("mesh", "fsdp"), ("mesh", "tp_dp"))
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+]
+
+
+@pytest.mark.parametrize(("setup", "name"), SAVED)
+def test_a_checkpoint_goes_on_bit_for_bit(found: Found, setup: str, name: str) -> None:
+    seen = found(setup, "saved")[name]
+    assert seen["same"], "also what was saved beside the training"
+    assert ("backend_xla" in seen["files"]) == ("SHARDED" in name)
+    if "fsdp" in name:
+        assert all("devices=[4" in one for one in seen["specs"] + seen["state"])
+
+
+def test_shards_are_read_by_another_mesh_and_by_no_other_model(found: Found) -> None:
+    seen = found("mesh", "saved")
+    close(seen["other mesh"], seen["tp_dp_SHARDED_STATE_DICT"]["losses"], 1e-6)
+    assert "CheckpointError" in seen["other model"]
+
+
+@pytest.mark.parametrize("setup", ["one", "mesh"])
+def test_a_killed_run_goes_on(found: Found, setup: str) -> None:
+    seen = found(setup, "killed")
+    assert seen["rc"] == -9
+    assert seen["losses"] == json.loads(seen["said"])
+
+
+@pytest.mark.parametrize("setup", ["one", "mesh"])
+def test_ddp_and_xla_read_each_other(found: Found, setup: str) -> None:
+    found(setup, "saved")
+    found("mesh" if setup == "one" else "one", "saved")
+    ddp, of_ddp = found("ddp", "ddp"), found(f"of_ddp_{setup}", "of_ddp")
+    close(of_ddp["losses"], ddp["losses"], 1e-5)
+    name = "one" if setup == "one" else "fsdp"
+    close(of_ddp["read"], ddp["read"][f"{name}_FULL_STATE_DICT"], 1e-5)

@@ -1,0 +1,512 @@
+"""What XLA's tests look at: cases that run one after the other in one process, results as JSON.
+
+python worker.py SETUP FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from accelerate_core import Accelerator, ParallelismConfig, set_seed
+from accelerate_core.distributed import process
+
+FOLDER = Path(sys.argv[2]) if __name__ == "__main__" else Path()
+PLAN = {"0": "colwise", "2": "rowwise"}
+MESHES = {
+    "dp": {"dp_replicate_size": 4},
+    "fsdp": {"dp_shard_size": 4},
+    "tp_dp": {"dp_replicate_size": 2, "tp_size": 2, "tp_handler": PLAN},
+    "hybrid": {"dp_replicate_size": 2, "dp_shard_size": 2},
+}
+CASES: dict[str, list[Callable[[], Any]]] = {}
+
+
+def case(*setups: str) -> Any:
+    def note(function: Any) -> Any:
+        for setup in setups:
+            CASES.setdefault(setup, []).append(function)
+        return function
+
+    return note
+
+
+def begin(mesh: str = "", **more: Any) -> Accelerator:
+    if mesh:
+        more["parallelism_config"] = ParallelismConfig(**MESHES[mesh])
+    return Accelerator(**more)
+
+
+def plugin(**options: Any) -> Any:
+    from accelerate_xla import XLAPlugin
+
+    return XLAPlugin(**options)
+
+
+def network(dropout: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), nn.Dropout(dropout))
+
+
+def data(count: int = 124) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 8, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 4, (count,), generator=generator))
+
+
+def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+class Run:
+    """A model, AdamW and shuffled data under one Accelerator; 8 steps of 2 micro-batches by default."""
+
+    def __init__(self, accelerator: Accelerator, dropout: float = 0.0, size: int = 8) -> None:
+        set_seed(0)
+        self.accelerator = accelerator
+        model = network(dropout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = DataLoader(data(), batch_size=size, shuffle=True)
+        prepared = accelerator.prepare(model, optimizer, loader)
+        self.model, self.optimizer, self.loader = prepared
+
+    def train(self, batches: int = 16) -> list[float]:
+        """Return loss and norm of each micro-batch and step."""
+        seen: list[torch.Tensor] = []
+        for index, (x, y) in enumerate(self.loader):
+            with self.accelerator.accumulate(self.model):
+                loss = loss_of(self.model, x, y)
+                self.accelerator.backward(loss)
+                seen.append(loss.detach())
+                if self.accelerator.sync_gradients:
+                    seen.append(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.3))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if index + 1 == batches:
+                break
+        return [float(one) for one in seen]
+
+
+def trained(mesh: str = "", precision: str = "no") -> list[float]:
+    with begin(mesh, mixed_precision=precision, gradient_accumulation_steps=2) as accelerator:
+        return Run(accelerator).train()
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        return f"nothing, but {call()!r}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def spec(tensor: torch.Tensor) -> str:
+    import torch_xla
+
+    return str(torch_xla._XLAC._get_xla_sharding_spec(tensor.data))
+
+
+def compiled() -> int:
+    import torch_xla.debug.metrics as metrics
+
+    return int(metrics.counter_value("UncachedCompile") or 0)
+
+
+# --- the same on torch's CPU, by DDP, on one device and on a mesh -------------------------------
+
+
+@case("cpu", "one")
+def parity() -> Any:
+    return {name: trained(precision=name) for name in ("no", "bf16")}
+
+
+@case("mesh")
+def parity_of_meshes() -> Any:
+    found = {mesh: trained(mesh) for mesh in MESHES}
+    return {**found, "bf16": trained("fsdp", "bf16")}
+
+
+@case("cpu", "one", "mesh")
+def counted() -> Any:
+    """Items are counted, cycles are of different length, and nothing falls back to the CPU."""
+    losses = []
+    with begin("dp" if "mesh" in sys.argv[1] else "", gradient_accumulation_steps=2) as accelerator:
+        run = Run(accelerator)
+        for x, y in run.loader:
+            items = (y > 0).sum()
+            with accelerator.accumulate(run.model, num_items=items):
+                kept = y.masked_fill(y == 0, -100)
+                loss = nn.functional.cross_entropy(run.model(x), kept, reduction="sum")
+                accelerator.backward(loss)
+                losses.append(loss.detach())
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+    result = {"losses": [float(one) for one in losses]}
+    if sys.argv[1] != "cpu":
+        import torch_xla.debug.metrics as metrics
+
+        result["fallbacks"] = metrics.executed_fallback_ops()
+    return result
+
+
+@case("one", "mesh")
+def metrics_are_exact() -> Any:
+    """A short last batch is filled for the graph, and what was added is left out of metrics."""
+    with begin("dp" if "mesh" in sys.argv[1] else "") as accelerator:
+        loader = accelerator.prepare(DataLoader(torch.arange(22.0).view(22, 1), batch_size=8))
+        shapes, kept = set(), []
+        for batch in loader:
+            shapes.add(tuple(batch.shape))
+            kept += accelerator.gather_for_metrics(batch).flatten().tolist()
+        return {"shapes": sorted(shapes), "kept": kept}
+
+
+# --- what stays as it was -----------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+@case("cpu", "one", "mesh")
+def ties() -> Any:
+    plan = {"embed": "rowwise", "head": "colwise"}
+    more = {}
+    if sys.argv[1] == "mesh":
+        config = ParallelismConfig(dp_shard_size=2, tp_size=2, tp_handler=plan)
+        more = {"parallelism_config": config}
+    with Accelerator(**more) as accelerator:
+        set_seed(0)
+        model = Tied()
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+        )
+        x = torch.arange(16).to(accelerator.device)
+        losses = []
+        for _ in range(4):
+            loss = nn.functional.cross_entropy(model(x), x.roll(1))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        state = accelerator.get_state_dict(model)
+        return {
+            "tied": model.head.weight is model.embed.weight,
+            "trained": len(optimizer.param_groups[0]["params"]),
+            "losses": losses,
+            "state": [value.device.type for value in state.values()],
+            "one": state["head.weight"].data_ptr() == state["embed.weight"].data_ptr(),
+        }
+
+
+@case("one")
+def graphs() -> Any:
+    """Compiled graphs after each batch; a short last cycle and a second epoch bring none."""
+    with begin(gradient_accumulation_steps=2) as accelerator:
+        run = Run(accelerator, size=8)
+        counts = []
+        for _ in range(2):
+            before = compiled()
+            for x, y in run.loader:  # 16 batches, the last one short
+                with accelerator.accumulate(run.model):
+                    accelerator.backward(loss_of(run.model, x, y))
+                    accelerator.clip_grad_norm_(run.model.parameters(), 0.3)
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+                counts.append(compiled() - before)
+        return counts
+
+
+class Growing(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        for length in (4, 4, 4, 4, 5, 6, 7, 8, 9, 9):
+            yield torch.ones(length, 8)
+
+
+@case("one")
+def a_new_shape_is_told() -> Any:
+    with begin() as accelerator, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        set_seed(0)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(Growing(), batch_size=None)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for x in loader:
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one.message) for one in told if "compiled" in str(one.message)]
+
+
+@case("one")
+def random_numbers() -> Any:
+    with begin() as accelerator:
+        device = accelerator.device
+        drawn = []
+        for seed in (1, 1, 2):
+            set_seed(seed)
+            drawn.append(torch.rand(3, device=device).tolist())
+        return drawn
+
+
+@case("cpu", "one")
+def compilers() -> Any:
+    """Both of the peer's names stand for torch_xla's compiler."""
+    found = {}
+    for name in ("openxla", "torchxla_trace_once", "aot_torchxla_trace_once"):
+        name = "eager" if sys.argv[1] == "cpu" else name
+        with begin(dynamo_backend=name) as accelerator:
+            found[name] = Run(accelerator).train(6)
+    return found
+
+
+@case("one")
+def downcast() -> Any:
+    with begin(mixed_precision="bf16", xla_plugin=plugin(downcast_bf16=True)) as accelerator:
+        run = Run(accelerator)
+        losses = run.train(4)
+        return [losses, sorted({str(one.dtype) for one in run.model.parameters()})]
+
+
+@case("one", "mesh")
+def explained() -> Any:
+    mesh = "hybrid" if sys.argv[1] == "mesh" else ""
+    with begin(mesh, xla_plugin=plugin(metrics=True)) as accelerator:
+        Run(accelerator).train(4)
+        return [accelerator.explain(), accelerator.device_count, accelerator.num_processes]
+
+
+@case("one")
+def refused() -> Any:
+    def touched() -> Any:
+        return begin("dp")
+
+    def unset() -> Any:
+        with begin():
+            return touched()
+
+    found = {
+        "fp16": raised(lambda: begin(mixed_precision="fp16")),
+        "downcast": raised(lambda: begin(xla_plugin=plugin(downcast_bf16=True))),
+        "cpu": raised(lambda: begin(cpu=True, backend="xla")),
+        "touched": raised(touched),
+    }
+    return found
+
+
+@case("refused")
+def refused_meshes() -> Any:
+    def planned(plan: Any, model: Any = None, **sizes: Any) -> str:
+        def make() -> Any:
+            config = ParallelismConfig(tp_size=4, tp_handler=plan, **sizes)
+            with Accelerator(parallelism_config=config) as accelerator:
+                return accelerator.prepare(model or network())
+
+        return raised(make)
+
+    def other(**sizes: Any) -> str:
+        return raised(lambda: Accelerator(parallelism_config=ParallelismConfig(**sizes)))
+
+    with begin("dp"):
+        other_mesh = raised(lambda: begin("fsdp"))
+    no_mesh = raised(begin)
+    return {
+        "size": other(dp_shard_size=3),
+        "dimension": other(cp_size=4),
+        "no plan": planned(None),
+        "no module": planned({"fc": "colwise"}),
+        "style": planned({"0": "colwize"}),
+        "kind": planned({"1": "colwise"}),
+        "divides": planned({"0": "rowwise"}, nn.Sequential(nn.Linear(6, 4))),
+        "tie": planned({"embed": "colwise", "head": "colwise"}, Tied()),
+        "other mesh": other_mesh,
+        "no mesh": no_mesh,
+    }
+
+
+@case("mesh")
+def sharded() -> Any:
+    """Bytes that a device holds of weights and of AdamW's state, by mesh."""
+    import torch_xla.distributed.spmd as spmd
+
+    def held(tensor: torch.Tensor) -> int:
+        value = spmd.wrap_if_sharded(tensor.data)
+        if not hasattr(value, "local_shards"):  # whole on each device
+            return tensor.numel() * tensor.element_size()
+        shards = value.local_shards
+        mine = [one for one in shards if one.shard_device.endswith(":0")]
+        return sum(one.data.numel() * one.data.element_size() for one in mine)
+
+    found = {}
+    for mesh in MESHES:
+        with begin(mesh) as accelerator:
+            run = Run(accelerator)
+            run.train(4)
+            parameters = list(run.model.parameters())
+            states = [
+                value
+                for state in run.optimizer.state.values()
+                for value in state.values()
+                if value.device.type == "xla"
+            ]
+            batch = next(iter(run.loader))
+            found[mesh] = {
+                "weights": sum(map(held, parameters)),
+                "optimizer": sum(map(held, states)),
+                "specs": [spec(one) for one in parameters],
+                "batch": [spec(one) for one in batch],
+                "told": accelerator.explain().split("device(s)\n")[1].splitlines(),
+            }
+    return found
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+
+
+def _steps(run: Run, count: int) -> list[float]:
+    """Train on one batch, so that the order of data has no part in it."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(8, 8, generator=generator).to(run.accelerator.device)
+    y = torch.randint(0, 4, (8,), generator=generator).to(run.accelerator.device)
+    losses = []
+    for _ in range(count):
+        loss = loss_of(run.model, x, y)
+        run.accelerator.backward(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@case("one", "mesh")
+def saved() -> Any:
+    """Resumed bit for bit, read by another mesh, saved beside the training."""
+    found: dict[str, Any] = {}
+    for mesh in ("fsdp", "tp_dp") if sys.argv[1] == "mesh" else ("",):
+        for kind in KINDS:
+            name = f"{mesh or 'one'}_{kind}"
+            with begin(mesh, xla_plugin=plugin(state_dict_type=kind)) as accelerator:
+                run = Run(accelerator, dropout=0.1)
+                _steps(run, 3)
+                accelerator.save_state(str(FOLDER / name))
+                losses = _steps(run, 3)
+                accelerator.load_state(str(FOLDER / name))
+                specs = [spec(one) for one in run.model.parameters()]
+                again = _steps(run, 3)
+                accelerator.save_state(str(FOLDER / f"{name}_later"), blocking=False)
+                after = _steps(run, 2)
+                accelerator.load_state(str(FOLDER / f"{name}_later"))
+                later = _steps(run, 2)
+                state = [
+                    spec(v) for s in run.optimizer.state.values() for v in s.values() if v.ndim
+                ]
+                found[name] = {
+                    "same": losses == again and after == later,
+                    "losses": losses,
+                    "specs": specs,
+                    "state": state,
+                    "files": sorted(one.name for one in (FOLDER / name).iterdir()),
+                }
+    if sys.argv[1] == "mesh":
+        with begin("fsdp", xla_plugin=plugin(state_dict_type=KINDS[1])) as accelerator:
+            run = Run(accelerator, dropout=0.1)
+            accelerator.load_state(str(FOLDER / "tp_dp_SHARDED_STATE_DICT"))
+            found["other mesh"] = _steps(run, 3)
+            other = nn.Linear(3, 3)
+            accelerator.free_memory()
+            accelerator.prepare(other)
+            path = str(FOLDER / "tp_dp_SHARDED_STATE_DICT")
+            found["other model"] = raised(lambda: accelerator.load_state(path))
+    return found
+
+
+@case("one", "mesh")
+def killed() -> Any:
+    """A process that dies after a save goes on in a new one as if it had not."""
+    here = [sys.executable, __file__, f"dying_{sys.argv[1]}", str(FOLDER)]
+    target = FOLDER / f"killed_{sys.argv[1]}"
+    shutil.rmtree(target, ignore_errors=True)
+    died = subprocess.run(here, capture_output=True, text=True, timeout=200)
+    with begin("fsdp" if sys.argv[1] == "mesh" else "") as accelerator:
+        run = Run(accelerator, dropout=0.1)
+        accelerator.load_state(str(target))
+        return {"rc": died.returncode, "said": died.stdout, "losses": _steps(run, 3)}
+
+
+def die() -> Any:
+    with begin("fsdp" if sys.argv[1] == "dying_mesh" else "") as accelerator:
+        run = Run(accelerator, dropout=0.1)
+        _steps(run, 3)
+        name = sys.argv[1].removeprefix("dying_")
+        accelerator.save_state(str(FOLDER / f"killed_{name}"))
+        print(json.dumps(_steps(run, 3)), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+CASES["dying_one"] = CASES["dying_mesh"] = [die]
+
+
+@case("ddp")
+def ddp() -> Any:
+    """Two ranks of DDP: save for XLA, and read what XLA has saved."""
+    with begin() as accelerator:
+        run = Run(accelerator)
+        _steps(run, 3)
+        accelerator.save_state(str(FOLDER / "ddp"))
+        losses = _steps(run, 3)
+        read = {}
+        for name in ("one_FULL_STATE_DICT", "fsdp_FULL_STATE_DICT"):
+            accelerator.load_state(str(FOLDER / name))
+            with torch.no_grad():
+                read[name] = [float(one.sum()) for one in run.model.parameters()]
+        return {"losses": losses, "read": read, "rank": accelerator.process_index}
+
+
+@case("of_ddp_one", "of_ddp_mesh")
+def of_ddp() -> Any:
+    with begin("fsdp" if sys.argv[1] == "of_ddp_mesh" else "") as accelerator:
+        run = Run(accelerator)
+        accelerator.load_state(str(FOLDER / "ddp"))
+        losses = _steps(run, 3)
+        name = "fsdp" if sys.argv[1] == "of_ddp_mesh" else "one"
+        accelerator.load_state(str(FOLDER / f"{name}_FULL_STATE_DICT"))
+        return {"losses": losses, "read": [float(one.sum()) for one in run.model.parameters()]}
+
+
+def main() -> None:
+    """Run the setup's cases; one that fails ends what it has begun."""
+    found = {}
+    for function in CASES[sys.argv[1]]:
+        try:
+            found[function.__name__] = function()
+        except BaseException:
+            found[function.__name__] = traceback.format_exc()
+            while (left := process.current_user()) is not None:
+                process.release(left)
+    rank = os.environ.get("RANK", "0")
+    (FOLDER / f"{sys.argv[1]}_{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
