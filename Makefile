@@ -17,7 +17,7 @@ ARGS ?=
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help quickstart test conformance faults megatron fp8 clients clients-recorded soak lint format docs dist drop-in bench downstream gpu clean
+.PHONY: help quickstart test conformance faults megatron fp8 test-xla clients clients-recorded soak lint format docs dist drop-in bench downstream gpu clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
@@ -26,6 +26,7 @@ help:
 	@echo "make faults       kills, signals, ranks that fail, two machines and a cut cable"
 	@echo "make megatron     megatron-core on two ranks and on four, where there is no GPU through a shim"
 	@echo "make fp8          fp8 by torchao, and by stand-ins of the other libraries"
+	@echo "make test-xla     XLA on the CPU, in an environment of its own with the torch it is built for"
 	@echo "make clients      Trainer and others on the drop-in, beside what they gave with the original"
 	@echo "make lint         ruff, mypy, import layers, generated docs"
 	@echo "make format       let ruff format the tree"
@@ -72,6 +73,7 @@ FAULTS := tests/faults tests/machines
 CLIENTS := tests/clients
 MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
 FP8 := tests/backends/fp8
+XLA := tests/backends/xla
 test: $(VENV)/dev.stamp
 	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS) $(MEGATRON) $(FP8)) $(ARGS)
 
@@ -83,6 +85,16 @@ megatron: $(VENV)/dev.stamp
 
 fp8: $(VENV)/dev.stamp
 	$(PYTEST) -m "not soak" $(FP8) $(ARGS)
+
+# torch_xla is built for one torch, so it has an environment of its own; what is ours is edited in place.
+XLA_MADE := build/xla
+XLA_NEEDS := core backends/ddp backends/xla extensions/launch extensions/checkpoint extensions/tracking extensions/testing extensions/big_model
+$(XLA_MADE).stamp: $(VENV)/base.stamp $(XLA)/environment.py $(XLA_NEEDS:%=%/pyproject.toml)
+	$(BIN)/python $(XLA)/environment.py $(XLA_MADE) $(XLA_NEEDS)
+	@touch $@
+
+test-xla: $(XLA_MADE).stamp
+	$(XLA_MADE)/bin/python -m pytest -m "not soak" $(XLA) $(ARGS)
 
 # One at a time: they hold a clock to how soon ranks end.
 faults: $(VENV)/dev.stamp

@@ -117,6 +117,11 @@ class XLABackend(XLACollectives, Backend):
 
     def init_process_group(self, accelerator: AcceleratorView, start: Process) -> None:
         """Start a group in host memory; tensors of XLA never go over it."""
+        if start.comm_backend not in (None, "gloo"):
+            raise ConfigurationError(
+                f"InitProcessGroupKwargs(backend={start.comm_backend!r}): under XLA tensors of devices go "
+                "by torch_xla's own collectives, and the group in host memory is gloo's. Leave it out."
+            )
         super().init_process_group(accelerator, replace(start, comm_backend="gloo"))
 
     def device_count(self, accelerator: AcceleratorView) -> int:

@@ -44,6 +44,8 @@ class Compilations:
         shapes.add(own)
         if position < 0 or self._told >= _TOLD or self.total == before:
             return
+        if not new and not torch.is_grad_enabled():
+            return  # the last batch of an evaluation: what fills it is left out of metrics
         self._told += 1
         many = self.total - before
         if new:
