@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 #: Begins the origin of a value that follows from another key of the config file.
 FOLLOWS = "follows from "
 
+#: Ends the origin of a number of processes that nobody gave.
+_COUNTED = ("no accelerator is visible", "visible accelerator(s) per machine")
+
 #: Keys of files for launch that no option of its own has.
 _MORE_KEYS = ["backend", "compute_environment", "distributed_type", "torch_device"]
 _RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
@@ -194,8 +197,13 @@ def processes(
         return Because(len(ids) * machines, f"accelerators in gpu_ids, {chosen['gpu_ids'].origin}")
     visible = devices.count_accelerators(environ)
     if visible:
-        return Because(visible * machines, f"{visible} visible accelerator(s) per machine")
-    return Because(machines, "no accelerator is visible")
+        return Because(visible * machines, f"{visible} {_COUNTED[1]}")
+    return Because(machines, _COUNTED[0])
+
+
+def is_counted(processes: Because) -> bool:
+    """Tell whether a number of processes is that of accelerators which torch sees, or sees none of."""
+    return processes.origin.endswith(_COUNTED)
 
 
 def gpu_ids(because: Because) -> list[str]:
