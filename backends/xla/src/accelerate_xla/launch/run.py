@@ -32,7 +32,7 @@ class Program:
     def __call__(self) -> None:
         """Run it in this process."""
         sys.argv = [self.name, *self.arguments]
-        sys.path[0] = "" if self.module else str(Path(self.name).resolve().parent)
+        sys.path[0] = str(Path.cwd() if self.module else Path(self.name).resolve().parent)
         if self.function is not None:
             self._function()()
         elif self.module:
