@@ -540,7 +540,9 @@ def _options_of_launcher(launcher: Any, name: str) -> Iterator[tuple[str, str]]:
     prefix = cls.__yaml_prefix__
     yield from (("PREFIXES", prefix) for _ in prefix[:1])
     for field in settings_fields(cls, owner=name):
-        yield from (("OPTIONS", one) for one in field.cli if not prefix or not one.startswith(prefix))
+        yield from (
+            ("OPTIONS", one) for one in field.cli if not prefix or not one.startswith(prefix)
+        )
         yield from (("KEYS", one) for one in field.yaml if one not in peer.IGNORED_KEYS)
 
 

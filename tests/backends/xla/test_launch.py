@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +53,7 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path) -> Iterator[tuple[dict[str, str], Any]]:
+def stand_ins(tmp_path: Path) -> tuple[dict[str, str], Any]:
     """Give an environment with a gcloud and an ssh, and a function that returns their calls."""
     (tmp_path / "bin").mkdir()
     log = tmp_path / "calls"
@@ -62,7 +62,7 @@ def stand_ins(tmp_path: Path) -> Iterator[tuple[dict[str, str], Any]]:
         program.write_text(STAND_IN.format(python=sys.executable, log=str(log)))
         program.chmod(0o755)
     path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
-    yield {"PATH": path}, lambda: [json.loads(line) for line in log.read_text().splitlines()]
+    return {"PATH": path}, lambda: [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def launch(*words: str) -> Result:
@@ -198,7 +198,9 @@ def test_torch_xla_that_is_missing_or_does_not_fit_is_one_line(script: str, tmp_
     environment = {"PJRT_DEVICE": "CPU"}
     package = tmp_path / "site" / "torch_xla"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise ImportError('_XLAC.so: undefined symbol: _ZN5torch')")
+    (package / "__init__.py").write_text(
+        "raise ImportError('_XLAC.so: undefined symbol: _ZN5torch')"
+    )
     about = tmp_path / "site" / "torch_xla-2.9.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_xla\nVersion: 2.9.0\n")
@@ -232,7 +234,7 @@ def test_a_program_runs_as_a_script_a_module_or_a_function(
     assert capsys.readouterr().out == "__main__ ['--lr', '1']\n"
     main(["--here", "--function", "train", script, "x"])
     assert capsys.readouterr().out == "s ['x']\ncalled ['x']\n"
-    with pytest.raises(ConfigurationError, match="no function 'trian'. Did you mean 'train'"):
+    with pytest.raises(ConfigurationError, match=r"no function 'trian'\. Did you mean 'train'"):
         Program(script, function="trian")()
 
 
@@ -375,6 +377,49 @@ def test_what_tpu_config_refuses(
 
 
 # --- names of the peer ----------------------------------------------------------------------------
+
+DROP_IN = """
+import sys
+from argparse import Namespace
+import accelerate_drop_in
+accelerate_drop_in.install()
+from accelerate.commands.launch import tpu_launcher, tpu_pod_launcher
+from accelerate.commands.tpu import main, tpu_command_launcher, tpu_command_parser
+
+words = ["--tpu_name", "one", "--tpu_zone", "b", "--command", "ls"]
+tpu_command_launcher(tpu_command_parser().parse_args(words))
+sys.argv = ["tpu", *words]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end
+script = {"training_script": SCRIPT, "training_script_args": ["x"]}
+pod = {"tpu_name": "two", "tpu_zone": "b", "tpu_use_sudo": True, "env": ["A=1"], "vm": None}
+tpu_pod_launcher(Namespace(**script, **pod, tpu=False, num_processes=None))
+tpu_launcher(Namespace(**script, tpu=False, num_processes=1, tpu_use_cluster=False))
+"""
+
+
+def test_the_drop_in_has_the_peers_launchers(script: str, stand_ins: Any, tmp_path: Path) -> None:
+    environment, calls = stand_ins
+    Path(script).write_text("import sys\nprint('ran', sys.argv[1:])")
+    (tmp_path / "drop_in.py").write_text(DROP_IN.replace("SCRIPT", repr(script)))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "drop_in.py")],
+        env=clean_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "ran ['x']"
+    named = [call[4] for call in calls()]
+    assert named == ["one", "one", "two"]
+    line = calls()[-1][-3]
+    assert "sudo env ACCELERATE_IN_TPU_POD=1" in line
+    assert f" A=1 {sys.executable}" in line
+    assert line.endswith(f"--tpu --no_tpu_cluster {script} x")
 
 
 def test_names_of_the_peer() -> None:

@@ -17,16 +17,13 @@ from accelerate_core.truth import truth
 from accelerate_launch import devices, peer
 from accelerate_launch.cluster import ClusterEnvironment
 from accelerate_launch.options import LAUNCH_OPTIONS
-from accelerate_launch.plan import LaunchPlan
+from accelerate_launch.plan import COUNTED, LaunchPlan
 from accelerate_launch.schemas import WITH_SETTINGS
 
 logger = logging.getLogger(__name__)
 
 #: Begins the origin of a value that follows from another key of the config file.
 FOLLOWS = "follows from "
-
-#: Ends the origin of a number of processes that nobody gave.
-_COUNTED = ("no accelerator is visible", "visible accelerator(s) per machine")
 
 #: Keys of files for launch that no option of its own has.
 _MORE_KEYS = ["backend", "compute_environment", "distributed_type", "torch_device"]
@@ -197,13 +194,8 @@ def processes(
         return Because(len(ids) * machines, f"accelerators in gpu_ids, {chosen['gpu_ids'].origin}")
     visible = devices.count_accelerators(environ)
     if visible:
-        return Because(visible * machines, f"{visible} {_COUNTED[1]}")
-    return Because(machines, _COUNTED[0])
-
-
-def is_counted(processes: Because) -> bool:
-    """Tell whether a number of processes is that of accelerators which torch sees, or sees none of."""
-    return processes.origin.endswith(_COUNTED)
+        return Because(visible * machines, f"{visible} {COUNTED[1]}")
+    return Because(machines, COUNTED[0])
 
 
 def gpu_ids(because: Because) -> list[str]:

@@ -13,21 +13,32 @@ import click
 
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.errors import ConfigurationError
-from accelerate_launch.checks import check_keys
-from accelerate_launch.commands.options import CONTEXT
-from accelerate_launch.planning import find_config
+from accelerate_launch import default_config_path
 from accelerate_xla.launch.pod import gcloud
 from accelerate_xla.launch.settings import TPUPod
 
 _PACKAGE = "accelerate-core[xla]"
+_CONFIG = "ACCELERATE_CONFIG_FILE"
 
 
-@click.command("tpu-config", context_settings={**CONTEXT, "help_option_names": ["-h", "--help"]})
+def _underscores(name: str) -> str:
+    return name.replace("-", "_")
+
+
+@click.command(
+    "tpu-config",
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": _underscores,
+    },
+)
 @click.option("--config_file", metavar="FILE", help="YAML file with what is not given here")
 @click.option("--tpu_name", help="name of the TPU, as gcloud knows it")
 @click.option("--tpu_zone", help="zone of the TPU")
 @click.option("--use_alpha", is_flag=True, help="run gcloud alpha instead of gcloud")
-@click.option("--command", "commands", multiple=True, help="command for the hosts; several in order")
+@click.option(
+    "--command", "commands", multiple=True, help="command for the hosts; several in order"
+)
 @click.option("--command_file", metavar="FILE", help="file of commands")
 @click.option("--install_accelerate", is_flag=True, help=f"install {_PACKAGE} there first")
 @click.option("--accelerate_version", default="latest", help="version of it; default: the latest")
@@ -54,7 +65,9 @@ def command(
     if file is not None:
         lines += _read(file)
     if install_accelerate:
-        lines.insert(0, shlex.join([*"python3 -m pip install".split(), *_package(accelerate_version)]))
+        lines.insert(
+            0, shlex.join([*["python3", "-m", "pip", "install"], *_package(accelerate_version)])
+        )
     if not lines:
         raise ConfigurationError(
             "There is nothing to run on the hosts: give --command or --command_file (in a config "
@@ -77,10 +90,9 @@ def command(
 
 
 def _settings(config_file: str | None) -> TPUPod:
-    config = find_config(config_file, os.environ)
-    if config is not None:
-        check_keys(config)
-    said: TPUPod = resolve_settings(TPUPod, None, Sources(os.environ, config))[0]
+    default = default_config_path(os.environ)
+    file = config_file or os.environ.get(_CONFIG) or (str(default) if default.is_file() else "")
+    said: TPUPod = resolve_settings(TPUPod, None, Sources.of({**os.environ, _CONFIG: file}))[0]
     return said
 
 

@@ -8,18 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.config.provenance import Because
-from accelerate_core.config.schema import origin_of
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.truth import truth
-from accelerate_launch.checks import is_counted
-from accelerate_launch.contributed import MESH
-from accelerate_launch.functions import patch_environment
-from accelerate_launch.plan import LaunchPlan
-from accelerate_launch.simple import target_command
+from accelerate_launch import LaunchPlan, PrepareForLaunch, target_command
 from accelerate_xla import library
 from accelerate_xla.launch.settings import TPULaunch
 
@@ -27,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: Asks for this launcher.
 SWITCH = "ACCELERATE_USE_TPU"
+#: Asks for a mesh of devices.
+_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 #: Options of torchrun that a failed or watched process would need.
 _OF_AN_AGENT = ("max_restarts", "log_dir", "tee")
 
@@ -69,7 +66,7 @@ class TPULauncher:
         command = [sys.executable, "-m", "accelerate_xla.launch.run"]
         if one:
             command.append("--here")
-        elif number := said_processes(plan):
+        elif number := plan.asked_processes:
             command += ["--num_processes", str(number.value)]
         if function is not None:
             command += ["--function", function]
@@ -98,23 +95,22 @@ class TPULauncher:
         """
         from accelerate_xla.launch import spawning
 
-        one = self._in_one_process(plan)
-        with patch_environment(**self.launch_environment(plan)):
-            if one:
-                function(*args)
-                return
-            number = said_processes(plan)
-            spawning.spawn(
-                function,
-                args,
-                start_method=plan.start_method,
-                num_processes=None if number is None else int(number.value),
-            )
+        environment = self.launch_environment(plan)
+        if self._in_one_process(plan):
+            PrepareForLaunch(function, environment=environment)(*args)
+            return
+        number = plan.asked_processes
+        spawn = partial(
+            spawning.spawn,
+            start_method=plan.start_method,
+            num_processes=None if number is None else int(number.value),
+        )
+        PrepareForLaunch(spawn, environment=environment)(function, args)
 
     def _in_one_process(self, plan: LaunchPlan) -> bool:
         """Tell whether the plan has one process, after a look at what cannot be."""
         _refuse(plan)
-        number, mesh = said_processes(plan), asks_for_spmd(plan)
+        number, mesh = plan.asked_processes, asks_for_spmd(plan)
         if mesh:
             if number is not None and number.value > 1:
                 logger.warning(
@@ -138,7 +134,7 @@ class TPULauncher:
         if (name := _value(plan, "main_training_function")) is not None:
             return str(name)
         name = self.settings.main_training_function
-        if name != "main" or "environment" in origin_of(self.settings, "main_training_function"):
+        if name != "main":
             return name
         return name if plan.target.kind == "script" and _waits_for(plan.target.name, name) else None
 
@@ -159,12 +155,6 @@ def _waits_for(script: str, name: str) -> bool:
     return False
 
 
-def said_processes(plan: LaunchPlan) -> Because | None:
-    """Return the number of processes that was asked for, None where the launcher counted devices."""
-    number = plan.because.get("num_processes")
-    return None if number is None or number.value is None or is_counted(number) else number
-
-
 def asks_for_spmd(plan: LaunchPlan) -> str:
     """Return what asks for one process on all devices, "" if nothing does."""
     around = {**os.environ, **plan.environment}
@@ -177,7 +167,7 @@ def asks_for_spmd(plan: LaunchPlan) -> str:
         and name.endswith("_SIZE")
         and value not in ("", "1", "None")
     )
-    return next(sizes, MESH if truth(around.get(MESH, "")) else "")
+    return next(sizes, _MESH if truth(around.get(_MESH, "")) else "")
 
 
 def _refuse(plan: LaunchPlan) -> None:
@@ -210,7 +200,7 @@ def _refuse(plan: LaunchPlan) -> None:
         )
 
 
-def _refuse_blind(number: Because | None, around: Mapping[str, str]) -> None:
+def _refuse_blind(number: Any, around: Mapping[str, str]) -> None:
     """Refuse what trains silently alone, or hangs: several processes or threads on the CPU."""
     devices = around.get("CPU_NUM_DEVICES") or "1"
     asked = f"num_processes={number}" if number and number.value > 1 else ""

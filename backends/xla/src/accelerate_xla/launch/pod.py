@@ -11,12 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from accelerate_core.config.files import CONFIG_VARIABLE
-from accelerate_core.config.provenance import BECAUSE_VARIABLE
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.truth import truth
-from accelerate_launch.plan import LaunchPlan
-from accelerate_xla.launch.local import SWITCH, said_processes
+from accelerate_launch import LaunchPlan
+from accelerate_xla.launch.local import SWITCH
 from accelerate_xla.launch.settings import TPUPod
 
 #: Tells the hosts' processes where they are.
@@ -24,7 +22,7 @@ IN_POD = "ACCELERATE_IN_TPU_POD"
 #: Variables of this machine that are settings of the run.
 _SETTINGS = ("ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_", "XLA_")
 #: Those that are about this machine, or this launch.
-_OWN = (CONFIG_VARIABLE, BECAUSE_VARIABLE, SWITCH, "ACCELERATE_CONFIG_HOME", "ACCELERATE_TPU_")
+_OWN = ("ACCELERATE_CONFIG_", "ACCELERATE_BECAUSE", "ACCELERATE_TPU_", SWITCH)
 
 
 class TPUPodLauncher:
@@ -59,8 +57,15 @@ class TPUPodLauncher:
 
     def _on_each_host(self, plan: LaunchPlan) -> str:
         """Return this launch as a line for the hosts' shells: in this folder, by this interpreter."""
-        launch = [sys.executable, "-m", "accelerate_core.cli", "launch", "--tpu", "--no_tpu_cluster"]
-        if (number := said_processes(plan)) is not None:
+        launch = [
+            sys.executable,
+            "-m",
+            "accelerate_core.cli",
+            "launch",
+            "--tpu",
+            "--no_tpu_cluster",
+        ]
+        if (number := plan.asked_processes) is not None:
             launch += ["--num_processes", str(number.value)]
         if plan.main_process_port:
             launch += ["--main_process_port", str(plan.main_process_port)]

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate_core.distributed import failures
+from accelerate_core.distributed.failures import is_failure
 from accelerate_core.distributed.process import running
 from accelerate_core.errors import AccelerateError, ConfigurationError, RuntimeConflictError
-from accelerate_launch.devices import get_free_port, threads_for
-from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK
+from accelerate_launch import PrepareForLaunch
 from accelerate_xla import library
 
+#: Of rank 0, where several hosts have to know it without being told.
+_PORT = 29500
 #: What forked processes run: they have it from this one, and nothing of it needs to be pickled.
 _inherited: Rank | None = None
 
@@ -50,12 +53,11 @@ class Rank:
             os.environ.update(_variables_of_rank())
             self.function(*self.args)
         except BaseException as error:
-            if failures.is_failure(error):
+            if is_failure(error):
                 self._fail(index, error)
 
     def _fail(self, index: int, error: BaseException) -> None:
         """Say why, and end at once: the pool then ends the other processes, which wait for this one."""
-        failures.wait_for_culprit(error)
         code = error.code if isinstance(error, SystemExit) else 1
         text = "".join(traceback.format_exception(error))
         if isinstance(error, SystemExit):
@@ -93,7 +95,7 @@ def _variables_of_rank() -> dict[str, str]:
         "LOCAL_RANK": runtime.local_ordinal(),
         "LOCAL_WORLD_SIZE": runtime.local_process_count(),
     }
-    address = os.environ.get("MASTER_ADDR") or LOOPBACK
+    address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
     if made["WORLD_SIZE"] > made["LOCAL_WORLD_SIZE"]:
         address = runtime.get_master_ip()
     return {**{name: str(value) for name, value in made.items()}, "MASTER_ADDR": address}
@@ -121,18 +123,26 @@ def spawn(
     spawning = library.imported("distributed.xla_multiprocessing")
     here, hosts = _count()
     check_number(num_processes, here, hosts)
-    os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT if hosts > 1 else get_free_port()))
-    if here > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(here)))
+    port = os.environ.get("MASTER_PORT") or str(_PORT if hosts > 1 else _free_port())
+    more = {"MASTER_PORT": port}
+    if here > 1 and not os.environ.get("OMP_NUM_THREADS"):
+        more["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // here))
+    start = PrepareForLaunch(partial(spawning.spawn, start_method=start_method), environment=more)
     with tempfile.TemporaryDirectory() as folder:
         rank = Rank(function, args, folder)
         _inherited = rank if start_method == "fork" else None
         try:
-            spawning.spawn(_run_inherited if _inherited else rank, start_method=start_method)
+            start(_run_inherited if _inherited else rank)
         except BrokenProcessPool:
             raise _first_failure(Path(folder)) from None
         finally:
             _inherited = None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def check_untouched() -> None:
