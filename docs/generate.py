@@ -46,6 +46,7 @@ from accelerate_fsdp2.settings import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accelerate_launch import peer
 from accelerate_launch.commands.plugins import print_rows
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import rows as plugin_rows
@@ -289,7 +290,6 @@ def tracking() -> str:
 def launching() -> str:
     """Return launching.md with the table of the keys of a config file."""
     from accelerate_core.plugins import catalog
-    from accelerate_launch import peer
     from accelerate_launch.options import LAUNCH_OPTIONS
 
     rows: list[list[object]] = []
@@ -461,12 +461,17 @@ def known_packages() -> str:
             for name, target in points.get(group, {}).items():
                 for table, entry in _options(pkgutil.resolve_name(target), name):
                     found[table][entry] = extra
+        launchers = points.get("launchers", {})
+        for name, target in launchers.items():
+            for table, entry in _options_of_launcher(pkgutil.resolve_name(target), name):
+                found[table][entry] = extra
         extensions = points.get("extensions", {}).values()
         of_the_core = {variable for setting in CORE_SETTINGS for variable in setting.env}
         for name, target in points.get("triggers", {}).items():
             if name.startswith("ACCELERATE_USE_"):
                 found["VARIABLES"].setdefault(name, extra)  # a mesh is several backends'
-                found["SWITCHES"].setdefault(name.removeprefix("ACCELERATE_").lower(), extra)
+                use = "ACCELERATE_USE_" if target in launchers.values() else "ACCELERATE_"
+                found["SWITCHES"].setdefault(name.removeprefix(use).lower(), extra)
             elif target in extensions and name.isupper() and name not in of_the_core:
                 found["VARIABLES"][name] = extra
             elif name.endswith("_config") and name not in _ARGUMENTS:
@@ -479,8 +484,6 @@ def known_packages() -> str:
         **dict.fromkeys(absent["none"]),
         **dict.fromkeys(absent["false"], False),
     }
-    for extra, planned in added.pop("lends").items():
-        found["EXPORTS"] |= dict.fromkeys(planned, extra)
     libraries = added.pop("probes")["libraries"]
     found["PROBES"] |= {f"is_{name}_available": name for name in libraries}
     for kind, others in added.pop("NAMES").items():
@@ -527,6 +530,20 @@ def _options(plugin: Any, name: str) -> Iterator[tuple[str, str]]:
     for cls in filter(None, (plugin.Settings, *plugin.more_settings)):
         for field in settings_fields(cls, owner=name):
             yield from (("OPTIONS", one) for one in field.cli if not one.startswith(prefix))
+
+
+def _options_of_launcher(launcher: Any, name: str) -> Iterator[tuple[str, str]]:
+    """List the options of a launcher, and its keys at the top of a config file."""
+    cls = getattr(launcher, "Settings", None)
+    if cls is None:
+        return
+    prefix = cls.__yaml_prefix__
+    yield from (("PREFIXES", prefix) for _ in prefix[:1])
+    for field in settings_fields(cls, owner=name):
+        yield from (
+            ("OPTIONS", one) for one in field.cli if not prefix or not one.startswith(prefix)
+        )
+        yield from (("KEYS", one) for one in field.yaml if one not in peer.IGNORED_KEYS)
 
 
 def main() -> None:

@@ -311,10 +311,10 @@ def models_of_other_libraries(folder: Path) -> None:
     assert get_parameter_device(tower()).type == "cpu"
     from accelerate.utils import install_xla, load_and_quantize_model
 
-    class Own(install_xla):
+    class Own(load_and_quantize_model):
         pass
 
-    for refused in (Own, load_and_quantize_model):
+    for refused in (Own, load_and_quantize_model, install_xla):
         with pytest.raises(ImportError):
             refused()
     with pytest.raises(AttributeError, match="is not served"):

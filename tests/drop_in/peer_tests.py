@@ -27,7 +27,7 @@ VERSION = "1.15.0"
 LIMIT, FILE_LIMIT = 240, 1500
 #: What is not wanted to pass, by the start of its name, with the reason.
 _WORDS = "it compares a whole sentence of an error or warning; ours are in our own words"
-_TPU = "TPUs come with a package that is planned"
+_TPU = "the command it prints can be pasted into a shell, and ends where a line of it fails"
 EXPECTED: dict[str, str] = {
     "test_accelerator::AcceleratorTester::test_accelerator_state_after_reset": _WORDS,
     "test_accelerator::AcceleratorTester::test_partial_state_after_reset": _WORDS,

@@ -302,7 +302,6 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     ),
     "fp8_config:\n  opt_level: O3": ("line 2", "is not one of 'O1', 'O2'"),
     "backend: dpd": ("Did you mean 'ddp'?",),
-    "backend: xla": ('pip install "accelerate-core[xla]"',),
     "launcher: torchrum": ("Did you mean 'torchrun'?",),
     "distributed_type: MULTIGPU": ("Did you mean 'MULTI_GPU'?", "line 1"),
     "distributed_type: FDSP": ("Did you mean 'FSDP'?",),

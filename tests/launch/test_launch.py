@@ -157,7 +157,6 @@ def test_every_option_has_a_help_text_and_one_place() -> None:
         ({"num_processes": 4, "num_machines": 2}, "needs --main_process_ip"),
         ({"machine_rank": 1}, "machine_rank=1 .* must be less than"),
         ({"mixed_precision": "bf61"}, "Did you mean 'bf16'"),
-        ({"backend": "xla"}, "pip install"),
         ({"backend": "dpd"}, "dpd.*Did you mean 'ddp'"),
         ({"launcher": "qsub"}, "No launcher plugin is named 'qsub'"),
         ({"multi_gpu": True, "cpu": True}, "contradicts"),

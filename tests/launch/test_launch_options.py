@@ -102,7 +102,7 @@ def test_every_option_of_the_peer_is_taken_or_refused_with_the_reason(
     if result.exit_code == 0:
         return
     reasons = ('pip install "accelerate-core[', "is not offered. ")
-    reasons += ("The host file 'h' is not there", "needs a host file")
+    reasons += ("The host file 'h' is not there", "needs a host file", "name it with --tpu_name")
     assert result.exit_code == 2, result.output
     assert any(reason in result.output for reason in reasons), result.output
     assert not result.output.startswith("Traceback")
@@ -164,7 +164,7 @@ def test_help_lists_each_option_once_and_nothing_of_fsdp1_alone(tmp_path: Path) 
         (["--fp8_format", "HYBRID"], "Add --mixed_precision fp8, or leave the option out"),
         (["--mixed_precision", "fp8", "--fp8_backend", "tee"], "Did you mean 'TE'?"),
         (["--mixed_precision", "fp8", "--fp8_opt_lvl", "O1"], "Did you mean '--fp8_opt_level'?"),
-        (["--tpu_name", "a"], 'pip install "accelerate-core[xla]"'),
+        (["--tpu_nam", "a"], "the plugin 'xla' does not have it. Did you mean '--tpu_name'?"),
         (["--aws_access_key_id", "k"], "Credentials do not belong on a command line"),
     ],
 )

@@ -70,7 +70,7 @@ def resolve_settings(
         A new instance and, per field, where its value came from.
     """
     _, section, argument = getattr(cls, "__settings_names__", ("", "", ""))
-    section = section or (f"{owner}_config" if owner else "")
+    section = f"{owner}_config" if owner and section == "" else section or ""
     origin = f"constructor argument {argument or cls.__name__}"
     because = {
         field.name: Because(getattr(given, field.name), origin)

@@ -5,15 +5,7 @@ from __future__ import annotations
 from accelerate_core.plugins.catalog import pip_command
 
 #: What a package that is planned will bring.
-_PLANNED = {
-    **dict.fromkeys(
-        (
-            *("MpDeviceLoaderWrapper", "tpu_command_launcher", "tpu_command_parser"),
-            *("tpu_launcher", "tpu_pod_launcher", "commands.tpu.main"),
-        ),
-        "xla",
-    ),
-}
+_PLANNED = {"MpDeviceLoaderWrapper": "xla"}
 
 _QUANTIZED = (
     "models with weights of bitsandbytes are made by what loads them: "

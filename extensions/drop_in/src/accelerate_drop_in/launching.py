@@ -20,12 +20,17 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     given = {option.name: said[option.name] for option in LAUNCH_OPTIONS if option.name in said}
     if said.get("use_cpu"):
         given["cpu"] = True
-    options = [(one, one.field.cli[0]) for one in contributed_options(dict(os.environ))]
+    options = [
+        (one, next((name for name in one.field.cli if said.get(name)), one.field.cli[0]))
+        for one in contributed_options(dict(os.environ))
+    ]
     used = {one.schema.name for one, name in options if one.switch and said.get(name)}
     given |= {
         one.key: said[name]
         for one, name in options
-        if one.schema.name in used and name in said and not (one.switch and not said[name])
+        if (one.schema.name in used and name in said and not (one.switch and not said[name]))
+        # The switch of one launcher may come with options of another.
+        or (one.schema.kind == "launcher" and said.get(name))
     }
     return given
 

@@ -37,7 +37,7 @@ _HOMES = {
     "commands.test": (
         *("accelerate_drop_in.commands.test", _PARSERS, "accelerate_drop_in.testing.helpers"),
     ),
-    "commands.tpu": (_CONFIG,),
+    "commands.tpu": ("accelerate_drop_in.commands.tpu", _PARSERS, _CONFIG),
     "commands.utils": (_PARSERS,),
     "commands.accelerate_cli": ("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),
     "data_loader": (

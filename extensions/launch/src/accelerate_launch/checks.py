@@ -17,7 +17,7 @@ from accelerate_core.truth import truth
 from accelerate_launch import devices, peer
 from accelerate_launch.cluster import ClusterEnvironment
 from accelerate_launch.options import LAUNCH_OPTIONS
-from accelerate_launch.plan import LaunchPlan
+from accelerate_launch.plan import COUNTED, LaunchPlan
 from accelerate_launch.schemas import WITH_SETTINGS
 
 logger = logging.getLogger(__name__)
@@ -194,8 +194,8 @@ def processes(
         return Because(len(ids) * machines, f"accelerators in gpu_ids, {chosen['gpu_ids'].origin}")
     visible = devices.count_accelerators(environ)
     if visible:
-        return Because(visible * machines, f"{visible} visible accelerator(s) per machine")
-    return Because(machines, "no accelerator is visible")
+        return Because(visible * machines, f"{visible} {COUNTED[1]}")
+    return Because(machines, COUNTED[0])
 
 
 def gpu_ids(because: Because) -> list[str]:

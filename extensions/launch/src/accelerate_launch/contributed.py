@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,6 +64,8 @@ def contributed_options(environ: Mapping[str, str]) -> tuple[Contributed, ...]:
 def _switches(schema: PluginSchema) -> Iterable[SettingField]:
     for name in schema.switches:
         option = name.removeprefix("ACCELERATE_").lower()
+        if schema.kind == "launcher":
+            option = option.removeprefix("use_")
         yield SettingField(
             name, "bool", None, f"ask for {schema.name}: {schema.summary}", (name,), (option,), ()
         )
@@ -116,7 +119,7 @@ def take(
     wanted = {
         key: value
         for key, value in given.items()
-        if key.startswith("plugin:") and value is not None
+        if key.startswith("plugin:") and value not in (None, ())
     }
     if not wanted:
         return {}, backend
@@ -138,7 +141,9 @@ def take(
         if schema.section == "parallelism_config":
             made.setdefault(MESH, Because("true", origin))
         check_value(one.field, wanted[one.key], f"{option} {wanted[one.key]}")
-        made[one.env] = Because(str(wanted[one.key]), origin)
+        value = wanted[one.key]
+        text = json.dumps(value) if one.field.kind == "list" else str(value)
+        made[one.env] = Because(text, origin)
     return made, backend
 
 
@@ -174,8 +179,9 @@ def check_value(field: SettingField, value: Any, where: str) -> None:
     Raises:
         ConfigurationError: with `where`, what is allowed and the nearest right value.
     """
-    if str(value).lower() not in ("none", "null", ""):
-        converted(field, value, where)
+    for one in value if isinstance(value, list | tuple) and field.kind == "list" else [value]:
+        if str(one).lower() not in ("none", "null", ""):
+            converted(field, one, where)
 
 
 def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, Because]:
@@ -188,6 +194,7 @@ def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, 
             that does not fit; with file, line and the nearest right name.
     """
     here = [key for key in config if isinstance(config[key], dict) or key.endswith("_config")]
+    here += [key for key in catalog.KEYS if config.get(key)]
     said: dict[str, Because] = {}
     if not here:
         return said
@@ -200,6 +207,9 @@ def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, 
             check_mapping(config, key)
         if schemas:
             said.update(_check_section(config, key, schemas))
+        for field in filter(None, (one.field_of_key(key) for one in by_section.get("", ()))):
+            check_value(field, config[key], f"{key}: {config[key]!r} ({config.where(key)})")
+            said[field.env[0]] = Because(config[key], config.where(key))
     return said
 
 

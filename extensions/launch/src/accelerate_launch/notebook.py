@@ -104,8 +104,12 @@ def notebook_launcher(
     find("precision", precision, because="argument mixed_precision")
     if not 0 <= node_rank < num_nodes:
         raise ConfigurationError(f"node_rank={node_rank} must be from 0 to {num_nodes - 1}.")
+    because = {}
     if num_processes is None:
         num_processes = _visible_accelerators() or 1
+    else:
+        said = Because(num_processes, "notebook_launcher(num_processes=...)")
+        because["num_processes"] = said
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise ConfigurationError(
             f"notebook_launcher(function, args={args!r}): args are the function's arguments, as a "
@@ -128,6 +132,7 @@ def notebook_launcher(
         launcher=launcher,
         environment={"ACCELERATE_MIXED_PRECISION": precision},
         contributed=asks_launchers(os.environ),
+        because=because,
         rdzv_endpoint=rdzv_endpoint or None,
         log_line_prefix_template=log_line_prefix_template,
         start_method=start_method,
@@ -177,7 +182,7 @@ def _start(
     _check_start_method(plan.start_method, function, args)
     if plan.launcher is not None:
         because = Because(plan.launcher, f"{caller}(launcher=...)")
-        plan = replace(plan, because={"launcher": because})
+        plan = replace(plan, because={**plan.because, "launcher": because})
     launcher: Any = choose_launcher(plan)
     launcher.launch_function(PrepareForLaunch(function, environment=plan.environment), args, plan)
 

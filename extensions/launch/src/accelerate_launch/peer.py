@@ -32,7 +32,8 @@ OBSOLETE_KEYS = {
 
 #: Keys that every file has and that say nothing here.
 IGNORED_KEYS = {
-    "main_training_function": "the script is run as a program, whatever its functions are called",
+    "main_training_function": "the script is run as a program, whatever its functions are called; "
+    "the launcher tpu calls it",
     "same_network": "how machines reach each other follows from main_process_ip",
 }
 

@@ -10,6 +10,8 @@ from accelerate_core.config.provenance import Because
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
+#: Ends the origin of a number of processes that nobody gave.
+COUNTED = ("no accelerator is visible", "visible accelerator(s) per machine")
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ class LaunchPlan:
     def processes_per_machine(self) -> int:
         """Processes started on this machine."""
         return self.num_processes // self.num_machines
+
+    @property
+    def asked_processes(self) -> Because | None:
+        """The number of processes that was asked for; None where torch's accelerators were counted."""
+        number = self.because.get("num_processes")
+        counted = number is None or number.value is None or number.origin.endswith(COUNTED)
+        return None if counted else number
 
 
 def counted(number: int, word: str) -> str:

@@ -135,6 +135,9 @@ def decide(
     chosen = {option.name: _choose(option, given, sources, around) for option in LAUNCH_OPTIONS}
     if config is not None:
         chosen["backend"] = checks.backend_of(config, chosen["backend"])
+        typed = chosen["backend"]
+        if "distributed_type" in config and typed.origin == config.where("distributed_type"):
+            contributed |= {name: Because("true", typed.origin) for name in _asking_for(typed)}
         chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
     plugins, chosen["backend"] = take(given, chosen["backend"], chosen["mixed_precision"], environ)
     for name, kind in _PLUGINS.items():
@@ -271,9 +274,8 @@ def _environment(decision: Decision, config: ConfigFile | None) -> dict[str, str
         if because.origin.startswith(ours) and isinstance(because.value, (str, int, float)):
             made[name] = because
     backend = chosen["backend"]
-    for name, extra in catalog.VARIABLES.items():
-        if backend.value == extra and name != MESH and backend.origin.startswith(ours):
-            made[name] = Because("true", backend.origin)
+    if backend.origin.startswith(ours):
+        made |= {name: Because("true", backend.origin) for name in _asking_for(backend)}
     made.update(decision.plugins)
     texts = {env: _text(because.value) for env, because in made.items()}
     if chosen[_THREADS].value is not None:
@@ -286,6 +288,11 @@ def _environment(decision: Decision, config: ConfigFile | None) -> dict[str, str
         origins = {env: because.origin for env, because in made.items()}
         texts[BECAUSE_VARIABLE] = json.dumps(origins, sort_keys=True)
     return {**texts, **decision.around.ranks}
+
+
+def _asking_for(backend: Because) -> list[str]:
+    """Return the variables that ask for a backend, and for what it brings."""
+    return [n for n, extra in catalog.VARIABLES.items() if extra == backend.value and n != MESH]
 
 
 def _text(value: Any) -> str:

@@ -34,7 +34,7 @@ from accelerate_launch.paths import cache_directory
 #: Kinds of plugins that may have a section of a config file, `<name>_config`.
 WITH_SETTINGS = ("backend", "precision", "checkpointer", "loaders", "extension")
 #: Raised with what is kept: older entries are then asked for anew.
-_FORMAT = 5
+_FORMAT = 6
 #: Between a plugin's target and its folder, in what is kept.
 _IN = " in "
 
@@ -50,7 +50,7 @@ class PluginSchema:
     """What one plugin says about itself.
 
     Attributes:
-        section: key of the config file its fields stand under.
+        section: key of the config file its fields stand under; "" for its top.
         switches: environment variables by which it is asked for.
         mesh: dimensions of a device mesh that it takes.
         problem: why the plugin could not be asked; everything else is then empty.
@@ -83,7 +83,7 @@ def plugin_schemas(environ: Mapping[str, str] | None = None) -> tuple[PluginSche
     records += (
         record
         for record in installed().plugins
-        if record.kind in WITH_SETTINGS
+        if record.kind in (*WITH_SETTINGS, "launcher")
         and record.name not in off
         and not record.target.startswith("accelerate_core.")
     )
@@ -140,7 +140,7 @@ def _place(record: PluginRecord) -> tuple[str, str]:
     folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
     # What is said depends on how the core reads settings, too.
     own = Path(config.__file__).parent.glob("*.py")
-    written = [Path(__file__), *own, *(() if record.kind == "core" else folder.glob("*.py"))]
+    written = [Path(__file__), *own, *(() if record.kind == "core" else folder.rglob("*.py"))]
     newest = max(one.stat().st_mtime_ns for one in written)
     return f"{record.target}{_IN}{folder}", f"{_FORMAT} {record.label} {newest}"
 
@@ -209,8 +209,10 @@ def _described(cls: Any, owner: str) -> dict[str, Any]:
         raw = {part.name: getattr(one, part.name) for part in fields(one)}
         if not isinstance(one.default, str | int | float | bool | None):
             raw["default"] = None
+        if one.annotation in (list[str], list[str] | None):
+            raw["kind"] = "list"
         made.append({key: value for key, value in raw.items() if key not in _UNSAID})
-    return {"section": section or f"{owner}_config", "fields": made}
+    return {"section": f"{owner}_config" if section == "" else section or "", "fields": made}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -42,7 +42,8 @@ class Launcher(Protocol):
     class made with `settings`, is made with an instance of them.
 
     `priority` (default 100) decides where several accept a plan; those that come with
-    accelerate-launch, which are always asked, have 10 to 40.
+    accelerate-launch, which are always asked, have 10 to 40. `uses` names options that others
+    leave without an effect: `main_training_function`, `same_network`.
 
     One that starts functions too, for `notebook_launcher`, is a `FunctionLauncher`.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 
+from accelerate_core.plugins.discovery import find
 from accelerate_drop_in.commands import run
 from accelerate_drop_in.commands.parsers import launch_command
 from accelerate_drop_in.enums import DynamoBackend
@@ -37,3 +38,26 @@ def simple_launcher(args: argparse.Namespace) -> None:
 
 
 multi_gpu_launcher = deepspeed_launcher = simple_launcher
+
+
+def tpu_launcher(args: argparse.Namespace) -> None:
+    """Launch what `args` say on the TPUs of this host, and wait for it.
+
+    Raises:
+        MissingPluginError: the launcher for them is not installed.
+        subprocess.CalledProcessError: it failed.
+    """
+    find("launcher", "tpu", because="tpu_launcher")
+    args.tpu = True
+    simple_launcher(args)
+
+
+def tpu_pod_launcher(args: argparse.Namespace) -> None:
+    """Launch what `args` say on all hosts of a TPU pod, and wait for it.
+
+    Raises:
+        MissingPluginError: the launcher for them is not installed.
+        subprocess.CalledProcessError: it failed.
+    """
+    args.tpu_use_cluster = True
+    tpu_launcher(args)

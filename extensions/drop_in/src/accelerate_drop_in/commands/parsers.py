@@ -134,6 +134,7 @@ launch_command_parser, _ = _command("launch", run=launch_command)
 merge_command_parser, merge_command = _command("merge-weights")
 test_command_parser, test_command = _command("test")
 to_fsdp2_command_parser, to_fsdp2_command = _command("to-fsdp2")
+tpu_command_parser, tpu_command_launcher = _command("tpu-config")
 get_config_parser = config_command_parser
 
 

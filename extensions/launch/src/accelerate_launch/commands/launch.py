@@ -17,7 +17,7 @@ from accelerate_launch.contributed import said_to_plugins
 from accelerate_launch.options import Unused
 from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.planning import find_config, make_plan
-from accelerate_launch.start import child_environment, command_of, start
+from accelerate_launch.start import child_environment, choose_launcher, command_of, start
 
 
 @click.command(
@@ -34,11 +34,13 @@ def command(script: str, arguments: tuple[str, ...], config_file: str | None, **
     Options stand before SCRIPT; what follows it goes to the script untouched.
     One process runs the script directly, more are started by torchrun.
     """
-    for one in settings_fields(Unused):
-        if given[one.name] is not None:
-            click.echo(f"--{one.name} has no effect: {one.help}.", err=True)
     environ = dict(os.environ)
     plan = make_plan(script, arguments, given, environ, find_config(config_file, environ))
+    unused = [one for one in settings_fields(Unused) if given[one.name] is not None]
+    used = getattr(choose_launcher(plan), "uses", ()) if unused else ()
+    for one in unused:
+        if one.name not in used:
+            click.echo(f"--{one.name} has no effect: {one.help}.", err=True)
     if given["explain"]:
         print_reasons(plan, environ)
     if given["dry_run"]:

@@ -39,7 +39,7 @@ class PluginOption(GroupedOption):
         )
         more: dict[str, Any] = {"is_flag": True}
         if not contributed.switch:
-            more = {"metavar": _metavar(field)}
+            more = {"metavar": _metavar(field), "multiple": field.kind == "list"}
         group = f"{schema.kind} {schema.name}".replace("core ", "").capitalize()
         default = "" if field.default in (None, "") else f"; default: {str(field.default).lower()}"
         super().__init__(

@@ -1,0 +1,55 @@
+"""What users may say about a launch on TPUs. The keys stand at the top of a config file."""
+
+from __future__ import annotations
+
+from accelerate_core import option, settings
+
+
+@settings(env_prefix="ACCELERATE_", section=None, yaml_prefix="tpu_")
+class TPULaunch:
+    """How the processes of one host run."""
+
+    downcast_bf16: bool = option(
+        default=False,
+        help="with bf16 convert doubles to bfloat16 as well as floats; else to float32",
+        key="",
+        cli="downcast_bf16",
+        yaml="downcast_bf16",
+    )
+    main_training_function: str | None = option(
+        default=None,
+        help="function of the script that is called",
+        key="",
+        cli=(),
+        yaml="main_training_function",
+    )
+
+
+@settings(env_prefix="ACCELERATE_", section=None, yaml_prefix="tpu_")
+class TPUPod:
+    """Which hosts a pod has, and what is run on each."""
+
+    tpu_use_cluster: bool = option(
+        default=False, help="start the script on every host of a pod", cli="tpu_cluster"
+    )
+    no_tpu_cluster: bool = option(
+        default=False,
+        help="start it on this host alone, whatever the config file says",
+        key="",
+        cli="no_tpu_cluster",
+    )
+    tpu_name: str | None = option(default=None, help="name of the TPU, as gcloud knows it")
+    tpu_zone: str | None = option(default=None, help="zone of the TPU")
+    tpu_vm: list[str] | None = option(
+        default=None, help="host to start on by ssh, instead of gcloud; once for each", cli="vm"
+    )
+    tpu_env: list[str] | None = option(
+        default=None, help="NAME=VALUE for the hosts of a pod; once for each", cli="env"
+    )
+    tpu_use_sudo: bool = option(default=False, help="run the script on the hosts as root")
+    commands: list[str] | None = option(
+        default=None, help="commands of tpu-config", key="", cli=(), yaml="commands"
+    )
+    command_file: str | None = option(
+        default=None, help="file of them", key="", cli=(), yaml="command_file"
+    )
