@@ -9,8 +9,10 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -233,6 +235,44 @@ def graphs() -> Any:
                     run.optimizer.zero_grad()
                 counts.append(compiled() - before)
         return counts
+
+
+@case("bench")
+def step_time() -> Any:
+    """Median seconds of a step, under the Accelerator and bare, in turn."""
+    import torch_xla
+
+    times: dict[bool, list[float]] = {True: [], False: []}
+    with begin() as accelerator:
+        device = accelerator.device
+        runs = []
+        for bare in (False, True):
+            set_seed(0)
+            model = network()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            if bare:
+                model.to(device)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            else:
+                model, optimizer = accelerator.prepare(model, optimizer)
+            runs.append((bare, model, optimizer))
+        x, y = torch.randn(8, 8).to(device), torch.randint(0, 4, (8,)).to(device)
+        for _ in range(200):
+            for bare, model, optimizer in runs:
+                began = time.perf_counter()
+                loss = loss_of(model, x, y)
+                if bare:
+                    loss.backward()
+                    torch_xla.sync()
+                else:
+                    accelerator.backward(loss)
+                optimizer.step()
+                if bare:
+                    torch_xla.sync()
+                optimizer.zero_grad()
+                torch_xla.sync(wait=True)
+                times[bare].append(time.perf_counter() - began)
+    return [statistics.median(times[bare][50:]) for bare in (False, True)]
 
 
 class Growing(IterableDataset[Any]):
@@ -498,6 +538,8 @@ def main() -> None:
     """Run the setup's cases; one that fails ends what it has begun."""
     found = {}
     for function in CASES[sys.argv[1]]:
+        if sys.argv[3:] and function.__name__ not in sys.argv[3:]:
+            continue
         try:
             found[function.__name__] = function()
         except BaseException:
