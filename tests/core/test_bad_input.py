@@ -40,9 +40,11 @@ class Foreign(KwargsHandler): ...
 @pytest.fixture(autouse=True)
 def _names_of_a_planned_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the catalogue know what will ask for a package that is not there yet."""
-    monkeypatch.setitem(catalog.ARGUMENTS, "xla_plugin", "xla")
-    monkeypatch.setitem(catalog.VARIABLES, "ACCELERATE_USE_XLA", "xla")
-    monkeypatch.setitem(catalog.NAMES["precision"], "fp4", "xla")
+    monkeypatch.setitem(catalog.ARGUMENTS, "planned_plugin", "planned")
+    monkeypatch.setitem(catalog.VARIABLES, "ACCELERATE_USE_PLANNED", "planned")
+    monkeypatch.setitem(catalog.NAMES["backend"], "planned", "planned")
+    monkeypatch.setitem(catalog.NAMES["precision"], "fp4", "planned")
+    monkeypatch.setitem(catalog.EXPORTS, "PlannedPlugin", "planned")
 
 
 CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
@@ -95,14 +97,14 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "no backend at all": ({"backend": 3}, ConfigurationError, ["backend=3"]),
     "backend not installed": (
-        {"backend": "xla"},
+        {"backend": "planned"},
         MissingPluginError,
-        ['pip install "accelerate-core[xla]"'],
+        ['pip install "accelerate-core[planned]"'],
     ),
     "argument of a missing plugin": (
-        {"xla_plugin": object()},
+        {"planned_plugin": object()},
         MissingPluginError,
-        ["xla_plugin", 'pip install "accelerate-core[xla]"'],
+        ["planned_plugin", 'pip install "accelerate-core[planned]"'],
     ),
     "precision": (
         {"mixed_precision": "bf61"},
@@ -112,7 +114,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "precision not installed": (
         {"mixed_precision": "fp4"},
         MissingPluginError,
-        ['pip install "accelerate-core[xla]"'],
+        ['pip install "accelerate-core[planned]"'],
     ),
     "steps below one": (
         {"gradient_accumulation_steps": 0},
@@ -216,8 +218,8 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {
         ["environment variable ACCELERATE_BACKEND", "'ddp'"],
     ),
     "switch of a missing plugin": (
-        {"ACCELERATE_USE_XLA": "true"},
-        ["ACCELERATE_USE_XLA", 'pip install "accelerate-core[xla]"'],
+        {"ACCELERATE_USE_PLANNED": "true"},
+        ["ACCELERATE_USE_PLANNED", 'pip install "accelerate-core[planned]"'],
     ),
     "field of a settings class": (
         {"ACCELERATE_DYNAMO_MODE": "fast"},
@@ -314,8 +316,8 @@ def test_settings(make: Callable[[], Any], said: list[str]) -> None:
 def test_names() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'Accelerator'"):
         accelerate_core.Acelerator  # noqa: B018
-    with pytest.raises(ImportError, match=re.escape('pip install "accelerate-core[xla]"')):
-        from accelerate_core import install_xla  # noqa: F401
+    with pytest.raises(ImportError, match=re.escape('pip install "accelerate-core[planned]"')):
+        from accelerate_core import PlannedPlugin  # noqa: F401
     with pytest.raises(AttributeError, match="Did you mean 'mixed_precision'"):
         Accelerator().mixed_precison  # noqa: B018
 

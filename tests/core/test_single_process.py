@@ -16,7 +16,6 @@ from accelerate_core import Accelerator, Backend, DistributedType
 from accelerate_core.errors import (
     CheckpointError,
     ConfigurationError,
-    MissingPluginError,
     PluginError,
     PrepareError,
 )
@@ -374,11 +373,6 @@ def test_lomo_runs_its_own_backward():
 def test_a_wrong_argument_is_explained(arguments, error, said):
     with pytest.raises(error, match=said), Accelerator(**CPU, **arguments) as accelerator:
         accelerator.prepare(make()[3])
-
-
-def test_what_is_not_installed_comes_with_the_command():
-    with pytest.raises(MissingPluginError, match="pip install"):
-        Accelerator(**CPU, backend="xla")
 
 
 def test_older_names_are_understood_with_a_warning():

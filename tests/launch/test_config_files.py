@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from accelerate_core.cli import cli
 from accelerate_core.config.files import parse_config, read_config
 from accelerate_core.errors import AccelerateError
+from accelerate_core.plugins import catalog
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.planning import decide, make_plan
 
@@ -302,7 +303,7 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     ),
     "fp8_config:\n  opt_level: O3": ("line 2", "is not one of 'O1', 'O2'"),
     "backend: dpd": ("Did you mean 'ddp'?",),
-    "backend: xla": ('pip install "accelerate-core[xla]"',),
+    "backend: planned": ('pip install "accelerate-core[planned]"',),
     "launcher: torchrum": ("Did you mean 'torchrun'?",),
     "distributed_type: MULTIGPU": ("Did you mean 'MULTI_GPU'?", "line 1"),
     "distributed_type: FDSP": ("Did you mean 'FSDP'?",),
@@ -370,7 +371,10 @@ def test_there_are_enough_mistakes() -> None:
 
 
 @pytest.mark.parametrize("text", WRONG_FILES, ids=lambda text: repr(text[:40]))
-def test_a_wrong_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_one_clear_error(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(catalog.NAMES["backend"], "planned", "planned")
     file = tmp_path / "c.yaml"
     file.write_text(text)
     (tmp_path / "s.py").write_text("")
