@@ -40,11 +40,11 @@ class Foreign(KwargsHandler): ...
 @pytest.fixture(autouse=True)
 def _names_of_a_planned_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the catalogue know what will ask for a package that is not there yet."""
-    monkeypatch.setitem(catalog.ARGUMENTS, "planned_plugin", "planned")
-    monkeypatch.setitem(catalog.VARIABLES, "ACCELERATE_USE_PLANNED", "planned")
-    monkeypatch.setitem(catalog.NAMES["backend"], "planned", "planned")
-    monkeypatch.setitem(catalog.NAMES["precision"], "fp4", "planned")
-    monkeypatch.setitem(catalog.EXPORTS, "PlannedPlugin", "planned")
+    monkeypatch.setitem(catalog.ARGUMENTS, "warp_plugin", "warp")
+    monkeypatch.setitem(catalog.VARIABLES, "ACCELERATE_USE_WARP", "warp")
+    monkeypatch.setitem(catalog.NAMES["precision"], "fp4", "warp")
+    monkeypatch.setitem(catalog.NAMES["backend"], "warp", "warp")
+    monkeypatch.setitem(catalog.EXPORTS, "start_warp", "warp")
 
 
 CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
@@ -97,14 +97,14 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "no backend at all": ({"backend": 3}, ConfigurationError, ["backend=3"]),
     "backend not installed": (
-        {"backend": "planned"},
+        {"backend": "warp"},
         MissingPluginError,
-        ['pip install "accelerate-core[planned]"'],
+        ['pip install "accelerate-core[warp]"'],
     ),
     "argument of a missing plugin": (
-        {"planned_plugin": object()},
+        {"warp_plugin": object()},
         MissingPluginError,
-        ["planned_plugin", 'pip install "accelerate-core[planned]"'],
+        ["warp_plugin", 'pip install "accelerate-core[warp]"'],
     ),
     "precision": (
         {"mixed_precision": "bf61"},
@@ -114,7 +114,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "precision not installed": (
         {"mixed_precision": "fp4"},
         MissingPluginError,
-        ['pip install "accelerate-core[planned]"'],
+        ['pip install "accelerate-core[warp]"'],
     ),
     "steps below one": (
         {"gradient_accumulation_steps": 0},
@@ -218,8 +218,8 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], list[str]]] = {
         ["environment variable ACCELERATE_BACKEND", "'ddp'"],
     ),
     "switch of a missing plugin": (
-        {"ACCELERATE_USE_PLANNED": "true"},
-        ["ACCELERATE_USE_PLANNED", 'pip install "accelerate-core[planned]"'],
+        {"ACCELERATE_USE_WARP": "true"},
+        ["ACCELERATE_USE_WARP", 'pip install "accelerate-core[warp]"'],
     ),
     "field of a settings class": (
         {"ACCELERATE_DYNAMO_MODE": "fast"},
@@ -316,8 +316,8 @@ def test_settings(make: Callable[[], Any], said: list[str]) -> None:
 def test_names() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'Accelerator'"):
         accelerate_core.Acelerator  # noqa: B018
-    with pytest.raises(ImportError, match=re.escape('pip install "accelerate-core[planned]"')):
-        from accelerate_core import PlannedPlugin  # noqa: F401
+    with pytest.raises(ImportError, match=re.escape('pip install "accelerate-core[warp]"')):
+        from accelerate_core import start_warp  # noqa: F401
     with pytest.raises(AttributeError, match="Did you mean 'mixed_precision'"):
         Accelerator().mixed_precison  # noqa: B018
 

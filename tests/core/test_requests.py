@@ -48,9 +48,9 @@ TRY = """
 import warnings
 from accelerate_core import Accelerator
 from accelerate_core.plugins import catalog
-catalog.ARGUMENTS["planned_plugin"] = catalog.VARIABLES["ACCELERATE_USE_PLANNED"] = "planned"
-catalog.SECTIONS["planned_config"] = catalog.DISTRIBUTED_TYPES["PLANNED"] = "planned"
-catalog.NAMES["backend"]["planned"] = "planned"
+catalog.ARGUMENTS["warp_plugin"] = catalog.VARIABLES["ACCELERATE_USE_WARP"] = "warp"
+catalog.SECTIONS["warp_config"] = catalog.NAMES["backend"]["warp"] = "warp"
+catalog.DISTRIBUTED_TYPES["WARP"] = "warp"
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     try:
@@ -149,12 +149,12 @@ def test_a_version_that_does_not_fit_is_an_error_where_it_is_asked_for(
 @pytest.mark.parametrize(
     ("arguments", "file", "environ"),
     [
-        ("{}", "", {"ACCELERATE_USE_PLANNED": "true"}),
-        ("{}", "planned_config:\n  a: 2\n", {}),
-        ("{}", "distributed_type: PLANNED\n", {}),
-        ("{'planned_plugin': 1}", "", {}),
-        ("{'planned_plugin': 1, 'backend': 'ddp'}", "", {}),
-        ("{}", "backend: ddp\n", {"ACCELERATE_USE_PLANNED": "true"}),
+        ("{}", "", {"ACCELERATE_USE_WARP": "true"}),
+        ("{}", "warp_config:\n  a: 2\n", {}),
+        ("{}", "distributed_type: WARP\n", {}),
+        ("{'warp_plugin': 1}", "", {}),
+        ("{'warp_plugin': 1, 'backend': 'ddp'}", "", {}),
+        ("{}", "backend: ddp\n", {"ACCELERATE_USE_WARP": "true"}),
     ],
 )
 def test_the_strongest_request_is_an_error_where_its_plugin_is_missing(
@@ -162,11 +162,11 @@ def test_the_strongest_request_is_an_error_where_its_plugin_is_missing(
 ) -> None:
     kind, text, _ = made(root, tmp_path, arguments, file, **environ)
     assert kind == "MissingPluginError", text
-    assert "accelerate-core[planned]" in text
+    assert "accelerate-core[warp]" in text
 
 
 def test_a_missing_plugin_that_is_overruled_is_no_error(root: Path, tmp_path: Path) -> None:
-    environ = {"ACCELERATE_USE_PLANNED": "true"}
+    environ = {"ACCELERATE_USE_WARP": "true"}
     assert made(root, tmp_path, "{'backend': 'ddp'}", **environ)[0] == "ddp"
     assert made(root, tmp_path, "{'sound_plugin': 1}", **environ)[0] == "sound"
 

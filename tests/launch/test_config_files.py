@@ -303,7 +303,6 @@ WRONG_FILES: dict[str, tuple[str, ...]] = {
     ),
     "fp8_config:\n  opt_level: O3": ("line 2", "is not one of 'O1', 'O2'"),
     "backend: dpd": ("Did you mean 'ddp'?",),
-    "backend: planned": ('pip install "accelerate-core[planned]"',),
     "launcher: torchrum": ("Did you mean 'torchrun'?",),
     "distributed_type: MULTIGPU": ("Did you mean 'MULTI_GPU'?", "line 1"),
     "distributed_type: FDSP": ("Did you mean 'FSDP'?",),
@@ -371,14 +370,21 @@ def test_there_are_enough_mistakes() -> None:
 
 
 @pytest.mark.parametrize("text", WRONG_FILES, ids=lambda text: repr(text[:40]))
-def test_a_wrong_file_is_one_clear_error(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(catalog.NAMES["backend"], "planned", "planned")
+def test_a_wrong_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     (tmp_path / "s.py").write_text("")
     _clear(["launch", "--config_file", str(file), str(tmp_path / "s.py")], WRONG_FILES[text])
+
+
+def test_a_file_that_asks_for_a_missing_package_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(catalog.NAMES["backend"], "warp", "warp")
+    (tmp_path / "c.yaml").write_text("backend: warp")
+    (tmp_path / "s.py").write_text("")
+    arguments = ["launch", "--config_file", str(tmp_path / "c.yaml"), str(tmp_path / "s.py")]
+    _clear(arguments, ('pip install "accelerate-core[warp]"',))
 
 
 @pytest.mark.parametrize("arguments", WRONG_COMMANDS, ids=lambda words: " ".join(words))

@@ -64,7 +64,7 @@ def test_a_hint_goes_where_the_core_came_from(
         metadata(tmp_path, f"accelerate-{name}")
     source = Path(catalog.__file__).parents[2]
     assert hint("wandb", tmp_path, source) == said
-    assert hint("planned", tmp_path, source) == 'pip install "accelerate-core[planned]"'
+    assert hint("warp", tmp_path, source) == 'pip install "accelerate-core[warp]"'
 
 
 def test_the_hint_of_a_clone_installs_all_that_is_missing(tmp_path: Path) -> None:

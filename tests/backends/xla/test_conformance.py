@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from accelerate_testing.suite import BackendSuite
 
 pytest.importorskip("torch_xla")
