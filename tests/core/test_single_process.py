@@ -16,6 +16,7 @@ from accelerate_core import Accelerator, Backend, DistributedType
 from accelerate_core.errors import (
     CheckpointError,
     ConfigurationError,
+    MissingPluginError,
     PluginError,
     PrepareError,
 )
