@@ -334,4 +334,4 @@ def test_the_signature_shows_what_installed_plugins_take(tmp_path: Path) -> None
     names = dummies.run(tmp_path, code)
     assert names[:3] == ["device_placement", "split_batches", "mixed_precision"]
     assert {"log_with", "kwargs_handlers", "backend"} < set(names)
-    assert names[-1] == "vendor_plugin"
+    assert "vendor_plugin" in names[names.index("backend") :]  # after those of the core

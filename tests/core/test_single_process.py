@@ -376,11 +376,6 @@ def test_a_wrong_argument_is_explained(arguments, error, said):
         accelerator.prepare(make()[3])
 
 
-def test_what_is_not_installed_comes_with_the_command():
-    with pytest.raises(MissingPluginError, match="pip install"):
-        Accelerator(**CPU, backend="xla")
-
-
 def test_older_names_are_understood_with_a_warning():
     with pytest.warns(FutureWarning, match="split_batches"):
         accelerator = Accelerator(**CPU, split_batches=True)

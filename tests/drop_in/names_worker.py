@@ -309,7 +309,7 @@ def models_of_other_libraries(folder: Path) -> None:
         BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp12")
     assert get_keys_to_not_convert(tower()) == ["2"]
     assert get_parameter_device(tower()).type == "cpu"
-    from accelerate.utils import install_xla, load_and_quantize_model
+    from accelerate.utils import load_and_quantize_model
 
     class Own(load_and_quantize_model):
         pass

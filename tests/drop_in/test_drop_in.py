@@ -78,6 +78,7 @@ def test_a_script_runs_with_the_name_served(tmp_path: Path) -> None:
             "cannot import name 'Acelerator'",
         ),
         (
+            "from importlib import metadata; metadata.entry_points = lambda **_: metadata.EntryPoints();"
             "import accelerate_drop_in as d; d.install();"
             "from accelerate.utils import install_xla; print(install_xla.__name__);"
             "install_xla()",

@@ -95,7 +95,8 @@ def test_plugins_lists_what_is_installed_without_torch() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=clean_environment(ACCELERATE_MIXED_PRECISION="bf16"),
+        # To ask the backend of XLA whether there is a TPU is to import it, and torch with it.
+        env=clean_environment(ACCELERATE_MIXED_PRECISION="bf16", ACCELERATE_DISABLED_PLUGINS="xla"),
         capture_output=True,
         text=True,
         timeout=60,
@@ -186,8 +187,8 @@ def test_the_self_check_passes_on_two_processes() -> None:
 
 @pytest.mark.dist
 def test_the_matrix_checks_every_installed_backend() -> None:
-    # The engines' own tests start them often enough, and Megatron needs CUDA.
-    disabled = {"ACCELERATE_DISABLED_PLUGINS": "ring, deepspeed, megatron"}
+    # The engines' own tests start them often enough, Megatron needs CUDA, and XLA another torch.
+    disabled = {"ACCELERATE_DISABLED_PLUGINS": "ring, deepspeed, megatron, xla"}
     done = run_cli("test", "--matrix", "--json", env=disabled)
     made = json.loads(done.stdout)
     assert {"ddp", "fsdp2", "single"} <= set(made)

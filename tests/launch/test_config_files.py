@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from accelerate_core.cli import cli
 from accelerate_core.config.files import parse_config, read_config
 from accelerate_core.errors import AccelerateError
+from accelerate_core.plugins import catalog
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.planning import decide, make_plan
 
@@ -374,6 +375,16 @@ def test_a_wrong_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     (tmp_path / "s.py").write_text("")
     _clear(["launch", "--config_file", str(file), str(tmp_path / "s.py")], WRONG_FILES[text])
+
+
+def test_a_file_that_asks_for_a_missing_package_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(catalog.NAMES["backend"], "warp", "warp")
+    (tmp_path / "c.yaml").write_text("backend: warp")
+    (tmp_path / "s.py").write_text("")
+    arguments = ["launch", "--config_file", str(tmp_path / "c.yaml"), str(tmp_path / "s.py")]
+    _clear(arguments, ('pip install "accelerate-core[warp]"',))
 
 
 @pytest.mark.parametrize("arguments", WRONG_COMMANDS, ids=lambda words: " ".join(words))

@@ -112,7 +112,7 @@ BAD = {
     "file": ("Accelerator()", {"ACCELERATE_CONFIG_FILE": "nowhere.yaml"}),
     "rank": ("PartialState()", {"RANK": "abc", "WORLD_SIZE": "2"}),
     "handler": ("DataLoaderConfiguration(split_batch=True)", {}),
-    "missing": ("Accelerator(backend='xla')", {}),
+    "missing": ("Accelerator(backend='nowhere')", {}),
     "launcher": ("notebook_launcher(print, num_processes=-1)", {}),
 }
 IMPORTS = "from accelerate_core import Accelerator, DataLoaderConfiguration, PartialState\n"

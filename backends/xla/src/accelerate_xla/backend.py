@@ -15,7 +15,7 @@ from accelerate_core.data.feeding import look_ahead
 from accelerate_core.distributed.torch_collectives import host_group
 from accelerate_core.distributed.tree import map_tensors, send_to_device
 from accelerate_core.errors import ConfigurationError
-from accelerate_xla import checkpoint, library
+from accelerate_xla import library
 from accelerate_xla.collectives import XLACollectives
 from accelerate_xla.library import imported
 from accelerate_xla.metrics import Compilations, report
@@ -262,6 +262,8 @@ class XLABackend(XLACollectives, Backend):
 
     def model_state(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
         """Return the whole state in host memory; what is tied stays tied."""
+        from accelerate_xla import checkpoint  # detection, which is always, needs none of it
+
         with library.settled():
             return checkpoint.on_host(accelerator.unwrap_model(model).state_dict(keep_vars=True))
 
@@ -318,6 +320,8 @@ class XLABackend(XLACollectives, Backend):
         """Write shards, where these were asked for."""
         if not self.owns:
             return super().save_state(accelerator, directory, options, later)
+        from accelerate_xla import checkpoint
+
         with library.settled():
             return checkpoint.save(accelerator, directory, later)
 
@@ -326,6 +330,8 @@ class XLABackend(XLACollectives, Backend):
     ) -> None:
         """Read shards of any mesh."""
         if self.owns:
+            from accelerate_xla import checkpoint
+
             optimizers, strict = options.get("load_optimizer", True), options.get("strict", True)
             checkpoint.load(accelerator, directory, optimizers=optimizers, strict=strict)
 
