@@ -330,7 +330,7 @@ def drop_in() -> str:
         "[migration](migration.md).",
         "",
         "Each module that is there has every public name of the original's. A name under *lent* comes "
-        "with the package of that extra; without it, or where the package is planned, the name can be "
+        "with the package of that extra; without it the name can be "
         "imported and says what to install when it is used. *Refuses* can be imported, too.",
         "",
     ]
@@ -382,7 +382,7 @@ def _state_of(module: str, name: str, extras: Mapping[str, str]) -> str:
         return ""
     if absent.refused(module, name):
         return "refuses"
-    extra = absent.planned(module, name) or extras.get(name)
+    extra = extras.get(name)
     return f"lent by `{extra}`" if extra else ""
 
 

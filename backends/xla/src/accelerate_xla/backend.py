@@ -262,7 +262,7 @@ class XLABackend(XLACollectives, Backend):
 
     def model_state(self, accelerator: AcceleratorView, model: torch.nn.Module) -> dict[str, Any]:
         """Return the whole state in host memory; what is tied stays tied."""
-        from accelerate_xla import checkpoint  # detection, which is always, needs none of it
+        from accelerate_xla import checkpoint  # a mesh for another backend asks this one, too
 
         with library.settled():
             return checkpoint.on_host(accelerator.unwrap_model(model).state_dict(keep_vars=True))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from accelerate_core.plugins.catalog import pip_command
-
-#: What a package that is planned will bring.
-_PLANNED = {"MpDeviceLoaderWrapper": "xla"}
-
 _QUANTIZED = (
     "models with weights of bitsandbytes are made by what loads them: "
     "transformers' from_pretrained(quantization_config=BitsAndBytesConfig(...))"
 )
 _MEGATRON = "a step of the original's prepare; the backend megatron has its own"
+_XLA = "the backend xla feeds every prepared loader itself, so there is nothing to wrap"
 _SAGEMAKER = "jobs of SageMaker are not started here; run accelerate launch within the job's script"
 
 #: Can be imported, and refuses when it is used.
 REFUSED = {
+    "MpDeviceLoaderWrapper": _XLA,
     **dict.fromkeys(
         (
             *("load_and_quantize_model", "replace_with_bnb_layers", "quantize_and_offload_8bit"),
@@ -92,16 +89,8 @@ def refused(module: str, name: str) -> str | None:
     return REFUSED.get(name) or REFUSED.get(f"{module}.{name}")
 
 
-def planned(module: str, name: str) -> str | None:
-    """Return the extra of the planned package that a name belongs to, None if it is no such name."""
-    return _PLANNED.get(name) or _PLANNED.get(f"{module}.{name}")
-
-
 def absent(module: str, name: str) -> str | None:
     """Return why a name that can be imported refuses to be used, None if it does not."""
-    extra = planned(module, name)
-    if extra is not None:
-        return f"{name} comes with a plugin that is not installed: {pip_command(extra)}"
     reason = refused(module, name)
     return None if reason is None else f"{name}: {reason}."
 
