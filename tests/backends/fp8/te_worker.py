@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 import pytest
 import te_on_cpu as cpu
@@ -57,6 +58,16 @@ def a_rank_may_evaluate_alone() -> None:
         model.train()
         train(one, model, optimizer, DATA[2:4])
         assert same_on_ranks(scales(one, model))
+
+
+@case
+def ranks_that_run_out_of_batches_are_refused_where_values_are_shared() -> None:
+    for shared in (True, False):
+        with accelerator(TERecipeKwargs(amax_history_len=4, reduce_amax=shared), **KEPT) as one:
+            model, optimizer = prepared(one)
+            refused = pytest.raises(ConfigurationError, match="join_uneven_inputs: with delayed")
+            with refused if shared else nullcontext(), one.join_uneven_inputs([model]):
+                train(one, model, optimizer, DATA[: 2 if shared else 2 + RANK])
 
 
 @case

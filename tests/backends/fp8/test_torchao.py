@@ -18,6 +18,7 @@ from accelerate_core import Accelerator
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.utils import AORecipeKwargs, AutocastKwargs, TERecipeKwargs
 from accelerate_fp8.layers import survey, usual_filter
+from accelerate_fp8.settings import FP8RecipeKwargs
 
 HERE = Path(__file__).parent
 
@@ -79,6 +80,104 @@ def test_every_layer_is_considered_and_explained() -> None:
         assert any(line.split()[0] == name and reason in line for line in told.splitlines()), name
 
 
+def mlp() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+
+
+class Conv1D(nn.Module):
+    """Of the name of a layer of another library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(4, 4, 1)
+
+
+def test_a_layer_with_something_of_its_own_is_left_alone() -> None:
+    model = mlp().append(Conv1D()).append(nn.Linear(32, 32))
+    model[1].register_full_backward_hook(lambda *_: None)
+    model[2].register_buffer("mask", torch.ones(32))
+    model[3].register_parameter("gain", nn.Parameter(torch.ones(1)))
+    model[4].note = "x"
+    model[5]._mark = "of a library"
+    accelerator = fp8()
+    model = accelerator.prepare_model(model)
+    assert in_fp8(model) == ["5"]
+    told = accelerator.explain()
+    for reason in (
+        "it has hooks",
+        "it has 'mask', which",
+        "it has 'gain', which",
+        "has 'note', which",
+    ):
+        assert reason in told
+
+
+def test_layers_in_fp8_already_are_counted() -> None:
+    first = fp8()
+    model = first.unwrap_model(first.prepare_model(mlp()))
+    first.free_memory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = fp8()
+        second.prepare_model(model)
+    told = second.explain()
+    assert "Sequential: 4 of 6 linear layers compute in fp8" in told
+    assert "in fp8 already" in told
+
+
+OTHERS = {
+    "ACCELERATE_FP8_MARGIN": ("2", "margin=2 .*of Transformer Engine"),
+    "ACCELERATE_FP8_TE_RECIPE": ("nvfp4", "recipe='nvfp4' .*of Transformer Engine"),
+    "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": ("1", "use_mxfp8_block_scaling=True"),
+    "ACCELERATE_FP8_FORMAT": ("E4M3", "fp8_format='E4M3'.*--fp8_backend te, or TERecipeKwargs"),
+    "ACCELERATE_FP8_OPT_LEVEL": ("O1", "opt_level='O1'.* of MS-AMP.*ACCELERATE_FP8_BACKEND=MSAMP"),
+    "ACCELERATE_FP8_INTERVAL": ("3", "interval=3: Transformer Engine has none any more"),
+    "ACCELERATE_FP8_OVERRIDE_DGRAD": ("true", "has no override_linear_precision any more"),
+}
+
+
+@pytest.mark.parametrize("variable", OTHERS)
+def test_an_option_of_another_engine_is_refused(variable: str, monkeypatch: Any) -> None:
+    value, text = OTHERS[variable]
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError, match=text):
+        fp8()
+
+
+def test_options_of_another_engine_that_ask_for_nothing_are_none(monkeypatch: Any) -> None:
+    written = {
+        "MARGIN": "0", "INTERVAL": "1", "FORMAT": "HYBRID", "AMAX_HISTORY_LEN": "1024",
+        "AMAX_COMPUTE_ALGO": "most_recent", "OPT_LEVEL": "O2", "OVERRIDE_FPROP": "False",
+        "USE_AUTOCAST_DURING_EVAL": "False",
+    }  # fmt: skip
+    for name, value in written.items():
+        monkeypatch.setenv(f"ACCELERATE_FP8_{name}", value)
+    fp8()
+    monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "abc")
+    with pytest.raises(ConfigurationError, match="must be a whole number"):
+        fp8()
+
+
+def test_the_older_recipe_has_options_of_one_engine() -> None:
+    for said, text in (
+        ({"backend": "MSAMP", "margin": 3}, "margin=3 .*an option of Transformer Engine"),
+        ({"backend": "TE", "opt_level": "O1"}, "opt_level='O1' .*an option of MS-AMP"),
+    ):
+        with pytest.warns(FutureWarning):
+            handler = FP8RecipeKwargs(**said)
+        with pytest.raises(ConfigurationError, match=text), pytest.warns(FutureWarning):
+            Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler])
+
+
+def test_a_recipe_that_it_has_not_is_told_with_what_it_needs() -> None:
+    with pytest.raises(ConfigurationError, match=r"needs Transformer Engine and a GPU .* 10\.0"):
+        AORecipeKwargs(recipe="mxfp8")
+    with pytest.raises(ConfigurationError, match="Did you mean 'rowwise'"):
+        AORecipeKwargs(recipe="rowwis")
+    with pytest.raises(ConfigurationError, match=r"config='rowwise' is no .*: recipe="):
+        AORecipeKwargs(config="rowwise")
+
+
 def test_the_filter_is_a_function_that_can_be_replaced() -> None:
     model = Net()
     usual = usual_filter(model)
@@ -116,6 +215,8 @@ def test_a_model_without_such_layers_is_told() -> None:
     accelerator = fp8()
     with pytest.warns(UserWarning, match="no layer of Sequential computes in fp8"):
         accelerator.prepare_model(nn.Sequential(nn.Linear(5, 5)))
+    with pytest.warns(UserWarning, match=r"\(the model itself: the first linear layer"):
+        fp8().prepare_model(nn.Linear(32, 32))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -192,6 +293,13 @@ def test_autocast_beside_gradients_in_high_precision_is_refused() -> None:
     ):
         model(LETTERS)
     assert model(LETTERS).dtype is torch.float32
+    accelerator = fp8(recipe=recipe)
+    with accelerator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(
+        ConfigurationError, match=r"accelerator\.autocast is given an AutocastKwargs"
+    ):
+        accelerator.autocast(AutocastKwargs(enabled=True))
 
 
 def test_several_recipes_and_weights_nobody_gathers_are_refused() -> None:
@@ -238,7 +346,7 @@ def test_nothing_is_printed_and_no_variable_stays() -> None:
     assert _run(code) == ("True", "")
 
 
-TWO = "two_ranks.py"
+TWO, THREE = "two_ranks.py", "three_ranks.py"
 
 
 @pytest.fixture(scope="module")
@@ -251,3 +359,9 @@ def ranks() -> Any:
 @pytest.mark.parametrize("case", case_names(HERE / TWO))
 def test_on_two_ranks(ranks: Any, case: str) -> None:
     check_case(ranks, case)
+
+
+@pytest.mark.dist
+def test_on_three_ranks() -> None:
+    (case,) = case_names(HERE / THREE)
+    check_case(run_workers(HERE / THREE, 3, timeout=100, env={"OMP_NUM_THREADS": "1"}), case)

@@ -379,7 +379,10 @@ def test_every_layer_is_considered_and_keeps_what_it_was(te):
     net.tied = nn.Linear(32, 32, bias=False)
     net.tied.weight = net.head.weight
     net.hooked = nn.Linear(16, 16)
-    net.hooked.register_forward_hook(lambda *_: None)
+    net.hooked.register_full_backward_hook(lambda *_: None)
+    net.masked, net.noted = nn.Linear(16, 16), nn.LayerNorm(16)
+    net.masked.register_buffer("mask", torch.ones(1))
+    net.noted.note = "x"
     net.unfit = nn.ModuleList(
         [nn.LayerNorm(16, bias=False), nn.LayerNorm(16, elementwise_affine=False)]
     )
@@ -404,13 +407,14 @@ def test_every_layer_is_considered_and_keeps_what_it_was(te):
     for name, reason in {
         "first": "no multiples of 16", "head": "its weight is tied.weight, too", "hooked": "has hooks",
         "norm": "te.LayerNorm", "odd": "a Odd", "frozen": "fp8",
+        "masked": "it has 'mask', which", "noted": "it has 'note', which",
     }.items():  # fmt: skip
         assert reason in shown[name], shown
     assert "  unfit.*" in "\n".join(lines)
     for text in (
         "has no bias",
         "has no weight",
-        "3 of 7 linear layers compute in fp8",
+        "3 of 8 linear layers compute in fp8",
         "recipe delayed",
     ):
         assert text in "\n".join(lines)
@@ -603,6 +607,8 @@ def test_the_librarys_pickle_is_neither_written_nor_read(te):
             model.load_state_dict(missing)
     with accelerator() as one:  # of layers that the script made, too
         model, optimizer = prepared(one, nn.Sequential(te.Linear(16, 16, device="cpu")))
+        assert "1 of 1 linear layers compute in fp8" in one.explain()
+        assert "in fp8 already" in one.explain()
         assert [*model.state_dict()] == ["0.weight", "0.bias"]
         model.load_state_dict(model.state_dict())
 

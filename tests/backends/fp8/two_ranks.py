@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import LENGTH, Run, batch, fp8, model_of
@@ -185,6 +186,101 @@ def a_missing_weight_is_none_of_another_layer() -> None:
     state = {key: value for key, value in before.items() if key != name}
     with pytest.raises(CheckpointError, match=r"missing 'blocks\.1\.mix\.weight'"):
         run.accelerator.hooks.load_model_state(run.accelerator, run.model, state, True)
+    run.end()
+    # Distributed weights have no address by which two of them could be told to be one.
+    for layers in (4, 6):
+        plugin = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
+        accelerator = Accelerator(cpu=True, backend="fsdp2", fsdp_plugin=plugin, **fp8())
+        accelerator.prepare_model(nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers))))
+        if layers == 4:
+            accelerator.save_state(str(folder / "state"))
+        else:
+            with pytest.raises(CheckpointError, match=r"do not fit .* 4\.weight is missing"):
+                accelerator.load_state(str(folder / "state"))
+        accelerator.free_memory()
+
+
+def outputs_follow(change: Any, **options: Any) -> None:
+    """A change of weights counts in the next forward as it does after a step that changes nothing."""
+    run = Run(**fsdp(**options, **fp8()))
+    run.train(0, 2)
+    inputs, _ = batch(0)
+    with torch.no_grad():
+        before = run.model(inputs)
+    change(run)
+    with torch.no_grad():
+        now = run.model(inputs)
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    run.train(2, 3)
+    with torch.no_grad():
+        assert torch.equal(run.model(inputs), now)
+    assert not torch.equal(before, now)
+    run.end()
+
+
+def _large(run: Run) -> dict[str, torch.Tensor]:
+    return {key: value * (8 if ".mix" in key else 1) for key, value in run.weights().items()}
+
+
+@case
+def scales_are_those_of_the_weights_as_they_are() -> None:
+    from accelerate_core.utils import load_fsdp_model, save_fsdp_model
+
+    folder, name = scratch("scales"), "blocks.1.mix.weight"
+
+    def in_place(run: Run) -> None:
+        with torch.no_grad():
+            run.model.get_parameter(name).mul_(8)
+
+    def of_the_shard(run: Run) -> None:
+        run.model.get_parameter(name).to_local().detach().mul_(8)
+
+    def whole(run: Run) -> None:
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(run.model, _large(run), options=options)
+
+    def as_the_peer(run: Run) -> None:
+        plugin = run.accelerator.state.fsdp_plugin
+        large = Run(**fsdp(**fp8()))
+        whole(large)
+        save_fsdp_model(plugin, run.accelerator, large.model, str(folder))
+        load_fsdp_model(plugin, run.accelerator, run.model, str(folder))
+
+    for change in (in_place, of_the_shard, whole, as_the_peer):
+        outputs_follow(change)
+
+
+@case
+def averaged_weights_are_evaluated_with_their_own_scales() -> None:
+    run = Run(**fsdp(**fp8()))
+    run.train(0, 2)
+    inputs, _ = batch(0)
+    weight = run.model.get_parameter("blocks.1.mix.weight")
+    scales = []
+    for times, mode in ((1, True), (8, False), (1 / 8, True)):
+        weight.data.mul_(times)  # which moves no version
+        run.model.train(mode)
+        with torch.no_grad():
+            run.model(inputs)
+        scales.append(float(weight._local_tensor._precomputed_scale))
+    assert scales == [scales[0], pytest.approx(scales[0] / 8), scales[0]]
+    run.end()
+
+
+@case
+def layers_that_stay_whole_or_are_units_are_found_in_their_place() -> None:
+    model = model_of()
+    plugin = FullyShardedDataParallelPlugin(
+        transformer_cls_names_to_wrap=["Linear"],
+        auto_wrap_policy="transformer_based_wrap",
+        ignored_modules=[model.blocks[1].mix],
+    )
+    run = Run(model, **fp8(), backend="fsdp2", fsdp_plugin=plugin)
+    sharded = [name for name, one in run.model.named_modules() if type(one).__name__[:4] == "FSDP"]
+    assert {"blocks.0.mix", "blocks.1.think.0"} <= {*sharded}
+    assert not isinstance(run.model.blocks[1].mix.weight, DTensor)
+    run.train(0, 2)
     run.end()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,8 @@ from torch import nn
 Filter = Callable[[nn.Module, str], bool]
 #: Matrix products in fp8 take sizes that are multiples of it.
 MULTIPLE = 16
+#: Reason of a layer that computes in fp8 and was not converted here.
+ALREADY = "in fp8 already"
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class Layer:
         """Rows of its weight."""
         return int(self.sizes.partition(" ")[0])
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether it computes in fp8."""
+        return self.reason in ("", ALREADY)
+
 
 def linear_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers that are linear, or called so by a library, in the model's order.
@@ -39,8 +47,13 @@ def linear_layers(model: nn.Module) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if isinstance(module, nn.Linear) or _is_transposed(module)
     }
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
 def usual_filter(model: nn.Module) -> Filter:
@@ -62,8 +75,8 @@ def survey(
 
     `refusal` is the reason of those that it does not take.
 
-    Left alone is what another layer would not behave like: one of a class of its own, with hooks or
-    with a forward put in its place, or with a weight that another module has too.
+    Left alone is what another layer would not behave like: one of a class of its own, with hooks,
+    attributes of its own or a forward put in its place, or with a weight that another module has too.
     """
     takes = usual_filter(model) if chosen is None else chosen
     holders = names_of(model)
@@ -73,17 +86,45 @@ def survey(
     for name, layer in layers.items():
         reason = ""
         weight = f"{name}.weight".lstrip(".")
-        others = [n for n in holders.get(id(layer.weight), ()) if n != weight]
-        if type(layer) is not nn.Linear:
+        others = [n for n in holders.get(id(getattr(layer, "weight", None)), ()) if n != weight]
+        if type(layer).__module__.startswith("torchao.float8"):
+            reason = ALREADY
+        elif type(layer) is not nn.Linear:
             reason = f"a {type(layer).__name__}, not torch's Linear"
         elif others:
             reason = f"its weight is {others[0]}, too"
-        elif "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
-            reason = "it has hooks, or another forward"
+        elif own := own_behaviour(layer):
+            reason = own
         elif not takes(layer, name):
             reason = _why(layer, name, ends) if chosen is None else refusal
         found.append(Layer(name, " x ".join(map(str, _sizes(layer))), reason))
     return found
+
+
+def own_behaviour(layer: nn.Module) -> str:
+    """Return what a layer has that one in its place would not, "" if nothing.
+
+    Private attributes are not looked at: libraries leave marks on every layer.
+    """
+    has = vars(layer)
+    if "forward" in has or any(has[name] for name in has if name.endswith("_hooks")):
+        return "it has hooks, or another forward"
+    names = [*(name for name in has if name[0] != "_"), *layer._parameters, *layer._buffers]
+    more = [name for name in [*names, *layer._modules] if name not in _usual(isinstance(layer, nn.Linear))]
+    return f"it has {more[0]!r}, which torch's has not" if more else ""
+
+
+@cache
+def _usual(linear: bool) -> frozenset[str]:
+    made = nn.Linear(1, 1, device="meta") if linear else nn.LayerNorm(1, device="meta")
+    return frozenset([*vars(made), *made._parameters])
+
+
+def note_replaced(made: nn.Module, layer: nn.Module) -> nn.Module:
+    """Let backends that are told of layers, or of their classes, find what is in their place."""
+    made._replaced_class = type(layer).__name__  # type: ignore[assignment]
+    vars(layer)["_replaced_by"] = made  # a module's own way would make it a part of the layer
+    return made
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:

@@ -11,8 +11,10 @@ import torch
 
 from accelerate_core import AcceleratorView, Precision, origin_of
 from accelerate_core.config.lookup import Sources, resolve_settings
+from accelerate_core.config.schema import settings_fields
 from accelerate_core.errors import ConfigurationError, listing
-from accelerate_fp8.layers import Layer, converted, linear, table
+from accelerate_core.truth import flag
+from accelerate_fp8.layers import Layer, linear, table
 from accelerate_fp8.settings import (
     AORecipeKwargs,
     FP8RecipeKwargs,
@@ -27,6 +29,9 @@ _ENGINES: dict[str, tuple[str, str, type[Any]]] = {
     "TE": ("accelerate_fp8.transformer_engine", "TransformerEngine", TERecipeKwargs),
     "MSAMP": ("accelerate_fp8.msamp", "MSAMP", MSAMPRecipeKwargs),
 }
+
+#: What the peer's launcher writes for every engine, where that is no default here.
+_PEERS_DEFAULTS = {"amax_compute_algo": "most_recent", "enable_fsdp_float8_all_gather": True}
 
 
 class FP8(Precision):
@@ -72,9 +77,36 @@ class FP8(Precision):
         given = handlers[0] if handlers else None
         _, _, recipe = _ENGINES[self.engine]
         cls = type(given) if given is not None else recipe
-        self.recipe: Any = resolve_settings(cls, given, Sources.of(os.environ), owner="fp8")[0]
+        sources = Sources.of(os.environ)
+        self.recipe: Any = resolve_settings(cls, given, sources, owner="fp8")[0]
+        self._refuse_options_of_others(given, recipe, sources)
         #: Class of the model and its linear layers, of each model that was converted.
         self._converted: list[tuple[str, list[Layer]]] = []
+
+    def _refuse_options_of_others(self, given: Any, recipe: type[Any], sources: Sources) -> None:
+        """Refuse what is said to another engine, but what the peer's launcher writes for all."""
+        for word in ("FPROP", "DGRAD", "WGRAD"):
+            if flag(sources.environ, variable := f"ACCELERATE_FP8_OVERRIDE_{word}"):
+                raise ConfigurationError(
+                    f"{variable} is set, and Transformer Engine has no override_linear_precision any "
+                    "more. Leave it out; a recipe of the library's has backward_override."
+                )
+        for name, (module, cls_name, other) in _ENGINES.items():
+            if other is recipe:
+                continue
+            said = given if isinstance(given, other) else None
+            made, because = resolve_settings(other, said, sources, owner="fp8")
+            for field in settings_fields(other):
+                value = getattr(made, field.name)
+                if value in (field.default, _PEERS_DEFAULTS.get(field.name, field.default)):
+                    continue
+                library = getattr(import_module(module), cls_name).library
+                raise ConfigurationError(
+                    f"{field.name}={value!r} (from {because[field.name].origin}) is an option of "
+                    f"{library}, and fp8 is computed by {self.library}: {self.engine_because}. Leave "
+                    f"it out, or choose {library}: ACCELERATE_FP8_BACKEND={name}, --fp8_backend "
+                    f"{name.lower()}, or {other.__name__} in kwargs_handlers."
+                )
 
     @classmethod
     def explain_choice(cls, sources: Sources) -> str:
@@ -89,9 +121,11 @@ class FP8(Precision):
         """Keep what became of a model's layers, for `explain`; say so where nothing was converted."""
         kind = type(model).__name__
         self._converted.append((kind, layers))
-        if not converted(linear(layers)):
+        if not any(one.in_fp8 for one in linear(layers)):
             first = next(iter(linear(layers)), None)
-            reason = "it has no linear layer" if first is None else f"{first.name}: {first.reason}"
+            reason = "it has no linear layer"
+            if first is not None:
+                reason = f"{first.name or 'the model itself'}: {first.reason}"
             accelerator.note_once(
                 f"mixed_precision='fp8': no layer of {kind} computes in fp8 ({reason}; all of them: "
                 "print(accelerator.explain()))."
@@ -106,7 +140,7 @@ class FP8(Precision):
         lines = [f"fp8 by {self.library}: {self.engine_because}{self.details()}"]
         for kind, layers in self._converted:
             ours = linear(layers)
-            told = f"{len(converted(ours))} of {len(ours)} linear layers"
+            told = f"{sum(one.in_fp8 for one in ours)} of {len(ours)} linear layers"
             lines += [f"{kind}: {told} compute in fp8", *table(layers)]
         return "\n".join(lines)
 

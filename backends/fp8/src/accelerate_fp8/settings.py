@@ -27,6 +27,9 @@ class FP8Settings:
     )
 
 
+AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
 @settings(**_NAMES)
 class AORecipeKwargs(KwargsHandler):
     """torchao: linear layers multiply in fp8, scaled anew in each step.
@@ -59,8 +62,9 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = option(
         default=None, help="gather weights in fp8 with FSDP2 (default: with recipe tensorwise)"
     )
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = option(
+    recipe: str = option(
         default="tensorwise",
+        choices=AO_RECIPES,
         help="how tensors are scaled",
         ask="How are tensors scaled?",
         ask_if="backend=AO",
@@ -73,6 +77,18 @@ class AORecipeKwargs(KwargsHandler):
     )
 
     def __post_init__(self) -> None:
+        if self.recipe.lower() in ("mxfp8", "nvfp4"):
+            raise ConfigurationError(
+                f"recipe={self.recipe!r} needs Transformer Engine and a GPU of compute capability "
+                "10.0: TERecipeKwargs(recipe=...), or ACCELERATE_FP8_BACKEND=TE and "
+                f"ACCELERATE_FP8_TE_RECIPE. With torchao it is one of {listing(AO_RECIPES)}."
+            )
+        self.recipe = _one_of("recipe", self.recipe, AO_RECIPES)
+        if not (self.config is None or hasattr(self.config, "enable_fsdp_float8_all_gather")):
+            raise ConfigurationError(
+                f"config={self.config!r} is no torchao.float8.Float8LinearConfig, which a script makes "
+                f"and passes. Recipes by name are {listing(AO_RECIPES)}: recipe=..."
+            )
         said = sorted(
             self.to_kwargs().keys() - {"config", "module_filter_func", "precompute_scales"}
         )

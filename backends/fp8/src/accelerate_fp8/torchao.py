@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate_core import AcceleratorView
 from accelerate_core.errors import ConfigurationError, MissingPluginError
-from accelerate_fp8.layers import Filter, Layer, converted, survey
+from accelerate_fp8.layers import Filter, Layer, converted, note_replaced, survey
 from accelerate_fp8.precision import FP8
 
 
@@ -42,6 +44,7 @@ class TorchAO(FP8):
             )
         if mixed:
             self.dtype = None  # type: ignore[misc, assignment]
+            self.autocast = _no_autocast  # type: ignore[method-assign]
         self.needs = frozenset(
             {"modules"}
             | (set() if mixed else {"autocast"})
@@ -103,15 +106,22 @@ class TorchAO(FP8):
     def convert(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
         """Replace linear layers by torchao's; parameters stay, but for what is gathered in fp8."""
         layers = survey(model, self.recipe.module_filter_func)
-        if self._gathers:  # a rank without a row would not meet the others for its scale
-            few, ranks = "has fewer rows than there are ranks", accelerator.num_processes
+        if self._gathers:  # torchao gathers its rows as they are, and torch pads those it knows
+            sizes = accelerator.parallelism_config
+            ranks = accelerator.num_processes // (sizes.dp_replicate_size if sizes else 1)
+            whole = f"fp8, gathered in bf16: its rows do not divide over {ranks} ranks"
             layers = [
-                dataclasses.replace(one, reason=few) if not one.reason and one.rows < ranks else one
+                one if one.rows % ranks == 0 else dataclasses.replace(one, becomes=whole)
                 for one in layers
             ]
         self.note_layers(accelerator, model, layers)
         self._scaled = None
-        made = _replaced(model, layers, self._config)
+        gathered = [one for one in layers if one.becomes == "fp8"]
+        made = _replaced(model, gathered, self._config)
+        others = [one for one in layers if one.becomes != "fp8"]
+        if converted(others):
+            config = dataclasses.replace(self._config, enable_fsdp_float8_all_gather=False)
+            made = _replaced(made, others, config)
         if self.dtype is None and converted(layers):
             made.register_forward_pre_hook(_refuse_autocast)
         return made
@@ -132,8 +142,6 @@ class TorchAO(FP8):
     def _precompute(self, accelerator: AcceleratorView) -> None:
         if not (self._gathers and self.recipe.precompute_scales):
             return
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
         if self._scaled is None:  # since a model was converted
             by_mesh: dict[Any, list[nn.Module]] = {}
             for model in accelerator.models:
@@ -141,8 +149,25 @@ class TorchAO(FP8):
                     if isinstance(weight := getattr(module, "weight", None), DTensor):
                         by_mesh.setdefault(weight.device_mesh, []).append(module)
             self._scaled = [nn.ModuleList(modules) for modules in by_mesh.values()]
-        for modules in self._scaled:
-            precompute_float8_dynamic_scale_for_fsdp(modules)
+        self._compute_scales()
+
+    def _compute_scales(self) -> None:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        for modules in self._scaled or ():
+            # Tensors made in inference mode could not be used in training.
+            with torch.inference_mode(False):
+                precompute_float8_dynamic_scale_for_fsdp(modules)
+            for module in modules:
+                weight: Any = module.weight
+                # One that is gathered just now is no DTensor, and keeps what it has.
+                local: Any = getattr(weight, "_local_tensor", None)
+                if getattr(local, "_precomputed_scale", None) is not None:
+                    weak = weakref.ref(module), weakref.ref(weight)
+                    again = weakref.WeakMethod(self._compute_scales)
+                    local.fsdp_pre_all_gather = partial(
+                        _gather, *weak, _state(module, weight), again
+                    )
 
     def plain_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state without torchao's tensor subclass; memory is shared with what was given."""
@@ -158,6 +183,25 @@ class TorchAO(FP8):
         return f"; {', '.join(told)}"
 
 
+def _state(module: nn.Module, weight: Any) -> tuple[int, int, bool]:
+    """Return what moves when a weight is written to.
+
+    Writes through `.data` move no version: those around an evaluation, as of averaged weights, are
+    told by the mode.
+    """
+    return weight._version, weight._local_tensor._version, module.training
+
+
+def _gather(module: Any, weight: Any, noted: tuple[int, int, bool], again: Any, mesh: Any) -> Any:
+    """Prepare a weight for its gather; scales that were computed before it changed are made anew."""
+    local = weight()._local_tensor
+    if _state(module(), weight()) != noted:
+        local._precomputed_scale = None  # torchao computes its own where the next line does not
+        if (compute := again()) is not None:
+            compute()
+    return type(local).fsdp_pre_all_gather(local, mesh)
+
+
 def _plain(value: Any) -> Any:
     local: Any = value.to_local() if isinstance(value, DTensor) else None
     if hasattr(local, "_linear_mm_config"):
@@ -170,6 +214,17 @@ def _plain(value: Any) -> Any:
             stride=value.stride(),
         )
     return value._tensor if hasattr(value, "_linear_mm_config") else value
+
+
+def _no_autocast(
+    accelerator: AcceleratorView, model: nn.Module | None, options: dict[str, Any]
+) -> AbstractContextManager[Any]:
+    if options.get("enabled"):
+        raise ConfigurationError(
+            "recipe='rowwise_with_gw_hp' runs without autocast, and accelerator.autocast is given an "
+            "AutocastKwargs that asks for it: leave that out, or use recipe='rowwise'."
+        )
+    return nullcontext()
 
 
 def _refuse_autocast(module: nn.Module, _: Any) -> None:
@@ -243,10 +298,10 @@ def _replaced(model: nn.Module, layers: list[Layer], config: Any) -> nn.Module:
         from torchao.float8 import convert_to_float8_training
 
     names = converted(layers)
-    training = {name: layer.training for name, layer in model.named_modules() if name in names}
+    before = {name: layer for name, layer in model.named_modules() if name in names}
     made: nn.Module = convert_to_float8_training(
         model, module_filter_fn=lambda _, name: name in names, config=config
     )
-    for name, mode in training.items():
-        made.get_submodule(name).train(mode)
+    for name, layer in before.items():
+        note_replaced(made.get_submodule(name).train(layer.training), layer)
     return made

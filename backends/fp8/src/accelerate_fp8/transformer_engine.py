@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -17,8 +16,15 @@ from torch import nn
 from accelerate_core import AcceleratorView, origin_of
 from accelerate_core.distributed.process import once
 from accelerate_core.errors import ConfigurationError, MissingPluginError, PrepareError, warn
-from accelerate_core.truth import flag
-from accelerate_fp8.layers import Layer, converted, names_of, survey
+from accelerate_fp8.layers import (
+    ALREADY,
+    Layer,
+    converted,
+    names_of,
+    note_replaced,
+    own_behaviour,
+    survey,
+)
 from accelerate_fp8.precision import FP8
 from accelerate_fp8.settings import TE_RECIPES
 
@@ -44,12 +50,6 @@ class TransformerEngine(FP8):
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         super().__init__(settings, handlers)
         recipe, name = self.recipe, self.recipe.recipe_name
-        for word in ("FPROP", "DGRAD", "WGRAD"):
-            if flag(os.environ, variable := f"ACCELERATE_FP8_OVERRIDE_{word}"):
-                raise ConfigurationError(
-                    f"{variable} is set, and Transformer Engine has no override_linear_precision any "
-                    "more. Leave it out; a recipe of the library's has backward_override."
-                )
         own = recipe.recipe
         delayed = name == "delayed" or hasattr(own, "amax_history_len")
         needs = {"autocast", "modules"}
@@ -133,12 +133,11 @@ class TransformerEngine(FP8):
         for index, one in enumerate(layers):
             if one.name in frozen and not one.reason:
                 layers[index] = Layer(one.name, one.sizes, "", "fp8, its weight too")
-        if _extra_keys(model):  # layers of the library's that the script made
-            self._converted.append((type(model).__name__, layers))
-        else:
-            self.note_layers(accelerator, model, layers)
+        self.note_layers(accelerator, model, layers)
         for name in converted(layers):
-            model = replace(model, name, self._made(model.get_submodule(name), name in frozen))
+            layer = model.get_submodule(name)
+            made = note_replaced(self._made(layer, name in frozen), layer)
+            model = replace(model, name, made)
         hide_extra_state(model)
         return model
 
@@ -163,6 +162,8 @@ class TransformerEngine(FP8):
         mixed = super().autocast(accelerator, model, options)
         if model is None:
             return mixed
+        if model.training and "forward_collectives" in self.needs:
+            _refuse_join(accelerator)
         inner = self._te.autocast(
             enabled=model.training or self.recipe.use_autocast_during_eval,
             recipe=self._recipe,
@@ -309,6 +310,17 @@ def lacking(te: Any, recipe: Any) -> str:
     return next((reason for can, reason in answers if not can), "")
 
 
+def _refuse_join(accelerator: AcceleratorView) -> None:
+    """Refuse a forward under `join_uneven_inputs`: a rank without a batch would not share values."""
+    joins = (getattr(one, "_join_config", None) for one in accelerator.models)
+    if any(one is not None and one.enable for one in joins):
+        raise ConfigurationError(
+            "join_uneven_inputs: with delayed scaling ranks share their largest values in every "
+            "forward that trains, and a rank that has run out of batches runs none. Use "
+            "TERecipeKwargs(reduce_amax=False) or another recipe, or give every rank as many batches."
+        )
+
+
 def _forget(_: Any) -> None:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -352,6 +364,9 @@ def survey_all(model: nn.Module, multiple: int = 16) -> list[Layer]:
     found = survey(model, fits, f"sizes are no multiples of {multiple}")
     holders = names_of(model)
     for name, layer in model.named_modules():
+        if hasattr(layer, "fp8_meta") and _is_theirs(layer):
+            sizes = getattr(getattr(layer, "weight", None), "shape", ())
+            found.append(Layer(name, " x ".join(map(str, sizes)), ALREADY))
         if not isinstance(layer, nn.LayerNorm):
             continue
         own = [parameter for parameter in (layer.weight, layer.bias) if parameter is not None]
@@ -362,8 +377,8 @@ def survey_all(model: nn.Module, multiple: int = 16) -> list[Layer]:
             reason = f"it has no {'bias' if own else 'weight'}"
         elif any(len(holders[id(parameter)]) > 1 for parameter in own):
             reason = "another layer has its parameters, too"
-        elif "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
-            reason = "it has hooks, or another forward"
+        else:
+            reason = own_behaviour(layer)
         found.append(Layer(name, " x ".join(map(str, layer.normalized_shape)), reason, _NORM))
     return found
 

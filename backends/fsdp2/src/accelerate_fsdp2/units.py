@@ -69,14 +69,19 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def _by_class(model: nn.Module, names: list[str], required: bool) -> list[nn.Module]:
-    kinds = {type(module).__name__ for module in model.modules()}
+    kinds = {_class_name(module) for module in model.modules()}
     missing = [name for name in names if name not in kinds]
     if missing and required:
         raise ConfigurationError(
             f"transformer_cls_names_to_wrap: the model has no module of class {missing[0]!r}."
             f"{did_you_mean(missing[0], kinds)}"
         )
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return [module for module in model.modules() if _class_name(module) in names]
+
+
+def _class_name(module: nn.Module) -> str:
+    """Return the class of a layer, of one that a precision has replaced that of the original."""
+    return str(vars(module).get("_replaced_class", type(module).__name__))
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
@@ -152,7 +157,7 @@ def ignored_parameters(model: nn.Module, given: Any) -> dict[str, nn.Parameter]:
                 f"ignored_modules={given!r} matches no module; there are {listing(names[:8])}."
             )
     elif given is not None:
-        chosen = set(given)
+        chosen = {vars(one).get("_replaced_by", one) for one in given}
         if strange := [one for one in chosen if one not in set(model.modules())]:
             raise ConfigurationError(
                 f"ignored_modules has a {type(strange[0]).__name__} that is not in the model."

@@ -148,15 +148,22 @@ def _fit(found: dict[str, T], into: torch.nn.Module) -> dict[str, T]:
             break
         found = {name.removeprefix(prefix): value for name, value in found.items()}
     places = {
-        name: (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        for name, tensor in own.items()
-        if isinstance(tensor, torch.Tensor)
+        name: _place(tensor) for name, tensor in own.items() if isinstance(tensor, torch.Tensor)
     }
     kept = {place: name for name, place in places.items() if name in found}
     for name, place in places.items():
         if name not in found and place in kept:
             found[name] = found[kept[place]]
     return found
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Return what tied tensors have in common: their memory; the object, where it has no address.
+
+    Such are DTensor and other wrappers, what is on meta, and what is empty.
+    """
+    pointer = tensor.data_ptr()
+    return (tensor.device, pointer, tensor.shape, tensor.stride()) if pointer else id(tensor)
 
 
 def _files(directory: Path, stem: str, listed: Container[str] | None) -> list[Path]:
