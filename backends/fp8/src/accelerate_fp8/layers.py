@@ -110,7 +110,11 @@ def own_behaviour(layer: nn.Module) -> str:
     if "forward" in has or any(has[name] for name in has if name.endswith("_hooks")):
         return "it has hooks, or another forward"
     names = [*(name for name in has if name[0] != "_"), *layer._parameters, *layer._buffers]
-    more = [name for name in [*names, *layer._modules] if name not in _usual(isinstance(layer, nn.Linear))]
+    more = [
+        name
+        for name in [*names, *layer._modules]
+        if name not in _usual(isinstance(layer, nn.Linear))
+    ]
     return f"it has {more[0]!r}, which torch's has not" if more else ""
 
 
