@@ -111,6 +111,23 @@ def test_a_shape_that_makes_a_new_graph_is_told(found: Found) -> None:
     assert "a batch of the shape [5, 8] was new (before: [4, 8])" in told[0]
 
 
+def test_short_epochs_are_watched(found: Found) -> None:
+    told = found("one", "short_epochs_are_watched")
+    assert "[26, 8] was new (before: [24, 8] and [25, 8])" in told[0]
+
+
+def test_losses_of_the_device_are_logged(found: Found) -> None:
+    steps, rows = found("one", "logged")
+    assert rows == steps == 96
+
+
+@pytest.mark.parametrize("setup", ["one", "mesh"])
+def test_shards_saved_within_a_cycle_go_on_at_its_start(found: Found, setup: str) -> None:
+    seen = found(setup, "within_a_cycle")
+    assert seen["resumed"] == seen["whole"][4:]
+    assert "what is saved is the state of the last step boundary" in seen["said"][-1]
+
+
 def test_a_seed_gives_the_same_numbers(found: Found) -> None:
     first, again, other = found("one", "random_numbers")
     assert first == again != other

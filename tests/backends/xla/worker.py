@@ -298,6 +298,69 @@ def a_new_shape_is_told() -> Any:
 
 
 @case("one")
+def short_epochs_are_watched() -> Any:
+    """Each epoch has one batch, and each a new shape."""
+    with begin() as accelerator, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for length in range(24, 30):
+            loader = accelerator.prepare(DataLoader(torch.ones(length, 8), batch_size=length))
+            for x in loader:
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(one.message) for one in told if "compiled" in str(one.message)]
+
+
+@case("one")
+def logged() -> Any:
+    """A loss of the device is logged in each step, beside the training."""
+    folder = FOLDER / "logged"
+    with begin(log_with="jsonl", project_dir=str(folder)) as accelerator:
+        accelerator.init_trackers("run")
+        run = Run(accelerator)
+        for step, (x, y) in enumerate(list(run.loader) * 6):
+            loss = loss_of(run.model, x, y)
+            accelerator.backward(loss)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            accelerator.log({"loss": loss}, step=step)
+        accelerator.end_training()
+    lines = [line for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()]
+    return [step + 1, sum('"loss"' in line for line in lines)]
+
+
+@case("one", "mesh")
+def within_a_cycle() -> Any:
+    """A save in shards within a cycle goes on at the cycle's start, and says so."""
+    mesh = "fsdp" if sys.argv[1] == "mesh" else ""
+    target, losses = str(FOLDER / f"within_{sys.argv[1]}"), []
+    more = {"xla_plugin": plugin(state_dict_type=KINDS[1]), "gradient_accumulation_steps": 2}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for resumed in (False, True):
+            with begin(mesh, **more) as accelerator:
+                run = Run(accelerator)
+                if resumed:
+                    accelerator.load_state(target)
+                seen = []
+                for index, (x, y) in enumerate(run.loader):
+                    with accelerator.accumulate(run.model):
+                        loss = loss_of(run.model, x, y)
+                        accelerator.backward(loss)
+                        run.optimizer.step()
+                        run.optimizer.zero_grad()
+                        seen.append(float(loss.detach()))
+                    if index == 4 and not resumed:
+                        accelerator.save_state(target)
+                losses.append(seen)
+    said = [str(one.message) for one in told if "begun cycle" in str(one.message)]
+    return {"whole": losses[0], "resumed": losses[1], "said": said}
+
+
+@case("one")
 def random_numbers() -> Any:
     with begin() as accelerator:
         device = accelerator.device

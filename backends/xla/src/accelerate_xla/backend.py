@@ -55,6 +55,8 @@ class XLABackend(XLACollectives, Backend):
         super().__init__(settings or XLAPlugin(), handlers)
         if self.settings.state_dict_type == "SHARDED_STATE_DICT":
             self.owns = frozenset({"checkpoint"})  # type: ignore[misc]
+            # Those of a cycle that has begun are no part of it: what is saved is the cycle's start.
+            self.supports = {**type(self).supports, "gradients": False}  # type: ignore[misc]
         self._sharding: Sharding | None = None
         self._compilations: Compilations | None = None
         self._reduced: set[int] = set()
@@ -181,6 +183,8 @@ class XLABackend(XLACollectives, Backend):
         elif self._apart(accelerator):
             imported("core.xla_model").broadcast_master_param(model)
         imported().sync()
+        if self._compilations is not None:
+            self._compilations.begin(accelerator.gradient_accumulation_steps)
         return model
 
     def feed_device(
@@ -194,15 +198,11 @@ class XLABackend(XLACollectives, Backend):
             moved = (send_to_device(batch, device) for batch in batches)
         else:
             moved = (sharding.put(batch, device) for batch in batches)
-        shapes: set[Any] = set()
-        # In two cycles all graphs have been there: gradients and an optimizer's state are new in the first.
-        position = -2 * accelerator.gradient_accumulation_steps
         for batch, _, _ in look_ahead(moved):
             sync()
             before = compilations.total
             yield batch
-            compilations.watch(shapes, batch, before, position)
-            position += 1
+            compilations.watch(batch, before)
         sync()
 
     # --- the step ---------------------------------------------------------------------------------

@@ -78,10 +78,11 @@ def _write(accelerator: AcceleratorView, boxes: list[Box], plain: Any, directory
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what torch says of a process alone, and of its own storages."""
+    """Leave out what torch says of a process alone, and the libraries of themselves."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+        warnings.filterwarnings("ignore", "Using a non-tuple sequence")
         yield
 
 
@@ -92,10 +93,12 @@ def _boxes(key: str, tensor: torch.Tensor) -> Iterator[Box]:
     if not hasattr(value, "local_shards"):
         yield Box(key=key, tensor=value.cpu(), size=size, offset=(0,) * len(size))
         return
-    for shard in value.local_shards:
+    with _quiet():
+        shards = [(one, one.unpadded_data) for one in value.local_shards]
+    for shard, held in shards:
         if shard.replica_id == 0 and shard.indices is not Ellipsis:
             offset = tuple(int(one.start) for one in shard.indices)
-            yield Box(key=key, tensor=shard.unpadded_data, size=size, offset=offset)
+            yield Box(key=key, tensor=held, size=size, offset=offset)
         elif shard.replica_id == 0 or shard.indices is Ellipsis:
             yield Box(key=key, tensor=shard.data, size=size, offset=(0,) * len(size))
             return

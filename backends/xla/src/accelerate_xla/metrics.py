@@ -15,7 +15,7 @@ _TOLD = 3
 
 
 class Compilations:
-    """Tells of graphs that were compiled after training should have had all of them.
+    """Tells of graphs that were compiled after a loop should have had all of them.
 
     Args:
         tell: says a text once.
@@ -25,29 +25,34 @@ class Compilations:
         self._tell = tell
         self._count = imported("debug.metrics").counter_value
         self._told = 0
+        self.begin(1)
+
+    def begin(self, cycle: int) -> None:
+        """Expect new graphs again: a model was prepared, which is trained in cycles of so many batches."""
+        # In two cycles all have been there: gradients and an optimizer's state are new in the first.
+        self._expected = {True: 2 * cycle, False: 2}
+        self._shapes: dict[bool, set[Any]] = {True: set(), False: set()}
 
     @property
     def total(self) -> int:
         """Graphs that this process has compiled."""
         return int(self._count("UncachedCompile") or 0)
 
-    def watch(self, shapes: set[Any], batch: Any, before: int, position: int) -> None:
-        """Look at the step that `batch` has gone through, the `position`-th of its loader.
-
-        Args:
-            shapes: of the batches before it; those of this one are added.
-            before: `total` when it came.
-        """
-        own = _shapes(batch)
-        new = own not in shapes
-        known = sorted(shapes)[:2]
+    def watch(self, batch: Any, before: int) -> None:
+        """Look at the step that `batch` has gone through; `before` is what `total` was when it came."""
+        trains = torch.is_grad_enabled()
+        shapes, own = self._shapes[trains], _shapes(batch)
+        new, known = own not in shapes, sorted(shapes)[:2]
         shapes.add(own)
-        if position < 0 or self._told >= _TOLD or self.total == before:
+        if self._expected[trains] > 0:
+            self._expected[trains] -= 1
             return
-        if not new and not torch.is_grad_enabled():
+        many = self.total - before
+        if not many or self._told >= _TOLD:
+            return
+        if not (new or trains):
             return  # the last batch of an evaluation: what fills it is left out of metrics
         self._told += 1
-        many = self.total - before
         if new:
             seen = " and ".join(_text(one) for one in known)
             cause = f"a batch of the shape {_text(own)} was new (before: {seen})"

@@ -55,7 +55,8 @@ class DeviceRead:
             # One copy per device and type, and of values that later in-place work cannot change.
             stacked = torch.stack([tensors[key].detach().reshape(()) for key in keys])
             if current is None or device.type != current.type:
-                self._parts.append((keys, stacked, None))
+                # One without streams is read now: it may not stand a second thread.
+                self._parts.append((keys, stacked.cpu(), None))
                 continue
             host = stacked.to("cpu", non_blocking=True)
             event = torch.accelerator.current_stream(device).record_event()
