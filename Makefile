@@ -94,7 +94,7 @@ $(XLA_MADE).stamp: $(VENV)/base.stamp $(XLA)/environment.py $(XLA_NEEDS:%=%/pypr
 	@touch $@
 
 test-xla: $(XLA_MADE).stamp
-	$(XLA_MADE)/bin/python -m pytest -m "not soak" $(XLA) --ignore $(XLA)/test_launch.py $(ARGS)
+	$(XLA_MADE)/bin/python -m pytest -m "not soak" $(XLA) --ignore $(XLA)/test_tpu_launch.py $(ARGS)
 
 # One at a time: they hold a clock to how soon ranks end.
 faults: $(VENV)/dev.stamp

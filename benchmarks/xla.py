@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-WORKER = Path(__file__).parents[1] / "tests" / "backends" / "xla" / "worker.py"
+WORKER = Path(__file__).parents[1] / "tests" / "backends" / "xla" / "xla_worker.py"
 CASES = ("parity", "parity_of_meshes", "sharded", "step_time")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch_xla")
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).with_name("xla_worker.py")
 MESHES = ("dp", "fsdp", "tp_dp", "hybrid")
 #: Setup -> devices of XLA; None is torch's CPU.
 DEVICES = {"cpu": None, "ddp": None, "mesh": 4, "refused": 4, "of_ddp_mesh": 4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -11,7 +12,6 @@ import torch
 
 from accelerate_core import AcceleratorView, Precision, origin_of
 from accelerate_core.config.lookup import Sources, resolve_settings
-from accelerate_core.config.schema import settings_fields
 from accelerate_core.errors import ConfigurationError, listing
 from accelerate_core.truth import flag
 from accelerate_fp8.layers import Layer, linear, table
@@ -96,7 +96,7 @@ class FP8(Precision):
                 continue
             said = given if isinstance(given, other) else None
             made, because = resolve_settings(other, said, sources, owner="fp8")
-            for field in settings_fields(other):
+            for field in dataclasses.fields(other):
                 value = getattr(made, field.name)
                 if value in (field.default, _PEERS_DEFAULTS.get(field.name, field.default)):
                     continue

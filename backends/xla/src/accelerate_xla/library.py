@@ -107,7 +107,7 @@ def refuse_after_spmd() -> None:
     Raises:
         RuntimeConflictError: an earlier Accelerator had a mesh.
     """
-    if _switch.was_on:
+    if _switch.was_on and imported("runtime").global_runtime_device_count() > 1:
         raise RuntimeConflictError(
             "An earlier Accelerator of this process had a mesh, and XLA cannot turn SPMD off again. "
             "Ask for a mesh, or start a new process."

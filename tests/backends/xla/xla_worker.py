@@ -1,6 +1,6 @@
 """What XLA's tests look at: cases that run one after the other in one process, results as JSON.
 
-python worker.py SETUP FOLDER
+python xla_worker.py SETUP FOLDER
 """
 
 from __future__ import annotations
