@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch_xla")
+#: The first to ask for a setup waits for all of its cases.
+pytestmark = pytest.mark.timeout(900)
 
 WORKER = Path(__file__).with_name("xla_worker.py")
 MESHES = ("dp", "fsdp", "tp_dp", "hybrid")
