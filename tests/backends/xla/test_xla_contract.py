@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from accelerate_core import ParallelismConfig
 from accelerate_core.contract.topology import Process
 from accelerate_core.errors import ConfigurationError
 from accelerate_xla import XLABackend, collectives
@@ -120,3 +121,10 @@ def test_a_group_of_devices_is_refused() -> None:
     start = Process(0, 2, 0, 2, "", device=torch.device("cpu"), comm_backend="xla")
     with pytest.raises(ConfigurationError, match="go by torch_xla's own collectives"):
         XLABackend().init_process_group(None, start)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("sizes", "devices"), [({}, 4), ({"dp_shard_size": 8}, 8)])
+def test_devices_are_those_of_the_mesh_or_one_per_process(sizes: Any, devices: int) -> None:
+    config = ParallelismConfig(**sizes)
+    view: Any = SimpleNamespace(num_processes=4, parallelism_config=config)
+    assert XLABackend().device_count(view) == devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,10 +84,8 @@ class XLABackend(XLACollectives, Backend):
 
     def check(self, accelerator: AcceleratorView) -> None:
         """Refuse what XLA cannot do."""
-        if self.settings.downcast_bf16 and accelerator.mixed_precision not in (
-            "bf16",
-            "downcast_bf16",
-        ):
+        fitting = accelerator.mixed_precision in ("bf16", "downcast_bf16")
+        if self.settings.downcast_bf16 and not fitting:
             raise ConfigurationError(
                 f"downcast_bf16 is for mixed_precision='bf16', and it is {accelerator.mixed_precision!r} "
                 f"({accelerator.because['mixed_precision'].origin})."
@@ -100,11 +99,6 @@ class XLABackend(XLACollectives, Backend):
 
     def device(self, accelerator: AcceleratorView, topology: Topology, cpu: bool) -> torch.device:
         """Take this process's device; under SPMD the one that stands for all."""
-        if cpu:
-            raise ConfigurationError(
-                "cpu=True asks for torch's CPU device, and the backend 'xla' has devices of XLA. Leave "
-                "one of them out; XLA on the CPU is PJRT_DEVICE=CPU."
-            )
         library.refuse_blind_processes(topology.num_processes)
         sizes = self._sizes(accelerator)
         if sizes:
@@ -128,8 +122,9 @@ class XLABackend(XLACollectives, Backend):
 
     def device_count(self, accelerator: AcceleratorView) -> int:
         """All devices of the mesh, or one per process."""
-        config = accelerator.parallelism_config
-        return int(accelerator.num_processes if config is None else config.total_size)
+        # Without a mesh its sizes are all 1, however many processes there are.
+        sizes = self._sizes(accelerator)
+        return math.prod(sizes.values()) if sizes else int(accelerator.num_processes)
 
     def mesh(self, accelerator: AcceleratorView) -> Any | None:
         """Make the shardings of the mesh; torch has none of it."""

@@ -36,7 +36,6 @@ Spec = tuple[Any, ...]
 class Placed:
     """Where a parameter lies: the dimension of the mesh, or None, per dimension of its own."""
 
-    name: str
     parameter: nn.Parameter
     spec: Spec
 
@@ -104,7 +103,7 @@ class Sharding:
         """
         chosen = self._by_plan(model, plan) if self._sizes.get("tp", 1) > 1 else {}
         shards = self._sizes.get("dp_shard", 1)
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             spec = list(chosen.get(id(parameter), (None,) * parameter.ndim))
             if shards > 1:
                 # As FSDP does, along the first dimension that can be divided.
@@ -112,7 +111,7 @@ class Sharding:
                     if taken is None and not parameter.shape[dimension] % shards:
                         spec[dimension] = "dp_shard"
                         break
-            self._of[id(parameter)] = Placed(name, parameter, tuple(spec))
+            self._of[id(parameter)] = Placed(parameter, tuple(spec))
             self._mark(parameter, tuple(spec))
 
     def _by_plan(self, model: nn.Module, given: Mapping[str, Any] | None) -> dict[int, Spec]:
@@ -159,11 +158,12 @@ class Sharding:
     def place_state(self, optimizer: Any) -> None:
         """Place an optimizer's state that was loaded, as its parameters lie."""
         for parameter, state in optimizer.state.items():
-            found = self.placed(parameter)
-            for value in state.values() if found else ():
+            if (found := self.placed(parameter)) is None:
+                continue
+            for value in state.values():
                 alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
                 if alike and value.device.type == "xla":
-                    self._mark(value, found.spec)  # type: ignore[union-attr]
+                    self._mark(value, found.spec)
 
     def again(self, model: nn.Module) -> None:
         """Place a model's parameters as before, after they were loaded."""
