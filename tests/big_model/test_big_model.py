@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -738,7 +739,10 @@ def test_code_in_a_checkpoint_does_not_run(
     ("arguments", "text"),
     [
         ({"device_map": "autom"}, "Did you mean 'auto'"),
-        ({"device_map": {"": "disk"}}, "offload_folder"),
+        (
+            {"device_map": {"": "disk"}, "dtype": "float16"},
+            "is torch.float32 there.*offload_folder",
+        ),
         ({"device_map": "auto", "max_memory": {"gpu": 1}}, "max_memory has the key 'gpu'"),
         ({"device_map": "auto", "max_memory": {"cpu": "lots"}}, "'lots' is not a size"),
     ],
@@ -772,7 +776,39 @@ def _load_from_rank0(rank: int, port: int, checkpoint: str, result: str) -> None
     load_checkpoint_in_model(model, checkpoint, broadcast_from_rank0=True, strict=True)
     assert model.embed.weight is model.head.weight
     torch.save(logits(model), f"{result}/{rank}")
+    _load_own_part(rank, result)
     dist.destroy_process_group()
+
+
+def _load_own_part(rank: int, folder: str) -> None:
+    """A sharded model, built empty, or with weights that change in place; each rank reads its half."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    file = Path(folder, "whole.safetensors")
+    if rank == 0:
+        save_file(whole.state_dict(), file)
+    torch.distributed.barrier()
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.linspace(-1, 1, 2048).reshape(2, 1024)
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        load_checkpoint_in_model(model, file, strict=True)
+        if device == "meta" and sys.platform == "linux":
+            maps = Path("/proc/self/smaps").read_text().split("whole.safetensors\n")[1:]
+            read = sum(int(one.split("Rss:")[1].split()[0]) for one in maps) * 1024
+            assert read < 0.6 * file.stat().st_size, read
+        for (name, part), value in zip(model.named_parameters(), whole.state_dict().values()):
+            assert isinstance(part, DTensor)
+            assert torch.equal(part.full_tensor(), value), name
+        torch.testing.assert_close(model(x), whole(x))
 
 
 @pytest.mark.dist

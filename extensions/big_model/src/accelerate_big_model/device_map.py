@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -108,31 +109,51 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     return sizes[""], largest
 
 
-def _free_on_accelerator(index: int) -> int:
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device, on the CPU within the limits of the process's cgroup."""
+    if device.type in ("cpu", "meta", "mps"):
+        import psutil
+
+        return min(int(psutil.virtual_memory().available), *_left_in_cgroups())
     modules = (torch.accelerator, "get_memory_info"), (torch.get_device_module(), "mem_get_info")
     for module, name in modules:
         if hasattr(module, name):
             with suppress(RuntimeError, NotImplementedError):
-                return int(getattr(module, name)(index)[0])
-    return _free_on_host()
+                return int(getattr(module, name)(device.index)[0])
+    return free_memory(torch.device("cpu"))
 
 
-def _free_on_host() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
+def _left_in_cgroups() -> Iterator[int]:
+    """Yield what the limits of the process's control groups leave; pages of files can be had back."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds not in ("memory", ""):  # by name in version 1, nameless in version 2
+                continue
+            root = Path("/sys/fs/cgroup", kinds)
+            limit, usage = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes")
+                if kinds
+                else ("memory.max", "memory.current")
+            )
+            inner = root / path.strip("/")
+            # A limit of any group around holds. In a container the path may be the host's.
+            for group in (one for one in (inner, *inner.parents) if one.is_relative_to(root)):
+                with suppress(OSError, ValueError):
+                    left = int((group / limit).read_text()) - int((group / usage).read_text())
+                    stat = dict(line.split() for line in (group / "memory.stat").open())
+                    yield max(0, left + int(stat["active_file"]) + int(stat["inactive_file"]))
 
 
 def _measure_memory() -> dict[DeviceName, int]:
+    host = free_memory(torch.device("cpu"))
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None and device.type == "mps":
         # It shares the host's memory, and has no index.
-        return {"mps": _free_on_host()}
+        return {"mps": host}
     count = 0 if device is None else torch.accelerator.device_count()
-    return {
-        **{index: _free_on_accelerator(index) for index in range(count)},
-        "cpu": _free_on_host(),
-    }
+    kind = "cpu" if device is None else device.type
+    return {**{at: free_memory(torch.device(kind, at)) for at in range(count)}, "cpu": host}
 
 
 def get_max_memory(

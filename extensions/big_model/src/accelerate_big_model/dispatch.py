@@ -31,6 +31,7 @@ from accelerate_big_model.offload import (
     load_offload_index,
 )
 from accelerate_big_model.offload import offload_state_dict as write_state_dict
+from accelerate_big_model.prefetch import read_ahead
 from accelerate_big_model.tensors import (
     Device,
     TiedMap,
@@ -111,6 +112,7 @@ def _offload_all(
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
     )
+    read_ahead(model, torch.device(as_device(execution_device)))
     return model
 
 
@@ -224,6 +226,7 @@ def dispatch_model(
         preload_module_classes=preload_module_classes,
         tied_params_map=tied_map,
     )
+    read_ahead(model, main)
     # Only addresses of tensors that live on: others may be given to new tensors.
     living = {tensor.data_ptr() for tensor in weights.state_dict.values()} if weights else set()
     for address in tied_map.keys() - living:
@@ -247,6 +250,9 @@ def _offloaded_weights(
     in_memory = [name for name, away in offload.items() if away and places[name] != "disk"]
     if not on_disk and not in_memory:
         return None
+    if on_disk and offload_dir is None and offload_index is None and state_dict is None:
+        # What `load_checkpoint_in_model` left in the checkpoint's own files.
+        offload_index = getattr(model, "_offload_index", None)
     if on_disk and offload_dir is None and offload_index is None and state_dict is None:
         raise ConfigurationError(
             f"The device map puts {', '.join(on_disk)} on 'disk': name a folder with offload_dir."

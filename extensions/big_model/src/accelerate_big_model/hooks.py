@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate_big_model.prefetch import ReadAhead
 from accelerate_big_model.tensors import (
     Device,
     TiedMap,
@@ -186,8 +187,12 @@ class AlignDevicesHook(ModelHook):
         self._moved: dict[str, torch.device] = {}
         self.input_device: torch.device | None = None
         self._loaded_copies: list[tuple[int, torch.device]] = []
+        #: Who reads the weights before they are asked for, and which of its layers this is.
+        self.ahead: ReadAhead | None = None
+        self.place = 0
 
-    def _names(self, module: nn.Module) -> list[str]:
+    def names(self, module: nn.Module) -> list[str]:
+        """Return the names of the tensors that are offloaded."""
         tensors = named_module_tensors(
             module,
             include_buffers=self.offload_buffers,
@@ -202,7 +207,7 @@ class AlignDevicesHook(ModelHook):
         tensors = dict(
             named_module_tensors(module, recurse=self.place_submodules, remove_duplicate=False)
         )
-        offloaded = self._names(module) if self.offload else []
+        offloaded = self.names(module) if self.offload else []
         if self.offload and self.weights_map is None:
             self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
         self.original_devices = {name: tensors[name].device for name in offloaded}
@@ -223,7 +228,12 @@ class AlignDevicesHook(ModelHook):
         assert self.weights_map is not None
         on = self.execution_device
         device = default_device() if on is None else as_device(on)
-        for name in self._names(module):
+        ready = {} if self.ahead is None else self.ahead.enter(self.place)
+        for name in self.names(module):
+            value = ready.get(name)
+            if value is not None:
+                set_module_tensor_to_device(module, name, device, value=value)
+                continue
             value = self.weights_map[name]
             key = value.data_ptr()
             copies = self.tied_params_map.get(key) if self.tied_params_map else None
@@ -235,12 +245,14 @@ class AlignDevicesHook(ModelHook):
 
     def unload(self, module: nn.Module) -> None:
         """Drop the loaded weights; what they are stays in `weights_map`."""
-        for name in self._names(module):
+        for name in self.names(module):
             set_module_tensor_to_device(module, name, "meta", clear_cache=False)
         for key, device in self._loaded_copies:
             if self.tied_params_map is not None:
                 self.tied_params_map[key].pop(device, None)
         self._loaded_copies.clear()
+        if self.ahead is not None:
+            self.ahead.leave(self.place)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Call:
         if self.io_same_device:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+import os
+import pickle
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_big_model.offload import Index, offload_weight, save_offload_index
+from accelerate_big_model.mapped import read_in
+from accelerate_big_model.offload import MAPPED, Index, offload_weight, save_offload_index
 from accelerate_big_model.tensors import (
     check_device_map,
     check_tied_parameters_on_same_device,
@@ -24,6 +32,7 @@ from accelerate_big_model.tensors import (
     torch_dtype,
 )
 from accelerate_checkpoint.weights import checkpoint_files, device_of, iter_state_dict
+from accelerate_core.builtin.console import console
 from accelerate_core.errors import CheckpointError, ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -47,42 +56,137 @@ class _Loader:
         self.tensors = dict(named_module_tensors(self.model, recurse=True, remove_duplicate=False))
         self.tied = find_tied_parameters(self.model)
 
-    def put(self, name: str, value: torch.Tensor) -> None:
+    def read(self, path: Path) -> Iterator[int]:
+        """Put all tensors of a file into the model; yield the bytes of each when it is there."""
+        kind = "safetensors_file" if path.suffix == ".safetensors" else "torch_file"
+        name = ""
+        try:
+            self.file = MAPPED[kind](path)
+            self.entry = {kind: str(path.resolve())}
+            for name in self.file.names():
+                value = self.file.read(name)
+                self._put(name, value)
+                yield value.nbytes
+        except CheckpointError:
+            raise
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            what = f"{name!r}" if name else "the weights"
+            raise CheckpointError(f"Cannot read {what} of {path}: {error}") from error
+
+    def _put(self, name: str, value: torch.Tensor) -> None:
         """Put a weight under every name it is known by, itself first."""
         if name not in self.tensors:
             self.unexpected.append(name)
             return
         old = self.tensors[name]
-        value = self._cast(name, value, old)
-        written = None
+        dtype = self._dtype(name, value, old)
+        stored = ""
         group = next((group for group in self.tied if name in group), [])
         for twin in dict.fromkeys([name, *group]):
             if twin in self.loaded:
                 continue
             device = device_of(twin, self.device_map)
-            if str(device) == "disk" and (isinstance(old, nn.Parameter) or self.offload_buffers):
-                device = "meta"
-                if written is None:
-                    assert self.offload_folder is not None
-                    offload_weight(value, twin, self.offload_folder, self.index)
-                    written = twin
+            if _is_sharded(old):
+                self._put_part(twin, value, dtype, old)
+            elif str(device) == "disk" and (isinstance(old, nn.Parameter) or self.offload_buffers):
+                if stored:
+                    self.index[twin] = {"file": f"{stored}.dat", **self.index[stored]}
                 else:
-                    self.index[twin] = {**self.index[written], "file": f"{written}.dat"}
-            on = "cpu" if str(device) == "disk" else device
-            set_module_tensor_to_device(self.model, twin, on, value, value.dtype)
+                    self._keep_on_disk(name, twin, value, dtype)
+                    stored = twin
+                nothing = torch.empty(value.shape, dtype=dtype, device="meta")
+                set_module_tensor_to_device(self.model, twin, "meta", nothing, dtype)
+            else:
+                on = "cpu" if str(device) == "disk" else device
+                if (value.dtype, on) != (dtype, "cpu") and self.file.get(name) is not None:
+                    read_in(
+                        value
+                    )  # a disk that fails is an error here, and a crash where it is mapped
+                value = value.to(dtype)
+                set_module_tensor_to_device(self.model, twin, on, value, dtype)
             self.loaded.add(twin)
 
-    def _cast(self, name: str, value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    def _keep_on_disk(self, name: str, twin: str, value: torch.Tensor, dtype: torch.dtype) -> None:
+        """Note where a weight lies; write it if it does not lie there as it is to be."""
+        about = {"dtype": str(dtype).removeprefix("torch."), "shape": list(value.shape)}
+        if value.dtype == dtype and self.file.get(name) is not None:
+            self.index[twin] = {**self.entry, "weight_name": name, **about}
+            return
+        if self.offload_folder is None:
+            why = f"is {value.dtype} there and {dtype} in the model"
+            if value.dtype == dtype:
+                why = "cannot be mapped into memory as it lies there"
+            raise ConfigurationError(
+                f"The device map puts {twin!r} on 'disk'. It {why}, so it has to be written: name a"
+                " folder with offload_folder."
+            )
+        offload_weight(value.to(dtype), twin, self.offload_folder, self.index)
+
+    def _put_part(self, name: str, value: torch.Tensor, dtype: torch.dtype, old: Any) -> None:
+        """Put this rank's part of a weight into a sharded one; no other part is read."""
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mesh, placements = old.device_mesh, old.placements
+        sizes, starts = compute_local_shape_and_global_offset(old.shape, mesh, placements)
+        for dim, (size, start) in enumerate(zip(sizes, starts)):
+            value = value.narrow(dim, min(start, value.shape[dim]), size)
+        if old.device.type != "meta":
+            with torch.no_grad():
+                old.to_local().copy_(value)
+            return
+        local = torch.empty(value.shape, dtype=dtype, device=mesh.device_type).copy_(value)
+        new: Any = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=old.shape, stride=old.stride()
+        )
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        owner, _, leaf = name.rpartition(".")
+        setattr(self.model.get_submodule(owner), leaf, new)
+
+    def _dtype(self, name: str, value: torch.Tensor, old: torch.Tensor) -> torch.dtype:
         if value.shape != old.shape:
             raise CheckpointError(
                 f"{name!r} has the shape {tuple(value.shape)} in the checkpoint and"
                 f" {tuple(old.shape)} in the model."
             )
         if not value.is_floating_point():
-            return value.to(old.dtype)
+            return old.dtype
         if any(f".{part}." in f".{name}." for part in self.keep_in_fp32):
-            return value.to(torch.float32)
-        return value.to(self.dtype or old.dtype)
+            return torch.float32
+        return self.dtype or old.dtype
+
+
+def _from_hub(checkpoint: str | Path) -> str | Path:
+    """Return the folder of a name on the Hugging Face hub, from its cache or fetched; else what was given."""
+    name = str(checkpoint)
+    if Path(checkpoint).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        return checkpoint
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise CheckpointError(
+            f"There is no file or folder {name!r}. To look it up on the Hugging Face hub:"
+            " pip install huggingface_hub"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        for kind in ("safetensors", "bin"):
+            patterns = [f"*.{kind}", f"*.{kind}.index.json"]
+            folder = Path(snapshot_download(name, allow_patterns=patterns))
+            if any(folder.glob(patterns[0])):
+                return folder
+    except Exception as error:  # no network, no such name, not in the cache: each has its class
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"There is no file or folder {name!r}, and the Hugging Face hub gave none: {reason}"
+        ) from None
+    raise CheckpointError(f"{name} on the Hugging Face hub has neither *.safetensors nor *.bin.")
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    # Its package takes half a second to import; where nobody has, nothing is sharded.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def load_checkpoint_in_model(
@@ -103,11 +207,12 @@ def load_checkpoint_in_model(
 
     Args:
         model: usually built under `init_empty_weights`.
-        checkpoint: a `.safetensors` or `torch.save` file, an index of shards, or a folder
-            that holds one of these.
-        device_map: device by module name; `"disk"` writes to `offload_folder`. By default
-            everything goes to the CPU.
-        offload_folder: where weights for the disk are written.
+        checkpoint: a `.safetensors` or `torch.save` file, an index of shards, a folder that
+            holds one of these, or a name on the Hugging Face hub (offline: from its cache).
+        device_map: device by module name. What is on `"disk"` stays in the checkpoint's own
+            files, which have to stay where they are. By default everything goes to the CPU.
+        offload_folder: where weights for the disk are written that cannot be used as they lie
+            in the checkpoint: another dtype, or a file that cannot be mapped into memory.
         dtype: cast floating point weights to this; by default to the model's own.
         offload_state_dict: accepted for compatibility; there is never a whole second copy.
         offload_buffers: write the buffers of modules on disk to disk too.
@@ -126,6 +231,7 @@ def load_checkpoint_in_model(
     if offload_8bit_bnb:
         raise ConfigurationError("offload_8bit_bnb=True needs a plugin for 8 bit weights.")
     wanted = None if dtype is None else torch_dtype(dtype)
+    checkpoint = _from_hub(checkpoint)
     if broadcast_from_rank0 and torch.distributed.is_initialized():
         if device_map is not None:
             raise ConfigurationError("broadcast_from_rank0=True goes with device_map=None.")
@@ -136,23 +242,56 @@ def load_checkpoint_in_model(
     else:
         check_device_map(model, device_map)
         check_tied_parameters_on_same_device(find_tied_parameters(model), device_map)
-    if offload_folder is None and "disk" in map(str, device_map.values()):
-        raise ConfigurationError(
-            "The device map puts weights on 'disk': name a folder for them with offload_folder."
-        )
     folder = None if offload_folder is None else Path(offload_folder)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     keep = keep_in_fp32_modules or ()
     loader = _Loader(model, device_map, folder, wanted, keep, offload_buffers)
-    for file in checkpoint_files(checkpoint):
-        for name, value in iter_state_dict(file):
-            loader.put(name, value)
+    files = checkpoint_files(checkpoint)
+    with reading_bar("Loading weights", sum(file.stat().st_size for file in files)) as advance:
+        for file in files:
+            for read in loader.read(file):
+                advance(read)
     missing = loader.tensors.keys() - loader.loaded - non_persistent_buffers(model)
     _judge(sorted(missing), loader.unexpected, checkpoint, strict)
     if folder is not None:
         save_offload_index(loader.index, folder)
+    # For `dispatch_model`, which may be given no folder.
+    model._offload_index = loader.index  # type: ignore[assignment]
     retie_parameters(model, [group for group in loader.tied if on_one_device(group, device_map)])
+
+
+@contextmanager
+def reading_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show bytes, rate and time left on a terminal, once it has taken two seconds; on one rank.
+
+    Yields:
+        A function that takes the bytes that were read since the last call.
+    """
+    if not sys.stderr.isatty() or os.environ.get("LOCAL_RANK", "0") != "0":
+        yield lambda count: None
+        return
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    bar = progress.Progress(*columns, console=console(stderr=True), transient=True)
+    task, begun = bar.add_task(what, total=total), time.monotonic()
+
+    def advance(count: int) -> None:
+        bar.advance(task, count)
+        if not bar.live.is_started and time.monotonic() - begun > 2:
+            bar.start()
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
 
 
 def _judge(missing: list[str], unexpected: list[str], checkpoint: Any, strict: bool) -> None:

@@ -1,9 +1,8 @@
-"""Weights on disk: one plain file of bytes per tensor, and an index of dtypes and shapes."""
+"""Weights on disk: where each lies, in a checkpoint's own file or in one written for it alone."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate_big_model.mapped import MappedFile, MappedTorchFile, PlainFile, stamp
 from accelerate_big_model.tensors import (
     Device,
     set_module_tensor_to_device,
@@ -21,6 +21,8 @@ from accelerate_checkpoint.weights import as_device
 from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
 
 INDEX_NAME = "index.json"
+#: What opens the file that an entry of the index names by this key.
+MAPPED: dict[str, Any] = {"safetensors_file": MappedFile, "torch_file": MappedTorchFile}
 Index = dict[str, dict[str, Any]]
 
 
@@ -65,18 +67,9 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any
     Raises:
         CheckpointError: the file is missing or shorter than dtype and shape demand.
     """
-    shape, dtype = list(weight_info["shape"]), torch_dtype(weight_info["dtype"])
-    count, path = math.prod(shape), Path(weight_file)
-    size = path.stat().st_size if path.is_file() else -1
-    if size < count * dtype.itemsize:
-        found = f"has {size} bytes" if size >= 0 else "does not exist"
-        raise CheckpointError(
-            f"The offloaded weight {path} {found}; {dtype} of shape {shape} needs"
-            f" {count * dtype.itemsize}."
-        )
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_file(str(path), shared=False, size=count, dtype=dtype).reshape(shape)
+    return PlainFile(
+        Path(weight_file), torch_dtype(weight_info["dtype"]), weight_info["shape"]
+    ).get("")
 
 
 def save_offload_index(index: Index, offload_folder: str | Path) -> None:
@@ -117,14 +110,9 @@ def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | Path
 ) -> None:
     """Put offloaded weights back into a model, on the CPU."""
-    for name, info in index.items():
-        weight = load_offloaded_weight(_file_of(name, info, Path(offload_folder)), info)
-        set_module_tensor_to_device(model, name, "cpu", value=weight)
-
-
-def _file_of(name: str, info: Mapping[str, Any], folder: Path) -> Path:
-    # A tied weight's entry points to the file of the name it was stored under.
-    return folder / str(info.get("file", f"{name}.dat"))
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
+    for name in index:
+        set_module_tensor_to_device(model, name, "cpu", value=weights[name])
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
@@ -153,7 +141,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         state_dict: those in memory.
         save_folder: the folder of those on disk.
         index: what is on disk, by default the folder's `index.json`. An entry is either
-            `dtype` and `shape`, or `safetensors_file`, `weight_name` and optionally `dtype`.
+            `dtype` and `shape`, or `safetensors_file` or `torch_file`, with `weight_name` and
+            optionally `dtype`.
         device: where tensors from safetensors files are put; the CPU by default.
 
     Raises:
@@ -175,6 +164,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             index = load_offload_index(self.save_folder) if self.save_folder else {}
         self.index = index
         self.device = torch.device("cpu") if device is None else as_device(device)
+        self._files: dict[Path, Any] = {}
         self.all_keys = [*self.state_dict, *(key for key in index if key not in self.state_dict)]
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -182,21 +172,40 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return self.state_dict[key]
         if key not in self.index:
             raise KeyError(f"No offloaded weight {key!r}.{did_you_mean(key, self.all_keys)}")
+        file, name, dtype = self._file(key)
+        found: torch.Tensor = file.read(name)
+        return found.to(self.device, found.dtype if dtype is None else dtype)
+
+    def mapped(self, key: str) -> torch.Tensor | None:
+        """Return a weight as it lies in its file; None if it is in memory or has to be cast."""
+        if key in self.state_dict or key not in self.index or self.device.type != "cpu":
+            return None
+        file, name, dtype = self._file(key)
+        found = file.get(name)
+        return found if found is None or dtype in (None, found.dtype) else None
+
+    def _file(self, key: str) -> tuple[Any, str, torch.dtype | None]:
+        """Return the mapped file that holds a weight, its name in there, and the dtype it is to have."""
         info = self.index[key]
-        if info.get("safetensors_file") is not None:
-            return self._from_safetensors(key, info)
-        if self.save_folder is None:
-            raise ConfigurationError(f"The offloaded weight {key!r} needs a save_folder.")
-        return load_offloaded_weight(_file_of(key, info, self.save_folder), info)
-
-    def _from_safetensors(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
-        from safetensors import safe_open
-
-        name = info.get("weight_name", key)
-        with safe_open(info["safetensors_file"], framework="pt", device="cpu") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
         dtype = torch_dtype(info["dtype"]) if "dtype" in info else None
-        return tensor.to(self.device, dtype=dtype)
+        kind = next((one for one in MAPPED if info.get(one) is not None), None)
+        if kind is None and self.save_folder is None:
+            raise ConfigurationError(f"The offloaded weight {key!r} needs a save_folder.")
+        # A tied weight's entry points to the file of the name it was stored under.
+        plain = info.get("file", f"{key}.dat")
+        path = Path(info[kind]) if kind else Path(self.save_folder or "", str(plain))
+        held = self._files.get(path)
+        if held is None or not path.is_file() or held.stamp != stamp(path):
+            if kind:
+                held = MAPPED[kind](path)
+            else:
+                held = PlainFile(path, torch_dtype(info["dtype"]), info["shape"])
+            self._files[path] = held
+        return held, str(info.get("weight_name", key)), dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles name the files, and map them when they use them.
+        return {**self.__dict__, "_files": {}}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)

@@ -1,0 +1,202 @@
+"""Reading ahead: while a layer computes, the weights of those that follow come from the disk."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate_big_model.device_map import free_memory
+from accelerate_big_model.mapped import let_go, read_in
+from accelerate_big_model.offload import OffloadedWeightsLoader, PrefixedDataset
+from accelerate_big_model.tensors import TiedMap, offload_hook
+from accelerate_core.errors import CheckpointError
+
+#: Devices whose layers use weights where the host has them.
+_IN_PLACE = ("cpu", "meta", "mps")
+_BLOCK = re.compile(r"^((?:.*?\.)?\d+)(\.|$)")
+
+
+@dataclass
+class _Layer:
+    """What one hook loads."""
+
+    weights: Mapping[str, torch.Tensor]
+    names: Sequence[str]
+    tied: TiedMap | None
+    bytes: int = 0
+    #: Those that lie in a mapped file, since they were read last.
+    mapped: list[torch.Tensor] = field(default_factory=list)
+
+
+class ReadAhead:
+    """Has the weights of the layers that run next ready, as far as free memory allows.
+
+    At first the layers are taken to run in the order they are registered in; afterwards in the one
+    that was seen, by the two that ran before. A wrong guess costs what was read for it.
+
+    On the CPU the pages of mapped files are read and mapped by a thread, and let go after use. For
+    an accelerator the thread copies them through pinned memory on a stream of its own.
+
+    Args:
+        device: where the layers run.
+        layers: what each of them loads.
+        block: bytes of the largest block of the model; so much is read ahead at most.
+    """
+
+    def __init__(self, device: torch.device, layers: Sequence[_Layer], block: int) -> None:
+        self.device, self.layers, self.block = device, list(layers), block
+        self.window = block
+        #: Where weights are used as they lie in memory there is nothing to copy.
+        self._copies = device.type not in _IN_PLACE
+        count = len(self.layers)
+        self._after = {at: (at + 1) % count for at in range(count)}
+        self._after_two: dict[tuple[int, int], int] = {}
+        self._last = (-1, -1)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._stream: Any = None
+        self._begun: dict[int, Future[Any]] = {}
+        self._process = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = ("_pool", "_stream", "_begun")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def enter(self, at: int) -> dict[str, torch.Tensor]:
+        """Wait for a layer's weights and begin with those of the next ones.
+
+        Returns:
+            Its weights on the accelerator, by name; empty on the CPU, where they are mapped.
+        """
+        if self._process != os.getpid():
+            self._reset()  # threads do not live on in a forked process
+        before, last = self._last
+        self._after[last] = self._after_two[before, last] = at
+        self._last = (last, at)
+        begun = self._begun.pop(at, None)
+        ready: dict[str, torch.Tensor]
+        ready, done = self._read(at) if begun is None else begun.result()
+        if done is not None:
+            stream = torch.accelerator.current_stream(self.device)
+            stream.wait_event(done)
+            for tensor in ready.values():
+                tensor.record_stream(stream)
+        self._continue()
+        return ready
+
+    def leave(self, at: int) -> None:
+        """Let go of the pages of a layer that has run."""
+        layer = self.layers[at]
+        for tensor in layer.mapped:
+            let_go(tensor)
+        layer.mapped = []
+
+    def _drop(self, at: int, _: Any) -> None:
+        self.leave(at)
+
+    def _following(self) -> Iterator[int]:
+        before, last = self._last
+        seen = {last}
+        while True:
+            at = self._after_two.get((before, last), self._after.get(last, -1))
+            if at < 0 or at in seen:
+                return
+            seen.add(at)
+            yield at
+            before, last = last, at
+
+    def _continue(self) -> None:
+        if self._last[1] == 0:
+            self.window = min(self.block, free_memory(self.device) // 2)
+        coming, taken = list[int](), 0
+        for at in self._following():
+            taken += self.layers[at].bytes
+            if taken > self.window and coming:
+                break
+            coming.append(at)
+        for at in self._begun.keys() - set(coming):  # the order was another one
+            self._begun.pop(at).add_done_callback(partial(self._drop, at))
+        for at in coming:
+            if at not in self._begun:
+                self._pool = self._pool or ThreadPoolExecutor(1, "read-ahead")
+                self._begun[at] = self._pool.submit(self._read, at)
+
+    def _read(self, at: int) -> tuple[dict[str, torch.Tensor], Any]:
+        layer = self.layers[at]
+        mapped = {name: _mapped(layer.weights, name) for name in layer.names}
+        layer.mapped = [tensor for tensor in mapped.values() if tensor is not None]
+        for name, tensor in mapped.items():
+            if tensor is not None:
+                try:
+                    read_in(tensor)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"Cannot read the offloaded weight {_whole(layer.weights, name)[1]!r}: {error}."
+                        " Was its file changed or cut off?"
+                    ) from None
+        if not self._copies:
+            return {}, None
+        self._stream = self._stream or torch.Stream(self.device)
+        ready = {}
+        with self._stream:
+            for name, held in mapped.items():
+                tensor = layer.weights[name] if held is None else held
+                if layer.tied is None or tensor.data_ptr() not in layer.tied:
+                    ready[name] = tensor.pin_memory().to(self.device, non_blocking=True)
+        return ready, self._stream.record_event()
+
+
+def _whole(weights: Any, name: str) -> tuple[Any, str]:
+    """Return the weights of the whole model, and the full name of one of a module's."""
+    while isinstance(weights, PrefixedDataset):
+        weights, name = weights.dataset, f"{weights.prefix}{name}"
+    return weights, name
+
+
+def _mapped(weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
+    inner, name = _whole(weights, name)
+    return inner.mapped(name) if isinstance(inner, OffloadedWeightsLoader) else None
+
+
+def read_ahead(model: nn.Module, device: torch.device) -> None:
+    """Have the offloaded layers of a model read ahead of each other.
+
+    Args:
+        model: with its hooks attached.
+        device: where the layers run.
+    """
+    layers: list[_Layer] = []
+    blocks: dict[str, int] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        hook = offload_hook(module)
+        if hook is None:
+            continue
+        names = hook.names(module)
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        size = sum(tensors[one].nbytes for one in names)
+        on_disk = any(_mapped(hook.weights_map, one) is not None for one in names)
+        if names and (on_disk or device.type not in _IN_PLACE):
+            hooks.append(hook)
+            layers.append(_Layer(hook.weights_map, names, hook.tied_params_map, size))
+            found = _BLOCK.match(name)
+            block = found.group(1) if found else name
+            blocks[block] = blocks.get(block, 0) + size
+    if layers:
+        ahead = ReadAhead(device, layers, max(blocks.values()))
+        for at, hook in enumerate(hooks):
+            hook.ahead, hook.place = ahead, at

@@ -1,0 +1,362 @@
+"""Weights that stay in the checkpoint's own files: mapped, read ahead, let go, and never written."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import pickle
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accelerate_big_model import device_map, mapped, prefetch
+from accelerate_big_model.mapped import MappedFile, let_go, read_in
+from accelerate_big_model.tensors import offload_hook
+from accelerate_core.errors import CheckpointError
+from accelerate_core.utils import (
+    OffloadedWeightsLoader,
+    disk_offload,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
+
+WIDTH = 64
+INPUT = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Both(nn.Module):
+    """An encoder that runs once and a decoder that runs in a loop, in another order than registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.encoder = Encoder()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        memory = self.encoder(x) if memory is None else memory
+        for layer in reversed(self.decoder):
+            x = torch.tanh(layer(x)) + memory
+        return self.head(x)
+
+
+def generate(model: nn.Module, steps: int = 3) -> torch.Tensor:
+    with torch.no_grad():
+        memory, x = model.encoder(INPUT), INPUT
+        for _ in range(steps):
+            x = model(x, memory=memory)
+    return x
+
+
+@pytest.fixture
+def model() -> Both:
+    torch.manual_seed(0)
+    return Both().eval()
+
+
+@pytest.fixture
+def checkpoint(model: Both, tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file(model.state_dict(), path, {"format": "pt"})
+    return path
+
+
+def empty() -> Both:
+    with init_empty_weights():
+        return Both().eval()
+
+
+def on_disk(checkpoint: Path, **more: Any) -> nn.Module:
+    return load_checkpoint_and_dispatch(empty(), checkpoint, device_map={"": "disk"}, **more)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_every_dtype_is_mapped_as_it_was_saved(tmp_path: Path) -> None:
+    kinds = [one for one in mapped._DTYPES.values() if one not in (torch.bool, torch.complex64)]
+    tensors = {str(one): torch.arange(6).reshape(2, 3).to(one) for one in kinds}
+    tensors |= {
+        "bool": torch.tensor([True, False]),
+        "scalar": torch.tensor(3.5),
+        "none": torch.empty(0, 4),
+        "many": torch.randn(5, 4096),
+    }
+    save_file(tensors, tmp_path / "all.safetensors")
+    file = MappedFile(tmp_path / "all.safetensors")
+    assert set(file.names()) == set(tensors)
+    for name, tensor in tensors.items():
+        found = file.read(name)
+        read_in(found)
+        let_go(found)
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found.float(), tensor.float()), name
+
+
+@pytest.mark.parametrize("way", ["linux", "elsewhere"])
+def test_pages_come_and_go(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "elsewhere":
+        monkeypatch.setattr(mapped, "_libc", None)
+    elif sys.platform != "linux":
+        pytest.skip("madvise of Linux")
+    save_file({"a": torch.ones(1 << 20)}, tmp_path / "a.safetensors")
+    tensor = MappedFile(tmp_path / "a.safetensors").read("a")
+
+    def resident() -> int:
+        maps = Path("/proc/self/smaps").read_text().split("a.safetensors\n")[1:]
+        return sum(int(one.split("Rss:")[1].split()[0]) for one in maps)
+
+    assert resident() < 1024
+    read_in(tensor)
+    assert resident() >= 4096
+    let_go(tensor)
+    if way == "linux":
+        assert resident() < 64
+    assert tensor.sum() == 1 << 20
+
+
+def test_what_is_not_aligned_is_read_and_not_mapped(tmp_path: Path) -> None:
+    # Other writers than safetensors' own leave a header of any length.
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    header += b" " * (5 - len(header) % 4)
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    file = MappedFile(path)
+    assert (8 + len(header)) % 4
+    assert file.get("a") is None
+    assert torch.equal(file.read("a"), torch.zeros(2))
+
+
+def test_a_file_that_was_replaced_is_mapped_anew(checkpoint: Path) -> None:
+    index = {"head.bias": {"safetensors_file": str(checkpoint), "dtype": "float32"}}
+    weights = OffloadedWeightsLoader(index=index)
+    before = weights["head.bias"].clone()
+    assert weights.mapped("head.bias") is not None
+    other = checkpoint.with_name("other")
+    save_file({"head.bias": before + 1}, other)
+    os.replace(other, checkpoint)
+    assert torch.equal(weights["head.bias"], before + 1)
+
+
+def test_a_file_that_is_cut_off_while_it_is_used_is_an_error(checkpoint: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("elsewhere the system ends the process")
+    model = on_disk(checkpoint)
+    expected = generate(model)
+    whole = checkpoint.read_bytes()
+    os.truncate(checkpoint, 4096)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors|offloaded weight"):
+        generate(model)
+    checkpoint.write_bytes(whole)
+    assert torch.equal(generate(on_disk(checkpoint)), expected)
+
+
+def test_a_disk_that_fails_is_told_with_the_tensor(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(tensor: torch.Tensor) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("accelerate_big_model.loading.read_in", fails)
+    with pytest.raises(CheckpointError, match=r"'[a-z0-9.]+' of .*model.safetensors.*Input/output"):
+        load_checkpoint_and_dispatch(empty(), checkpoint, device_map={"": "cpu"}, dtype="float16")
+    model = on_disk(checkpoint)
+    monkeypatch.setattr(prefetch, "read_in", fails)
+    with pytest.raises(CheckpointError, match=r"weight 'encoder\.layers\.0\.weight'"):
+        generate(model)
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_nothing_is_written_where_the_file_can_be_mapped(
+    kind: str, model: Both, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "offload"
+    if kind == "bin":
+        checkpoint = tmp_path / "weights" / "pytorch_model.bin"
+        checkpoint.parent.mkdir()
+        torch.save(model.state_dict(), checkpoint)
+    loaded = on_disk(checkpoint, offload_folder=folder)
+    assert [path.name for path in folder.iterdir()] == ["index.json"]
+    assert torch.equal(generate(loaded), generate(model))
+    assert torch.equal(generate(on_disk(checkpoint)), generate(model))
+
+
+def test_another_dtype_is_written(model: Both, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "offload"
+    loaded = on_disk(checkpoint, offload_folder=folder, dtype="float64")
+    assert len(list(folder.glob("*.dat"))) == len(model.state_dict())
+    assert loaded.head.weight.dtype == torch.float64
+
+
+def test_a_name_of_the_hub_is_found_in_its_cache(
+    model: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    commit = "0" * 40
+    place = tmp_path / "models--some--model"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text(commit)
+    snapshot = place / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    save_file(model.state_dict(), snapshot / "model.safetensors")
+    loaded = load_checkpoint_and_dispatch(empty(), "some/model", device_map={"": "disk"})
+    assert torch.equal(generate(loaded), generate(model))
+    with pytest.raises(CheckpointError, match="no file or folder 'some/other', and the Hugging"):
+        load_checkpoint_and_dispatch(empty(), "some/other", device_map={"": "disk"})
+
+
+# --- reading ahead --------------------------------------------------------------------------------
+
+
+class Watch:
+    """Notes which layers were ready when they were wanted."""
+
+    def __init__(self, ahead: prefetch.ReadAhead, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ready: list[tuple[int, bool]] = []
+        enter = prefetch.ReadAhead.enter
+
+        def watched(one: prefetch.ReadAhead, at: int) -> Any:
+            self.ready.append((at, at in one._begun))
+            return enter(one, at)
+
+        monkeypatch.setattr(prefetch.ReadAhead, "enter", watched)
+        self.ahead = ahead
+
+    def missed(self) -> list[int]:
+        taken = [at for at, ready in self.ready if not ready]
+        self.ready.clear()
+        return taken
+
+
+def test_the_order_is_learnt(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_disk(checkpoint)
+    ahead = offload_hook(model.head).ahead
+    watch = Watch(ahead, monkeypatch)
+    generate(model)
+    # The decoder runs in another order than it was registered in, and nobody could know.
+    assert len(watch.missed()) >= 4
+    generate(model)
+    generate(model)
+    watch.missed()
+    generate(model)
+    # After the head the loop goes on or a new text begins: both are guessed as they went last.
+    encoder, decoder = 4, 3
+    assert watch.missed() == [encoder, decoder]
+    with torch.no_grad():
+        model.head(INPUT)  # out of order
+    assert len(watch.missed()) == 1
+
+
+def test_no_more_is_read_ahead_than_memory_allows(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = on_disk(checkpoint)
+    ahead = offload_hook(model.head).ahead
+    layer = ahead.layers[0].bytes
+    most = 0
+    monkeypatch.setattr(prefetch, "free_memory", lambda device: 2 * layer)
+    for _ in range(2):
+        generate(model)
+    enter = prefetch.ReadAhead.enter
+
+    def watched(one: prefetch.ReadAhead, at: int) -> Any:
+        nonlocal most
+        found = enter(one, at)
+        most = max(most, sum(one.layers[at].bytes for at in one._begun))
+        return found
+
+    monkeypatch.setattr(prefetch.ReadAhead, "enter", watched)
+    generate(model)
+    assert most == layer
+
+
+def test_models_on_disk_are_copied_and_pickled(model: Both, checkpoint: Path) -> None:
+    loaded = on_disk(checkpoint)
+    expected = generate(model)
+    assert torch.equal(generate(loaded), expected)
+    twin = copy.deepcopy(loaded)
+    assert offload_hook(twin.head).ahead is not offload_hook(loaded.head).ahead
+    again = pickle.loads(pickle.dumps(loaded))
+    assert len(pickle.dumps(loaded)) < checkpoint.stat().st_size
+    for one in (twin, again, loaded):
+        assert torch.equal(generate(one), expected)
+
+
+def test_a_forked_process_reads_for_itself(checkpoint: Path, model: Both) -> None:
+    loaded = on_disk(checkpoint)
+    expected = generate(loaded)
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        os._exit(0 if torch.equal(generate(loaded), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_gradients_flow_through_layers_on_disk(model: Both, checkpoint: Path) -> None:
+    loaded = on_disk(checkpoint)
+    ours, theirs = (INPUT.clone().requires_grad_() for _ in range(2))
+    loaded(ours).sum().backward()
+    model(theirs).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_files_that_were_written_are_read_ahead_too(model: Both, tmp_path: Path) -> None:
+    expected = generate(model)
+    disk_offload(model, tmp_path / "folder", execution_device="cpu")
+    assert offload_hook(model.head).ahead is not None
+    assert torch.equal(generate(model), expected)
+
+
+# --- what is free ---------------------------------------------------------------------------------
+
+
+def test_the_limit_of_a_control_group_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path("/sys/fs/cgroup/memory")
+    old = root.is_dir()
+    group = root / f"test-{os.getpid()}" if old else root.parent / f"test-{os.getpid()}"
+    limit = "memory.limit_in_bytes" if old else "memory.max"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(1 << 30))
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    child = os.fork()
+    if child == 0:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        free = device_map.free_memory(torch.device("cpu"))
+        os._exit(0 if 1 << 28 < free <= 1 << 30 else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for _ in range(50):  # the system takes a moment to forget the process
+        with suppress(OSError):
+            group.rmdir()
+            break
+        time.sleep(0.1)
+    assert code == 0
+    assert device_map.free_memory(torch.device("cpu")) > 1 << 30
