@@ -131,3 +131,26 @@ def test_a_drawing_that_cannot_be_made_is_refused_before_anything_is_printed(
     assert result.exit_code == 2
     assert "pip install matplotlib" in result.output
     assert "parameters" not in result.output
+
+
+def test_a_plan_is_shown_with_its_reasons(tmp_path: Path) -> None:
+    sizes = {f"layers.{at}.weight": 1000 for at in (0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9)}
+    tensors = {name: torch.zeros(count) for name, count in sizes.items()}
+    save_file({"embed": torch.zeros(500), **tensors}, tmp_path / "model.safetensors")
+    arguments = [str(tmp_path / "model.safetensors"), "--device_map", "sequential"]
+    limits = ["--max_memory", "0=11KB,cpu=30KB"]
+    shown = CliRunner().invoke(cli, ["estimate-memory", *arguments, *limits])
+    assert shown.exit_code == 0, shown.output
+    rows = {row.split("│")[1].strip(): row for row in shown.output.splitlines() if "│" in row}
+    assert "embed, layers.0" in rows["0"]
+    assert "layers.1-6" in rows["cpu"]
+    assert "layers.7-11" in rows["disk"]
+    assert "█" in rows["cpu"]
+    assert "0 takes no more: layers.1 needs 4000 bytes" in shown.output
+    told = json.loads(
+        CliRunner().invoke(cli, ["estimate-memory", *arguments, *limits, "--json"]).output
+    )
+    assert told["device_map"]["layers.11"] == "disk"
+    assert sum(row["bytes"] for row in told["devices"]) == 12 * 4000 + 2000
+    wrong = CliRunner().invoke(cli, ["estimate-memory", arguments[0], *limits])
+    assert "goes with --device_map" in wrong.output

@@ -337,7 +337,7 @@ def _without(modules: Sequence[Item], found: str) -> list[Item]:
     return left
 
 
-class _Plan:
+class Plan:
     """The parts of a model that have no place yet, and what the devices hold."""
 
     def __init__(
@@ -356,6 +356,8 @@ class _Plan:
         if "mps" in memory:
             self.main = {"mps"}
         self.used = dict.fromkeys(memory, 0)
+        #: Bytes of weights by device, without the room that is kept.
+        self.held = dict.fromkeys(memory, 0)
         self.placed: dict[str, DeviceName] = {}
         #: The bytes that the first part would have needed on devices that got none.
         self.lacking: dict[DeviceName, int] = {}
@@ -398,6 +400,10 @@ class _Plan:
             if fallback and self._bring_forward(limit):
                 return True
             self.lacking[device] = whole + room
+        kept = f", with {room} bytes kept for the largest layer that comes back" if room else ""
+        self.log.append(
+            f"{device} takes no more: {name} needs {whole} bytes, and {max(0, int(left))} are left{kept}."
+        )
         self.used[device] += room
         return False
 
@@ -407,6 +413,7 @@ class _Plan:
 
     def _put(self, names: list[str], size: int, device: DeviceName) -> None:
         self.used[device] += size
+        self.held[device] += size
         self.placed.update(dict.fromkeys(names, device))
         if len(names) > 1:
             self.queue = [item for item in self.queue if item[0] not in names]
@@ -425,6 +432,22 @@ class _Plan:
         if found is not None:
             self.queue = [(found, module), self.queue[0], *rest]
         return found is not None
+
+
+def plan_device_map(
+    model: nn.Module,
+    max_memory: Mapping[DeviceName, float | str] | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    fallback_allocation: bool = False,
+) -> Plan:
+    """Return where each part of a model goes, and why; see `infer_auto_device_map`."""
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    memory: dict[DeviceName, float] = {**get_max_memory(max_memory), "disk": math.inf}
+    plan = Plan(model, memory, sizes, _kept_whole(model, no_split_module_classes))
+    plan.fill(fallback_allocation)
+    return plan
 
 
 def infer_auto_device_map(
@@ -459,10 +482,10 @@ def infer_auto_device_map(
     Returns:
         Device by full module name; devices are indices of accelerators, `"cpu"`, `"disk"`.
     """
-    sizes = compute_module_sizes(model, dtype, special_dtypes)
-    memory: dict[DeviceName, float] = {**get_max_memory(max_memory), "disk": math.inf}
-    plan = _Plan(model, memory, sizes, _kept_whole(model, no_split_module_classes))
-    plan.fill(fallback_allocation)
+    plan = plan_device_map(
+        model, max_memory, no_split_module_classes, dtype, special_dtypes, fallback_allocation
+    )
+    memory = plan.memory
     if verbose:
         print("\n".join(plan.log))
     if plan.lacking:

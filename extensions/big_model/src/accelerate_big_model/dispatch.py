@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate_big_model import STRATEGIES
 from accelerate_big_model.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
@@ -48,8 +49,6 @@ from accelerate_big_model.tensors import (
 )
 from accelerate_checkpoint.weights import as_device, device_of
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
-
-_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def cpu_offload(
@@ -332,7 +331,7 @@ def load_checkpoint_and_dispatch(
     """
     no_split = no_split_module_classes
     chosen: Any = device_map
-    if device_map in _STRATEGIES:
+    if device_map in STRATEGIES:
         if device_map != "sequential":
             sparing = device_map == "balanced_low_0"
             max_memory = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=sparing)
@@ -345,7 +344,7 @@ def load_checkpoint_and_dispatch(
         except RuntimeError:
             raise ConfigurationError(
                 f"device_map={device_map!r} is neither a device nor a strategy; strategies are"
-                f" {listing(_STRATEGIES)}.{did_you_mean(device_map, _STRATEGIES)}"
+                f" {listing(STRATEGIES)}.{did_you_mean(device_map, STRATEGIES)}"
             ) from None
     load_checkpoint_in_model(
         model,

@@ -10,13 +10,17 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from accelerate_big_model import STRATEGIES
 from accelerate_core.builtin.console import console
 from accelerate_core.errors import ConfigurationError, PluginError, did_you_mean, listing
 from accelerate_core.plugins.discovery import disabled_names, installed
+
+if TYPE_CHECKING:
+    from accelerate_big_model.device_map import DeviceName, Plan
 
 #: Bytes of an element. What has less than two is not trained as it is.
 DTYPES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
@@ -29,6 +33,15 @@ _BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 
 def _words(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     return tuple(value.replace(",", " ").split())
+
+
+def _limits(
+    ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> dict[DeviceName, float | str] | None:
+    if value is None:
+        return None
+    pairs = [pair.partition("=") for pair in value.split(",")]
+    return {int(name) if name.isdigit() else name: size for name, _, size in pairs}
 
 
 class _ManyDtypes(click.Command):
@@ -63,6 +76,17 @@ class _ManyDtypes(click.Command):
 @click.option("--library_name", metavar="NAME", help="Accepted: shapes need no library.")
 @click.option("--trust_remote_code", is_flag=True, help="Let code of the model's folder run.")
 @click.option("--png", metavar="FILE", type=click.Path(path_type=Path), help="Draw a bar chart.")
+@click.option(
+    "--device_map",
+    type=click.Choice(STRATEGIES),
+    help="Show instead where each part would go here, in the first of the dtypes.",
+)
+@click.option(
+    "--max_memory",
+    metavar="DEVICE=SIZE,...",
+    callback=_limits,
+    help="With --device_map: limits as 0=10GiB,cpu=30GiB, instead of what is free.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(
     model: str,
@@ -72,6 +96,8 @@ def command(
     library_name: str | None,
     trust_remote_code: bool,
     png: Path | None,
+    device_map: str | None,
+    max_memory: dict[DeviceName, float | str] | None,
     as_json: bool,
 ) -> None:
     """Show the memory MODEL takes: to hold it, to train it, and on each rank of each backend.
@@ -81,7 +107,12 @@ def command(
     """
     if png is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--png needs matplotlib: pip install matplotlib")
+    if max_memory is not None and device_map is None:
+        raise click.UsageError("--max_memory goes with --device_map.")
     sizes = shapes_of(model, trust_remote_code=trust_remote_code)
+    if device_map is not None:
+        _show_plan(model, plan_of(sizes, dtypes[0], device_map, max_memory), as_json)
+        return
     if not world_sizes or not all(word.isdigit() and int(word) for word in world_sizes):
         raise ConfigurationError(f"world_sizes={' '.join(world_sizes)!r} must be positive numbers.")
     worlds = sorted({int(word) for word in world_sizes})
@@ -119,8 +150,60 @@ def _print(
         console().print("Bars: the last column. Activations come on top.", style="dim")
 
 
-def _bar(value: float, most: float) -> str:
-    return "█" * max(1, round(24 * value / most)) if most else ""
+def _show_plan(model: str, plan: Plan, as_json: bool) -> None:
+    from rich.table import Table
+
+    from accelerate_big_model.device_map import clean_device_map
+
+    places = clean_device_map(dict(plan.placed))
+    rows: list[dict[str, Any]] = [
+        {
+            "device": device,
+            "bytes": plan.held[device],
+            "allowed": None if math.isinf(plan.memory[device]) else int(plan.memory[device]),
+            "parts": [name for name, place in places.items() if place == device],
+        }
+        for device in plan.memory
+    ]
+    if as_json:
+        told = {"model": model, "device_map": places, "devices": rows, "why": plan.log}
+        click.echo(json.dumps(told, indent=2))
+        return
+    most = max(1, *(row["bytes"] for row in rows))
+    table = Table("device", "weights", "allowed", "", "parts", title=model)
+    for row in rows:
+        parts = _spans(row["parts"]) or "-"
+        sizes = _size(row["bytes"]), _size(row["allowed"])
+        table.add_row(str(row["device"]), *sizes, _bar(row["bytes"], most, 16), parts)
+    console().print(table)
+    for line in plan.log:
+        if "takes no more" in line:
+            console().print(line, style="dim", markup=False, soft_wrap=True)
+
+
+def _spans(names: Sequence[str]) -> str:
+    """Return names as a list, blocks that follow each other as one: `layers.0-7`."""
+    spans: list[tuple[str, int, int] | str] = []
+    for name in names or ():
+        series, _, number = name.rpartition(".")
+        if not number.isdigit():
+            spans.append(name or "all")
+            continue
+        last = spans[-1] if spans else ""
+        if isinstance(last, tuple) and last[0] == series and last[2] + 1 == int(number):
+            spans[-1] = (series, last[1], int(number))
+        else:
+            spans.append((series, int(number), int(number)))
+    return ", ".join(
+        one
+        if isinstance(one, str)
+        else f"{one[0]}.{one[1]}".lstrip(".") + (f"-{one[2]}" if one[2] > one[1] else "")
+        for one in spans
+    )
+
+
+def _bar(value: float, most: float, width: int = 24) -> str:
+    return "█" * max(1, round(width * value / most)) if most and value else ""
 
 
 def _size(count: float | None) -> str:
@@ -256,6 +339,50 @@ def _of_hub(name: str) -> dict[str, int]:
 
 def _reason(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def plan_of(
+    sizes: Mapping[str, int],
+    dtype: str,
+    strategy: str,
+    max_memory: dict[DeviceName, float | str] | None = None,
+) -> Plan:
+    """Return where the parts of a model go by a strategy, from the sizes of its tensors alone.
+
+    Blocks of a numbered series stay whole.
+    """
+    import torch
+    from torch import nn
+
+    from accelerate_big_model.device_map import get_balanced_memory, plan_device_map
+
+    class Block(nn.Module):
+        """What stays whole."""
+
+    if dtype not in DTYPES:
+        raise ConfigurationError(
+            f"dtypes: {dtype!r} is not one of {listing(DTYPES)}.{did_you_mean(dtype, DTYPES)}"
+        )
+    model = nn.Module()
+    for name, count in sizes.items():
+        *path, leaf = name.split(".")
+        owner = model
+        for step in path:
+            if step not in owner._modules:
+                owner.add_module(step, Block() if step.isdigit() else nn.Module())
+            owner = owner.get_submodule(step)
+        taken = math.ceil(count * DTYPES[dtype])
+        owner.register_parameter(
+            leaf,
+            nn.Parameter(torch.empty(taken, dtype=torch.uint8, device="meta"), requires_grad=False),
+        )
+    for module in model.modules():  # files order 10 before 2
+        if all(name.isdigit() for name in module._modules):
+            module._modules = dict(sorted(module._modules.items(), key=lambda one: int(one[0])))
+    if strategy != "sequential":
+        sparing = strategy == "balanced_low_0"
+        max_memory = dict(get_balanced_memory(model, max_memory, ["Block"], low_zero=sparing))
+    return plan_device_map(model, max_memory, ["Block"])
 
 
 def largest_layer(sizes: Mapping[str, int]) -> tuple[str, int]:
