@@ -23,10 +23,14 @@ from accelerate_big_model.mapped import MappedFile, let_go, read_in
 from accelerate_big_model.tensors import offload_hook
 from accelerate_core.errors import CheckpointError
 from accelerate_core.utils import (
+    ModelHook,
     OffloadedWeightsLoader,
+    add_hook_to_module,
     disk_offload,
+    dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
+    remove_hook_from_module,
 )
 
 WIDTH = 64
@@ -323,6 +327,38 @@ def test_gradients_flow_through_layers_on_disk(model: Both, checkpoint: Path) ->
     loaded(ours).sum().backward()
     model(theirs).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_model_on_disk_is_dispatched_anew(model: Both, checkpoint: Path) -> None:
+    loaded = dispatch_model(on_disk(checkpoint), {"": "cpu"})
+    assert offload_hook(loaded.head) is None
+    assert torch.equal(generate(loaded), generate(model))
+
+
+class Wrapper(nn.Module):
+    """As those of adapters: what it has not, the model inside has."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_a_wrapper_has_hooks_of_its_own(model: Both, checkpoint: Path) -> None:
+    whole = Wrapper(on_disk(checkpoint))
+    add_hook_to_module(whole, ModelHook(), append=True)
+    assert torch.equal(whole(INPUT), model(INPUT))
+    remove_hook_from_module(whole)
+    assert torch.equal(whole(INPUT), model(INPUT))
+    assert offload_hook(whole.inner.head) is not None
 
 
 def test_files_that_were_written_are_read_ahead_too(model: Both, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from accelerate.utils import (
     set_module_tensor_to_device,
 )
 from running import case
-from tiny import classifier, judge, translator, writer
+from tiny import classifier, judge, old_writer, rewriter, translator, writer
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -44,6 +44,22 @@ LAYERS = {
     "model.layers.1": "cpu",
     "model.norm": "cpu",
     "model.rotary_emb": "cpu",
+    "lm_head": "cpu",
+}
+
+
+_GPT2 = ("wte", "wpe", "drop", "h.0", "h.1", "ln_f")
+SPLIT_GPT2 = {
+    **{f"transformer.{name}": "cpu" for name in _GPT2},
+    "transformer.h.0": "disk",
+    "lm_head": "cpu",
+}
+_T5 = ("embed_tokens", "block.0", "block.1", "final_layer_norm", "dropout")
+SPLIT_T5 = {
+    "shared": "cpu",
+    **{f"{half}.{name}": "cpu" for half in ("encoder", "decoder") for name in _T5},
+    "encoder.block.1": "disk",
+    "decoder.block.0": "disk",
     "lm_head": "cpu",
 }
 
@@ -143,6 +159,31 @@ def auto_with_others(folder: Path) -> Any:
         made[name] = {**state(loaded), "norm": float(said.double().norm()), "tied": sorted(tied)}
     small = AutoModel.from_pretrained(place, device_map="cpu")
     made["base"] = {**state(small), "weights": running.weights(small)}
+    return made
+
+
+@case(1)
+def generations(folder: Path) -> Any:
+    """Text of Llama, GPT-2 and T5, whole, on the CPU by each way to say so, and partly on disk."""
+    kinds = {
+        "llama": (writer(), AutoModelForCausalLM, {**LAYERS, "model.layers.1": "disk"}),
+        "gpt2": (old_writer(), AutoModelForCausalLM, SPLIT_GPT2),
+        "t5": (rewriter(), AutoModelForSeq2SeqLM, SPLIT_T5),
+    }
+    made: dict[str, Any] = {}
+    for name, (model, kind, split) in kinds.items():
+        place = folder / name
+        model.eval().save_pretrained(place)
+        plain = model.generate(IDS, max_new_tokens=6, do_sample=False)
+        for how, device_map in {"auto": "auto", "cpu": "cpu", "split": split}.items():
+            loaded = kind.from_pretrained(
+                place, device_map=device_map, offload_folder=str(folder / f"{name} {how}")
+            ).eval()
+            first = loaded.generate(IDS, max_new_tokens=6, do_sample=False)
+            again = loaded.generate(IDS, max_new_tokens=6, do_sample=False)
+            assert first.equal(again)
+            assert first.equal(plain)
+            made[f"{name} {how}"] = {**state(loaded), "written": first}
     return made
 
 

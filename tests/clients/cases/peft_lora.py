@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from running import case
 from tiny import Sentences, classifier, writer
 from trainer import arguments, run, trained
-from transformers import Trainer, get_linear_schedule_with_warmup
+from transformers import AutoModelForCausalLM, Trainer, get_linear_schedule_with_warmup
 
 
 def adapted() -> Any:
@@ -33,6 +33,35 @@ def lora_by_trainer_resumed(folder: Path) -> Any:
     run(folder, rows=40, model=adapted(), **more)
     again = Trainer(model=adapted(), args=arguments(folder, **more), train_dataset=Sentences(40))
     return trained(again, resume_from_checkpoint=str(folder / "checkpoint-3"))
+
+
+@case(1)
+def lora_on_a_dispatched_model(folder: Path) -> Any:
+    """An adapter loaded onto a model of which parts are on disk, used, and taken off."""
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, target_modules=["q_proj", "v_proj"])
+    set_seed(5)
+    plain = get_peft_model(writer(tie_word_embeddings=False), config).eval()
+    for name, weight in plain.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    plain.save_pretrained(folder / "adapter")
+    writer(tie_word_embeddings=False).save_pretrained(folder / "base")
+    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    split = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
+    away = {"offload_folder": str(folder / "off")}
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", device_map=split, **away)
+    limits = {"max_memory": {"cpu": 20_000}}
+    loaded = PeftModel.from_pretrained(base, folder / "adapter", **limits, **away).eval()
+    ids = torch.tensor([[1, 5, 9, 33, 12]])
+    with torch.no_grad():
+        wanted, first, again = (one(ids).logits for one in (plain, loaded, loaded))
+        assert torch.equal(first, wanted)
+        assert torch.equal(first, again)
+        with loaded.disable_adapter():
+            without = loaded(ids).logits
+    written = loaded.generate(input_ids=ids, max_new_tokens=6, do_sample=False)
+    places = dict(loaded.hf_device_map)
+    return {"logits": first, "without": without, "written": written, "places": places}
 
 
 def by_hand(folder: Path, accumulate: int = 1, **given: Any) -> Any:

@@ -10,9 +10,13 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
     set_seed,
 )
 
@@ -60,6 +64,36 @@ def writer(**more: Any) -> Any:
 def judge(**more: Any) -> Any:
     set_seed(3)
     return LlamaForSequenceClassification(_llama(num_labels=1, **more))
+
+
+def old_writer() -> Any:
+    set_seed(6)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def rewriter() -> Any:
+    set_seed(7)
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        pad_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
 
 
 def translator() -> Any:

@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from accelerate_big_model.hooks import AlignDevicesHook, LayerwiseCastingHook, add_hook_to_module
 from accelerate_big_model.offload import PrefixedDataset
-from accelerate_big_model.tensors import Device, TiedMap, joined, named_module_tensors
+from accelerate_big_model.tensors import Device, TiedMap, hook_of, joined, named_module_tensors
 
 
 def _walk(
@@ -40,7 +40,7 @@ def attach_execution_device_hook(
     Modules that have a hook keep it. For the arguments see `AlignDevicesHook`.
     """
     for _, part, _ in _walk("", module, preload_module_classes):
-        if not hasattr(part, "_hf_hook") and any(True for _ in named_module_tensors(part)):
+        if hook_of(part) is None and any(True for _ in named_module_tensors(part)):
             hook = AlignDevicesHook(
                 execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map
             )
@@ -107,7 +107,7 @@ def attach_align_device_hook_on_blocks(
         else dict.fromkeys(offload if isinstance(offload, Mapping) else [""], execution_device)
     )
     flags = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    if not hasattr(module, "_hf_hook"):
+    if hook_of(module) is None:
         # The first of the module's hooks, so that it sees where the input comes from.
         outer = AlignDevicesHook(io_same_device=True, skip_keys=skip_keys)
         add_hook_to_module(module, outer)

@@ -24,6 +24,7 @@ from accelerate_big_model.hooks import (
     CpuOffload,
     UserCpuOffloadHook,
     add_hook_to_module,
+    remove_hook_from_module,
 )
 from accelerate_big_model.loading import load_checkpoint_in_model
 from accelerate_big_model.offload import (
@@ -40,6 +41,8 @@ from accelerate_big_model.tensors import (
     check_tied_parameters_on_same_device,
     default_device,
     find_tied_parameters,
+    has_offloaded_params,
+    hook_of,
     joined,
     named_module_tensors,
     offload_hook,
@@ -194,6 +197,8 @@ def dispatch_model(
     only = {*places.values()}
     if len(only) == 1 and "disk" not in only and not force_hooks:
         target = as_device(only.pop())
+        if target.type != "meta" and any(map(has_offloaded_params, model.modules())):
+            remove_hook_from_module(model, recurse=True)  # what was elsewhere comes back first
         for name, tensor in named_module_tensors(model, recurse=True):
             if tensor.device.type == "meta" and target.type != "meta":
                 # This raises by name, where `to` would speak of storages.
@@ -278,7 +283,7 @@ def _place_lone_tensors(
         value = weights[name] if weights is not None and name in weights else None
         set_module_tensor_to_device(model, name, device, value)
         owner = model.get_submodule(name.rpartition(".")[0])
-        if owner is not model and not hasattr(owner, "_hf_hook"):
+        if owner is not model and hook_of(owner) is None:
             add_hook_to_module(owner, _EntryHook(device))
 
 

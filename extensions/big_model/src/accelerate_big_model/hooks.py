@@ -19,6 +19,7 @@ from accelerate_big_model.tensors import (
     TiedMap,
     default_device,
     find_device,
+    hook_of,
     named_module_tensors,
     set_module_tensor_to_device,
 )
@@ -112,7 +113,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     Returns:
         The module, as the hook's `init_hook` returned it.
     """
-    present = getattr(module, "_hf_hook", None)
+    present = hook_of(module)
     if present is not None:
         if append:
             _unregister(module)
@@ -140,7 +141,7 @@ def _unregister(module: nn.Module) -> None:
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Remove the hook of a module, with `recurse` those of its submodules too."""
-    hook: Any = getattr(module, "_hf_hook", None)
+    hook: Any = hook_of(module)
     if hook is not None:
         _unregister(module)
         module = hook.detach_hook(module)

@@ -250,9 +250,14 @@ def set_module_tensor_to_device(
         clear_device_cache()
 
 
+def hook_of(module: nn.Module) -> Any:
+    """Return a module's own hook, or None; wrappers may answer for the module inside of them."""
+    return module.__dict__.get("_hf_hook")
+
+
 def offload_hook(module: nn.Module) -> Any:
     """Return the hook that loads a module's weights for each call, or None."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = hook_of(module)
     return next((h for h in getattr(hook, "hooks", [hook]) if getattr(h, "offload", False)), None)
 
 
