@@ -15,8 +15,14 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from accelerate_core import Accelerator
+from accelerate_core.config.schema import settings_fields
 from accelerate_core.errors import ConfigurationError
-from accelerate_core.utils import AORecipeKwargs, AutocastKwargs, TERecipeKwargs
+from accelerate_core.utils import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
 from accelerate_fp8.layers import survey, usual_filter
 from accelerate_fp8.settings import FP8RecipeKwargs
 
@@ -310,6 +316,19 @@ def test_several_recipes_and_weights_nobody_gathers_are_refused() -> None:
         fp8(recipe={"enable_fsdp_float8_all_gather": True})
     with pytest.raises(ConfigurationError, match="recipe='rowwise' has one per row"):
         AORecipeKwargs(recipe="rowwise", enable_fsdp_float8_all_gather=True)
+
+
+@pytest.mark.parametrize("recipe", [AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs])
+def test_a_recipe_without_the_precision_is_refused_and_names_it(recipe: type[Any]) -> None:
+    for given in ({}, {"mixed_precision": "bf16"}):
+        with pytest.raises(ConfigurationError, match=r"It is for mixed_precision='fp8'\.$"):
+            Accelerator(cpu=True, kwargs_handlers=[recipe()], **given)
+
+
+def test_what_only_a_script_can_make_has_no_variable() -> None:
+    fields = {one.name: one for one in settings_fields(AORecipeKwargs, owner="fp8")}
+    assert fields["config"].env == fields["module_filter_func"].env == ()
+    assert fields["recipe"].env == ("ACCELERATE_FP8_RECIPE",)
 
 
 def test_a_backend_that_takes_no_replaced_layers_refuses_by_the_word() -> None:
