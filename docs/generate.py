@@ -250,7 +250,7 @@ def configuration() -> str:
         prefix = getattr(cls, "__settings_names__", ("",))[0]
         lines += [f"## {cls.__name__}", "", (inspect.getdoc(cls) or "").split("\n\n")[0], ""]
         rows = [
-            [f"`{f.name}`", f"`{f.env[0]}`" if prefix else "", f.default, f.help]
+            [f"`{f.name}`", f"`{f.env[0]}`" if prefix and f.env else "", f.default, f.help]
             for f in settings_fields(cls)
         ]
         lines += table(["field", "environment", "default", "meaning"], rows)

@@ -141,6 +141,19 @@ class TestFP8ByTransformerEngine(PrecisionSuite):
 
 
 @pytest.mark.dist
+class TestFP8ByMSAMP(PrecisionSuite):
+    """By its stand-in."""
+
+    plugin = "fp8"
+    options = {"optimizer": "Adam", "one_model": True}
+    environ = {
+        "ACCELERATE_FP8_BACKEND": "MSAMP",
+        "PYTHONPATH": f"{HERE.parent}:{HERE.parent / 'backends' / 'fp8'}",
+    }
+    prelude = "msamp_prelude"
+
+
+@pytest.mark.dist
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
 class TestFloat16OfDeepSpeed(PrecisionSuite):
     plugin = "fp16"

@@ -124,6 +124,52 @@ def test_fp8_is_asked_for_its_library_and_that_ones_options(
     )
 
 
+PODS = {
+    "gcloud": (
+        ["", "pod", "us-central2-b", "A=1, B=2", "no", "", "pip install a, ls"],
+        {"tpu_name": "pod", "tpu_zone": "us-central2-b", "tpu_env": ["A=1", "B=2"],
+         "tpu_use_sudo": False, "commands": ["pip install a", "ls"]},
+    ),
+    "ssh": (
+        ["one, two", "", "yes", "setup.sh"],
+        {"tpu_vm": ["one", "two"], "tpu_use_sudo": True, "command_file": "setup.sh"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hosts", PODS)
+def test_a_tpu_pod_is_asked_for_its_hosts(env: dict[str, str], tmp_path: Path, hosts: str) -> None:
+    env["PATH"] = str(tmp_path)
+    answers, expected = PODS[hosts]
+    # Eight processes of XLA on TPUs, in bf16; downcast, no mesh, `main` is called, a pod.
+    start = ["1", "8", "xla", "bf16", "", "", "yes", "no", "yes", "", "no", "main", "yes"]
+    status, output = config(env, text="\n".join([*start, *answers, ""]))
+    assert status == 0, output
+    made = written(env)
+    assert made["distributed_type"] == "XLA"
+    assert "backend" not in made, "the type says it"
+    section = {"spmd": False, "downcast_bf16": True, "state_dict_type": "FULL_STATE_DICT"}
+    assert made["xla_config"] == section
+    of_launch = {"main_training_function": "main", "tpu_use_cluster": True, **expected}
+    assert {key: made[key] for key in of_launch} == of_launch
+    file = str(Path(env[HOME]) / "config.yaml")
+    assert run_cli("config", "validate", file, env=env).returncode == 0
+    (tmp_path / "s.py").write_text("")
+    dry = run_cli("launch", "--dry_run", str(tmp_path / "s.py"), env=env).stdout
+    assert dry.startswith("gcloud " if hosts == "gcloud" else f"{sys.executable} -m accelerate_xla")
+
+
+def test_xla_without_tpus_is_asked_nothing_of_them(env: dict[str, str], tmp_path: Path) -> None:
+    env["PATH"] = str(tmp_path)
+    text = "\n".join(["1", "1", "xla", "no", "", "", "no", "yes", "", "no", ""])
+    status, output = config(env, text=text)
+    assert status == 0, output
+    assert "pod" not in output
+    made = written(env)
+    assert made["backend"] == "xla"
+    assert made["xla_config"] == {"spmd": True, "state_dict_type": "FULL_STATE_DICT"}
+
+
 def test_input_that_ends_says_what_to_do(env: dict[str, str]) -> None:
     status, output = config(env, text="1\n")
     assert status == 2

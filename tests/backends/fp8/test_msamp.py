@@ -47,6 +47,7 @@ class Net(nn.Module):
         self.kept = nn.Linear(16, 16)
         self.kept.use_fp32_linear = True  # type: ignore[assignment]
         self.down = nn.Linear(16, 8)
+        self.down.role = "down"  # type: ignore[assignment]
         self.head = nn.Linear(8, 16, bias=False)
         self.head.weight = self.embed.weight
 
@@ -88,6 +89,7 @@ def test_both_objects_of_the_library_are_used_and_what_is_kept_is_plain(
         "embed": "Embedding", "up": "FP8Linear", "kept": "Linear", "down": "FP8Linear", "head": "Linear"
     }  # fmt: skip
     assert model.head.weight is model.embed.weight
+    assert model.down.role == "down"
     held = [one for group in optimizer.param_groups for one in group["params"]]
     assert {*map(id, held)} == {id(one) for one in model.parameters()}
 

@@ -15,8 +15,14 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from accelerate_core import Accelerator
-from accelerate_core.errors import ConfigurationError
-from accelerate_core.utils import AORecipeKwargs, AutocastKwargs, TERecipeKwargs
+from accelerate_core.config.schema import settings_fields
+from accelerate_core.errors import ConfigurationError, PrepareError
+from accelerate_core.utils import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
 from accelerate_fp8.layers import survey, usual_filter
 from accelerate_fp8.settings import FP8RecipeKwargs
 
@@ -97,7 +103,7 @@ def test_a_layer_with_something_of_its_own_is_left_alone() -> None:
     model[1].register_full_backward_hook(lambda *_: None)
     model[2].register_buffer("mask", torch.ones(32))
     model[3].register_parameter("gain", nn.Parameter(torch.ones(1)))
-    model[4].note = "x"
+    model[4].note = ["x"]
     model[5]._mark = "of a library"
     accelerator = fp8()
     model = accelerator.prepare_model(model)
@@ -310,6 +316,48 @@ def test_several_recipes_and_weights_nobody_gathers_are_refused() -> None:
         fp8(recipe={"enable_fsdp_float8_all_gather": True})
     with pytest.raises(ConfigurationError, match="recipe='rowwise' has one per row"):
         AORecipeKwargs(recipe="rowwise", enable_fsdp_float8_all_gather=True)
+
+
+@pytest.mark.parametrize("recipe", [AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs])
+def test_a_recipe_without_the_precision_is_refused_and_names_it(recipe: type[Any]) -> None:
+    for given in ({}, {"mixed_precision": "bf16"}):
+        with pytest.raises(ConfigurationError, match=r"It is for mixed_precision='fp8'\.$"):
+            Accelerator(cpu=True, kwargs_handlers=[recipe()], **given)
+
+
+def test_what_only_a_script_can_make_has_no_variable() -> None:
+    fields = {one.name: one for one in settings_fields(AORecipeKwargs, owner="fp8")}
+    assert fields["config"].env == fields["module_filter_func"].env == ()
+    assert fields["recipe"].env == ("ACCELERATE_FP8_RECIPE",)
+
+
+def test_data_that_a_script_set_on_a_layer_goes_along_and_else_it_is_left() -> None:
+    net = Net()
+    data = {"scale": 2.0, "role": "query", "index": 3, "seen": True, "other_name": None}
+    for name, value in data.items():
+        setattr(net.middle[0], name, value)
+    net.frozen.listed = [1]  # type: ignore[assignment]
+    with fp8() as accelerator:
+        model = accelerator.prepare_model(net)
+        assert {"middle.0", "middle.2"} <= set(in_fp8(model))
+        assert {name: getattr(model.middle[0], name) for name in data} == data
+        assert "it has 'listed', which torch's has not" in accelerator.explain()
+        other = Net()
+        other.middle[0].config = "mine"
+        with pytest.raises(PrepareError, match=r"config='mine', and so has the Float8Linear"):
+            accelerator.prepare_model(other)
+
+
+def test_layers_that_never_ran_are_told() -> None:
+    net = Net()
+    net.idle = nn.Linear(64, 64, bias=False)
+    with fp8() as accelerator:
+        made = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+        model, optimizer = made
+        assert "no step" not in accelerator.explain()
+        accelerator.backward(model(LETTERS).square().mean())
+        optimizer.step()
+        assert accelerator.explain().endswith("\nNet: no step had a gradient of idle.weight")
 
 
 def test_a_backend_that_takes_no_replaced_layers_refuses_by_the_word() -> None:

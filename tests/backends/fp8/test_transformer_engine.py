@@ -382,7 +382,7 @@ def test_every_layer_is_considered_and_keeps_what_it_was(te):
     net.hooked.register_full_backward_hook(lambda *_: None)
     net.masked, net.noted = nn.Linear(16, 16), nn.LayerNorm(16)
     net.masked.register_buffer("mask", torch.ones(1))
-    net.noted.note = "x"
+    net.noted.note = ["x"]
     net.unfit = nn.ModuleList(
         [nn.LayerNorm(16, bias=False), nn.LayerNorm(16, elementwise_affine=False)]
     )

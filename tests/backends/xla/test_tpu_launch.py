@@ -256,19 +256,64 @@ def test_a_pod_gets_the_launch_on_every_host(script: str, stand_ins: Any, tmp_pa
     ((*ssh, line, worker, every),) = calls()
     assert ssh == shlex.split("compute tpus tpu-vm ssh pod --zone us-central2-b --command")
     assert (worker, every) == ("--worker", "all")
-    folder, _, rest = line.partition(" && ")
-    assert folder == f"cd {tmp_path}"
-    sudo, env, *pairs = shlex.split(rest)
+    folder, make, _, rest = line.split(" && ", 3)
+    assert (folder, make) == (f"cd {tmp_path}", "config=$(mktemp)")
+    brace, sudo, env, *pairs = shlex.split(rest)
     at = pairs.index(sys.executable)
-    assert (sudo, env, pairs[0]) == ("sudo", "env", "ACCELERATE_IN_TPU_POD=1")
+    assert (brace, sudo, env, pairs[0]) == ("{", "sudo", "env", "ACCELERATE_IN_TPU_POD=1")
     # Given on the command line, they replace those of the file.
     assert pairs[at - 2 : at] == ["B=it's here", "C="]
     assert "ACCELERATE_MIXED_PRECISION=bf16" in pairs[:at]
     assert "ACCELERATE_LOG_LEVEL=info" in pairs[:at]
     assert not [one for one in pairs[:at] if one.startswith(("A=", "ACCELERATE_TPU_", "OMP_"))]
     assert not [one for one in pairs[:at] if "CONFIG" in one]
-    launched = ["-m", "accelerate_core.cli", "launch", "--tpu", "--no_tpu_cluster"]
-    assert pairs[at + 1 :] == [*launched, script, "--text", "two words"]
+    launched = ["-m", "accelerate_core.cli", "launch", "--config_file", "$config"]
+    end = pairs.index("status=$?;")
+    given = ["--tpu", "--no_tpu_cluster", script, "--text", "two words;"]
+    assert pairs[at + 1 : end] == [*launched, *given]
+
+
+#: What a host runs: its shell, and in the place of Python a program that shows what it was given.
+HOST = """#!/bin/sh
+echo "$ACCELERATE_IN_TPU_POD $*"
+while [ "$1" != --config_file ]; do shift; done
+echo "$2"; cat "$2"; exit 3
+"""
+
+
+@pytest.mark.parametrize("sent", ["file", "default file", "none"])
+def test_a_host_of_a_pod_has_the_config_file(
+    script: str, stand_ins: Any, tmp_path: Path, sent: str
+) -> None:
+    environment, calls = stand_ins
+    text = (
+        '# it\'s "mine": $HOME %s\ntpu_use_cluster: true\ntpu_vm: [a]\ndistributed_type: XLA\n'
+        "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: [Block, Layer]\n"
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    file = home / "config.yaml" if sent == "default file" else tmp_path / "c.yaml"
+    file.write_text(text)
+    words = ["--config_file", str(file)] if sent == "file" else []
+    words += ["--tpu_cluster", "--tpu", "--vm", "a"] if sent == "none" else []
+    around = {**environment, "ACCELERATE_CONFIG_HOME": str(home)}
+    done = run_cli("launch", *words, script, env=around, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    line = calls()[0][-1]
+    if sent == "none":
+        assert "config_file" not in line
+        return
+    python = tmp_path / "python"
+    python.write_text(HOST)
+    python.chmod(0o755)
+    run = ["sh", "-c", line.replace(sys.executable, str(python))]
+    host = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert host.returncode == 3, host.stderr
+    words_there, copy, *rest = host.stdout.splitlines(keepends=True)
+    assert words_there.startswith("1 -m accelerate_core.cli launch --config_file /")
+    assert words_there.endswith(f" --tpu --no_tpu_cluster {script}\n")
+    assert "".join(rest) == text
+    assert not Path(copy.strip()).exists(), "it is gone when the script has ended"
 
 
 def test_the_hosts_of_a_pod_launch_on_themselves(

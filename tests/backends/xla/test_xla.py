@@ -187,18 +187,62 @@ def test_what_cannot_be_is_one_clear_error(found: Found, where: Any, text: str) 
     assert "nothing, but" not in said
 
 
-def test_several_processes_on_the_cpu_are_refused(found: Found) -> None:
+GROUP = """
+import torch.distributed, torch_xla
+torch.distributed.init_process_group("xla", init_method="xla://")
+print(f"alone: {torch.distributed.get_world_size() == 1}")
+"""
+
+
+def several(folder: Path, before: str = "") -> Any:
     environ = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    code = found.folder / "several.py"
-    code.write_text("from accelerate_core import Accelerator; Accelerator()")
+    code = folder / "several.py"
+    code.write_text(f"{before}from accelerate_core import Accelerator; Accelerator()")
     done = subprocess.run(
         [sys.executable, *launch, str(code)],
         env=environ, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode != 0
+    return done
+
+
+def test_several_processes_on_the_cpu_are_refused(found: Found) -> None:
+    done = several(found.folder)
     assert "processes do not see each other: each would train alone" in done.stderr
     assert "set CPU_NUM_DEVICES=2 and pass a ParallelismConfig" in done.stderr
+
+
+def test_a_group_of_torch_xla_on_the_cpu_is_refused(found: Found) -> None:
+    done = several(found.folder, GROUP)
+    assert done.stdout.count("alone: True") == 2, "and without an error"
+    assert "each would be a group of its own" in done.stderr
+    assert "each would be a group of its own" in found("one", "handed_to_torch")["group"]
+    # Over a mesh it is torch_xla that says no.
+    assert "not supported with SPMD" in found("mesh", "handed_to_torch")["group"]
+
+
+@pytest.mark.parametrize("setup", ["one", "mesh"])
+def test_a_tensor_of_a_device_that_is_handed_to_torch_is_refused(found: Found, setup: str) -> None:
+    said = found(setup, "handed_to_torch")
+    del said["group"]
+    assert said.pop("unchanged") == [[1.0] * 3] * 2, "tensors of the host are not refused"
+    assert len(said) == 17
+    refused = (
+        "DistributedOperationException: torch.distributed was handed a tensor of an XLA device"
+    )
+    assert [name for name, text in said.items() if not text.startswith(refused)] == []
+
+
+def test_the_generator_of_xla_can_be_shared_where_xla_is(found: Found) -> None:
+    seen = found("one", "generators")
+    assert seen["types"] == ["xla", "torch"]
+    assert seen["draws"][0] == seen["draws"][1]
+    elsewhere = found("cpu", "no_generator")
+    assert elsewhere.startswith(
+        "ConfigurationError: rng_types: 'xla' is no random number generator"
+    )
+    assert "Allowed are 'torch', 'generator', 'cuda', 'xpu', 'mps'." in elsewhere
 
 
 def test_a_mesh_shards(found: Found) -> None:

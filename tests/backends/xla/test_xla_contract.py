@@ -15,8 +15,9 @@ import torch
 
 from accelerate_core import ParallelismConfig
 from accelerate_core.contract.topology import Process
+from accelerate_core.data import rng
 from accelerate_core.errors import ConfigurationError
-from accelerate_xla import XLABackend, collectives
+from accelerate_xla import XLABackend, collectives, library
 
 _BROKEN = """
 raise ImportError("_XLAC.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE")
@@ -115,6 +116,28 @@ def test_gradients_are_averaged_once_after_each_backward(
     reduced = [bound for name, bound in recorder.calls if name == "all_reduce"]
     assert [(len(one["inputs"]), one["scale"]) for one in reduced] == [(2, 0.25)] * 2
     assert len(syncs) == 4, "after each backward and each step"
+
+
+@pytest.mark.parametrize("seed", [7, 2**63 + 5])
+def test_the_generator_gives_rank_0s_seed_to_all(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    seeds: dict[str, int] = {}
+    monkeypatch.setattr(library, "imported", lambda _: module)
+    module = SimpleNamespace(
+        get_rng_state=lambda: seed, set_rng_state=lambda one: seeds.update(set=one)
+    )
+    XLABackend()
+    sent: list[torch.Tensor] = []
+
+    def broadcast(tensor: torch.Tensor) -> torch.Tensor:
+        sent.append(tensor)
+        return tensor
+
+    comm: Any = SimpleNamespace(size=4, device=torch.device("cpu"), broadcast=broadcast)
+    rng.synchronize_rng_states(["xla"], None, comm)
+    assert seeds == {"set": seed}
+    assert sent[0].dtype == torch.uint8, "a multiple of which is exact in every sum"
 
 
 def test_a_group_of_devices_is_refused() -> None:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate_core import Accelerator, ParallelismConfig, set_seed
+from accelerate_core.data.rng import GENERATORS
 from accelerate_core.distributed import process
 
 FOLDER = Path(sys.argv[2]) if __name__ == "__main__" else Path()
@@ -399,6 +400,24 @@ def explained() -> Any:
 
 
 @case("one")
+def generators() -> Any:
+    """Which of them can be shared, and that a state that is set draws the same again."""
+    with begin(rng_types=["xla", "torch"]) as accelerator:
+        shared = GENERATORS["xla"]
+        state = shared.get_rng_state()
+        draws = []
+        for _ in range(2):
+            shared.set_rng_state(state)
+            draws.append(torch.rand(3, device=accelerator.device).tolist())
+        return {"types": accelerator.rng_types, "state": str(state.dtype), "draws": draws}
+
+
+@case("cpu")
+def no_generator() -> Any:
+    return raised(lambda: begin(rng_types=["xla"]))
+
+
+@case("one")
 def refused() -> Any:
     def touched() -> Any:
         return begin("dp")
@@ -413,6 +432,47 @@ def refused() -> Any:
         "cpu": raised(lambda: begin(cpu=True, backend="xla")),
         "touched": raised(touched),
     }
+    return found
+
+
+@case("one", "mesh")
+def handed_to_torch() -> Any:
+    """What `torch.distributed` says to tensors of a device, and to a group of torch_xla's."""
+    import torch.distributed as dist
+    from torch.distributed.nn import functional as differentiable
+
+    group = {"world_size": 1, "rank": 0}
+    found = {}
+    with begin("dp" if "mesh" in sys.argv[1] else "") as accelerator:
+        dist.init_process_group("gloo", store=dist.HashStore(), **group)
+        x, host = torch.ones(3, device=accelerator.device), torch.ones(3)
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: dist.all_reduce(x),
+            "all_reduce_coalesced": lambda: dist.all_reduce_coalesced([x]),
+            "async": lambda: dist.all_reduce(x, async_op=True),
+            "reduce": lambda: dist.reduce(x, 0),
+            "broadcast": lambda: dist.broadcast(x, 0),
+            "all_gather": lambda: dist.all_gather([host], x),
+            "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(x, host),
+            "gather": lambda: dist.gather(x, [host]),
+            "scatter": lambda: dist.scatter(x, [host]),
+            "reduce_scatter": lambda: dist.reduce_scatter(x, [host]),
+            "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x, host),
+            "all_to_all": lambda: dist.all_to_all([host], [x]),
+            "all_to_all_single": lambda: dist.all_to_all_single(host, x),
+            "send": lambda: dist.group.WORLD.send([x], 0, 0),
+            "recv": lambda: dist.recv(x),
+            "differentiable": lambda: differentiable.all_reduce(x),
+            "DDP": lambda: nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(x.device)),
+        }
+        found = {name: raised(call) for name, call in calls.items()}
+        dist.all_reduce(host)
+        dist.broadcast_object_list([{"a": 1}], 0)
+        dist.barrier()
+        found["unchanged"] = [x.tolist(), host.tolist()]
+        dist.destroy_process_group()
+        url = {"init_method": "xla://"}
+        found["group"] = raised(lambda: dist.init_process_group("xla", **url))
     return found
 
 

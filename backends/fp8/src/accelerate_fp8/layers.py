@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from accelerate_core.errors import PrepareError
+
 #: `(module, name) -> bool`: whether a layer is converted.
 Filter = Callable[[nn.Module, str], bool]
 #: Matrix products in fp8 take sizes that are multiples of it.
@@ -76,7 +78,8 @@ def survey(
     `refusal` is the reason of those that it does not take.
 
     Left alone is what another layer would not behave like: one of a class of its own, with hooks,
-    attributes of its own or a forward put in its place, or with a weight that another module has too.
+    attributes that are no plain data or a forward put in its place, or with a weight that another
+    module has too.
     """
     takes = usual_filter(model) if chosen is None else chosen
     holders = names_of(model)
@@ -109,13 +112,35 @@ def own_behaviour(layer: nn.Module) -> str:
     has = vars(layer)
     if "forward" in has or any(has[name] for name in has if name.endswith("_hooks")):
         return "it has hooks, or another forward"
-    names = [*(name for name in has if name[0] != "_"), *layer._parameters, *layer._buffers]
-    more = [
-        name
-        for name in [*names, *layer._modules]
-        if name not in _usual(isinstance(layer, nn.Linear))
-    ]
+    names = [*layer._parameters, *layer._buffers, *layer._modules]
+    more = [name for name in names if name not in _usual(isinstance(layer, nn.Linear))]
+    more += [name for name, value in _own(layer).items() if not isinstance(value, _PLAIN)]
     return f"it has {more[0]!r}, which torch's has not" if more else ""
+
+
+#: What another layer can have as well: it changes nothing by itself.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _own(layer: nn.Module) -> dict[str, Any]:
+    """Return the public attributes that were set on a layer."""
+    usual = _usual(isinstance(layer, nn.Linear))
+    return {k: v for k, v in vars(layer).items() if k[0] != "_" and k not in usual}
+
+
+def carry_attributes(made: nn.Module, layer: nn.Module) -> None:
+    """Give the layer in another's place the numbers and texts that were set on that one.
+
+    Raises:
+        PrepareError: it has something of that name itself.
+    """
+    for name, value in _own(layer).items():
+        if hasattr(made, name):
+            raise PrepareError(
+                f"A layer that is to compute in fp8 has the attribute {name}={value!r}, and so has the "
+                f"{type(made).__name__} in its place. Rename it."
+            )
+        setattr(made, name, value)
 
 
 @cache
@@ -125,7 +150,11 @@ def _usual(linear: bool) -> frozenset[str]:
 
 
 def note_replaced(made: nn.Module, layer: nn.Module) -> nn.Module:
-    """Let backends that are told of layers, or of their classes, find what is in their place."""
+    """Let backends that are told of layers, or of their classes, find what is in their place.
+
+    What a script has set on a layer goes along.
+    """
+    carry_attributes(made, layer)
     made._replaced_class = type(layer).__name__  # type: ignore[assignment]
     vars(layer)["_replaced_by"] = made  # a module's own way would make it a part of the layer
     return made

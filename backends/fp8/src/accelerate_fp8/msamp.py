@@ -7,7 +7,7 @@ surface.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from accelerate_core import AcceleratorView
 from accelerate_core.errors import ConfigurationError, MissingPluginError, PrepareError
-from accelerate_fp8.layers import survey
+from accelerate_fp8.layers import carry_attributes, converted, survey
 from accelerate_fp8.precision import FP8
 
 
@@ -90,6 +90,8 @@ class MSAMP(FP8):
                 layers[index] = dataclasses.replace(one, reason="use_fp32_linear") if own else one
                 layer: Any = model.value.get_submodule(one.name)
                 layer.use_fp32_linear = True  # or the library converts it all the same
+        replaced = {name: (one, one.training) for name, one in model.value.named_modules()}
+        _share_weights(accelerator, model.value, converted(layers))
         decoupled = isinstance(optimizer.value, torch.optim.AdamW)
         model.value, optimizer.value = self._msamp.initialize(
             model.value, optimizer.value, opt_level=self.recipe.opt_level
@@ -99,6 +101,10 @@ class MSAMP(FP8):
                 f"MS-AMP made a {type(optimizer.value).__name__} of an AdamW, which this torch "
                 f"({torch.__version__}) calls a kind of Adam: weights would decay otherwise. Use Adam."
             )
+        for name in converted(layers):  # layers of the library's begin in training
+            made, (was, mode) = model.value.get_submodule(name), replaced[name]
+            made.training = mode
+            carry_attributes(made, was)
         model.value.register_state_dict_post_hook(_make_plain)
         loading = _Loading()
         model.value.register_load_state_dict_pre_hook(loading.fill)
@@ -173,6 +179,16 @@ class _Scaler(torch.amp.GradScaler):
         grads = [one.grad for one in held if one.grad is not None]
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         return {found_inf.device: found_inf}
+
+
+def _share_weights(accelerator: AcceleratorView, model: nn.Module, names: Iterable[str]) -> None:
+    """Give every rank the first one's weights of these layers: later DDP leaves them out."""
+    if accelerator.num_processes == 1:
+        return
+    for name in names:
+        weight = model.get_submodule(name).get_parameter("weight").detach()
+        flat = weight.flatten().to(accelerator.device)
+        weight.copy_(accelerator.communicator.broadcast(flat).view_as(weight))
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -142,7 +142,7 @@ class FP8(Precision):
             ours = linear(layers)
             told = f"{sum(one.in_fp8 for one in ours)} of {len(ours)} linear layers"
             lines += [f"{kind}: {told} compute in fp8", *table(layers)]
-        return "\n".join(lines)
+        return "\n".join([*lines, *_untrained(accelerator)])
 
     def on_free(self, accelerator: AcceleratorView) -> None:
         """Forget the models."""
@@ -163,6 +163,24 @@ class FP8(Precision):
             "fp8_recipe_handler": self.recipe,
             names[self.engine]: self.recipe,
         }
+
+
+def _untrained(accelerator: AcceleratorView) -> list[str]:
+    """Tell which weights got no gradient, as of layers that never ran.
+
+    Only of models some of whose weights have a state in an optimizer: others may have none at all.
+    """
+    groups = [group for one in accelerator.optimizers for group in one.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    stepped = {id(parameter) for one in accelerator.optimizers for parameter in one.state}
+    lines = []
+    for model in map(accelerator.unwrap_model, accelerator.models):
+        its = {name: id(p) for name, p in model.named_parameters() if p.requires_grad}
+        names = [name for name, one in its.items() if one in held and one not in stepped]
+        if names and not stepped.isdisjoint(its.values()):
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            lines.append(f"{type(model).__name__}: no step had a gradient of {shown}")
+    return lines
 
 
 def choose(settings: Any, handlers: Sequence[Any]) -> tuple[str, str]:

@@ -13,10 +13,11 @@ import torch
 from accelerate_core import AcceleratorView, Backend, Claim, ParallelismConfig, Request
 from accelerate_core.contract.topology import Process, Topology
 from accelerate_core.data.feeding import look_ahead
+from accelerate_core.data.rng import GENERATORS
 from accelerate_core.distributed.torch_collectives import host_group
 from accelerate_core.distributed.tree import map_tensors, send_to_device
 from accelerate_core.errors import ConfigurationError
-from accelerate_xla import library
+from accelerate_xla import guards, library
 from accelerate_xla.collectives import XLACollectives
 from accelerate_xla.library import imported
 from accelerate_xla.metrics import Compilations, report
@@ -54,6 +55,7 @@ class XLABackend(XLACollectives, Backend):
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
         super().__init__(settings or XLAPlugin(), handlers)
+        GENERATORS["xla"] = library.Generator()
         if self.settings.state_dict_type == "SHARDED_STATE_DICT":
             self.owns = frozenset({"checkpoint"})  # type: ignore[misc]
             # Those of a cycle that has begun are no part of it: what is saved is the cycle's start.
@@ -99,7 +101,9 @@ class XLABackend(XLACollectives, Backend):
 
     def device(self, accelerator: AcceleratorView, topology: Topology, cpu: bool) -> torch.device:
         """Take this process's device; under SPMD the one that stands for all."""
+        guards.refuse_lonely_group()
         library.refuse_blind_processes(topology.num_processes)
+        guards.refuse_device_tensors()
         sizes = self._sizes(accelerator)
         if sizes:
             library.start_spmd(sizes)

@@ -164,6 +164,23 @@ def settled() -> Iterator[None]:
         model.set_rng_state(seed)
 
 
+class Generator:
+    """XLA's generator as those of torch's devices are: its seed as eight bytes."""
+
+    def is_available(self) -> bool:
+        """Yes: the backend is active."""
+        return True
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Return the seed that is drawn from next."""
+        seed: int = imported("core.xla_model").get_rng_state()
+        return torch.tensor(list(seed.to_bytes(8, "little")), dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set it."""
+        imported("core.xla_model").set_rng_state(int.from_bytes(state.tolist(), "little"))
+
+
 def device_kind() -> str:
     """Return what XLA computes on here: `TPU`, `CPU`, ..."""
     return str(imported("runtime").device_type())

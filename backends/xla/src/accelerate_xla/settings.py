@@ -15,15 +15,21 @@ class XLAPlugin(KwargsHandler):
     """
 
     spmd: bool = option(
-        default=False, help="one process computes on all devices, data parallel if no mesh is given"
+        default=False,
+        help="one process computes on all devices, data parallel if no mesh is given",
+        ask="Compute on all devices from one process (SPMD)?",
     )
     downcast_bf16: bool = option(
         default=False,
         help="with bf16: keep parameters and buffers in bf16, too",
         env="ACCELERATE_DOWNCAST_BF16",
+        ask="Keep parameters and buffers in bf16, too?",
+        ask_if="mixed_precision=bf16",
     )
     state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = option(
-        default="FULL_STATE_DICT", help="checkpoints: whole, or in the shards of the devices"
+        default="FULL_STATE_DICT",
+        help="checkpoints: whole, or in the shards of the devices",
+        ask="How are checkpoints written?",
     )
     metrics: bool = option(
         default=False, help="show compilations, transfers and CPU fallbacks in explain()"

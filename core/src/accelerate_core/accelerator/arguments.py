@@ -122,17 +122,18 @@ def refuse_unclaimed(handlers: Mapping[type, Any], active: Sequence[Any]) -> Non
         classes += tuple(getattr(plugin, "handlers", ()))
         if isinstance(getattr(plugin, "Settings", None), type):
             classes += (plugin.Settings,)
-    records, exports = installed().plugins, installed().exports.values()
-    others = {_package(one.target) for one in records if one.kind != "precision"}
-    precisions = {_package(one.target) for one in records if one.kind == "precision"} - others
-    packages = others | {_package(target) for target, _ in exports}
-    packages -= {"accelerate_core", *precisions}
+    plugins = [one for one in installed().plugins if _package(one.target) != "accelerate_core"]
+    theirs = {_package(one.target): one.name for one in plugins if one.kind == "precision"}
+    known = {_package(one.target) for one in plugins if one.kind != "precision"}
+    known |= {_package(t) for t, _ in installed().exports.values()} - {"accelerate_core", *theirs}
     for cls, handler in handlers.items():
-        if not isinstance(handler, classes) and cls.__module__.split(".")[0] not in packages:
+        package = _package(cls.__module__)
+        if not isinstance(handler, classes) and package not in known:
             names = [c.__name__ for c in classes]
+            asked = f" It is for mixed_precision={theirs.get(package)!r}."
             raise ConfigurationError(
-                f"No active plugin takes the handler {cls.__name__} in kwargs_handlers; "
-                f"active ones take {listing(names)}.{did_you_mean(cls.__name__, names)}"
+                f"No active plugin takes the handler {cls.__name__} in kwargs_handlers; active ones take "
+                f"{listing(names)}.{asked if package in theirs else did_you_mean(cls.__name__, names)}"
             )
 
 
@@ -149,11 +150,9 @@ def accumulation(
             "Pass gradient_accumulation_steps or gradient_accumulation_plugin, not both."
         )
     if plugin.num_steps is None:
-        plugin = dataclasses.replace(plugin, num_steps=steps.value)
-    else:
-        values["gradient_accumulation_steps"] = Because(
-            plugin.num_steps, "constructor argument gradient_accumulation_plugin"
-        )
+        return dataclasses.replace(plugin, num_steps=steps.value)
+    said = "constructor argument gradient_accumulation_plugin"
+    values["gradient_accumulation_steps"] = Because(plugin.num_steps, said)
     return plugin
 
 

@@ -61,7 +61,7 @@ def option(
     *,
     default: Any = dataclasses.MISSING,
     help: str = "",
-    env: str | Iterable[str] = (),
+    env: str | Iterable[str] | None = None,
     key: str | None = None,
     yaml: str | Iterable[str] = (),
     cli: str | Iterable[str] | None = None,
@@ -74,15 +74,16 @@ def option(
 ) -> Any:
     """Declare a field with a help text and, where they differ, its names.
 
-    `env` are its environment variables, today's first. `key` is its name in a config file, "" if it
+    `env` are its environment variables, today's first, () for none; the default is its name behind the
+    prefix. `key` is its name in a config file, "" if it
     has none; `yaml` are further names there, and of options of `launch`; `cli` are names of options
     alone, () for none at all. `choices` are what a text in a file or on the command line may say, in
     any case. `ask` is the question `accelerate-core config` puts, if the condition `ask_if` holds:
     `other_field=value`. `read(text, variable)` makes the value of a text.
     `constraints` are pydantic's (`ge=1`, `pattern=...`).
     """
-    said: dict[str, Any] = {"env": _tuple(env), "yaml": _tuple(yaml), "key": key, "read": read}
-    said["cli"] = None if cli is None else _tuple(cli)
+    said: dict[str, Any] = {"env": env, "cli": cli, "yaml": _tuple(yaml), "key": key, "read": read}
+    said |= {name: _tuple(said[name]) for name in ("env", "cli") if said[name] is not None}
     said |= {"choices": tuple(choices), "ask": ask, "ask_if": ask_if}
     given: Any = {"default": default, "default_factory": default_factory}
     metadata = {"description": help, "setting": said, **constraints}
@@ -226,13 +227,14 @@ def settings_fields(cls: type[Any], *, owner: str = "") -> tuple[SettingField, .
         annotation = hints.get(field.name, Any)
         keys = (theirs + key.removeprefix(theirs), key) if key else ()
         more, cli = said.get("yaml", ()), said.get("cli")
+        usual = () if prefix is None else (prefix + field.name.upper(),)
         out.append(
             SettingField(
                 name=field.name,
                 kind=_KINDS.get(_without_none(annotation), "text"),
                 default=_default_of(field),
                 help=field.metadata.get("description", ""),
-                env=said.get("env") or (() if prefix is None else (prefix + field.name.upper(),)),
+                env=usual if said.get("env") is None else said["env"],
                 cli=() if cli == () else tuple(dict.fromkeys((*(cli or ()), *more, own))),
                 yaml=tuple(dict.fromkeys((*keys, *more))),
                 choices=said.get("choices") or _choices(_without_none(annotation)),

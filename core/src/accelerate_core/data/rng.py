@@ -13,7 +13,16 @@ from torch.utils.data import IterableDataset
 
 from accelerate_core.data.order import SeedableRandomSampler, order_sampler
 from accelerate_core.distributed.communicator import Communicator
-from accelerate_core.errors import ConfigurationError, did_you_mean
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+
+#: Type of device -> what has `is_available`, `get_rng_state` and `set_rng_state` (of a tensor on the
+#: CPU), where torch has no module for the device; a backend adds its own.
+GENERATORS: dict[str, Any] = {}
+_NAMED = ("torch", "generator")
+
+
+def _generator_of(device_type: str) -> Any:
+    return GENERATORS.get(device_type) or getattr(torch, device_type, None)
 
 
 def share_from_main(comm: Communicator) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -35,12 +44,11 @@ def check_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
         rng_types = ["generator" if rng_types is None else rng_types]
     names = [str(getattr(kind, "value", kind)) for kind in rng_types]
     for name in names:
-        module = getattr(torch, name, None)
-        if name not in ("torch", "generator") and not hasattr(module, "set_rng_state"):
-            known = ["torch", "generator", "cuda", "xpu", "mps"]
+        if name not in _NAMED and not hasattr(_generator_of(name), "set_rng_state"):
+            known = [*_NAMED, "cuda", "xpu", "mps", *GENERATORS]
             raise ConfigurationError(
-                f"rng_types: {name!r} is no random number generator. Allowed are 'torch', "
-                f"'generator' and the type of a device.{did_you_mean(name, known)}"
+                f"rng_types: {name!r} is no random number generator here. Allowed are "
+                f"{listing(known)}.{did_you_mean(name, known)}"
             )
     return names
 
@@ -50,9 +58,8 @@ def find_generator(loader: Any) -> torch.Generator | None:
     dataset, sampler = getattr(loader, "dataset", None), order_sampler(loader)
     if isinstance(sampler, SeedableRandomSampler):
         return None
-    owners = [sampler, getattr(loader, "batch_sampler", None)]
-    if isinstance(dataset, IterableDataset):
-        owners = [dataset]
+    streams = isinstance(dataset, IterableDataset)
+    owners = [dataset] if streams else [sampler, getattr(loader, "batch_sampler", None)]
     found = (getattr(owner, "generator", None) for owner in owners)
     return next((each for each in found if isinstance(each, torch.Generator)), None)
 
@@ -70,10 +77,8 @@ def synchronize_rng_states(
         elif name == "generator":
             if generator is not None:
                 generator.set_state(share(generator.get_state().cpu()))
-        else:
-            module = getattr(torch, name)
-            if module.is_available():
-                module.set_rng_state(share(module.get_rng_state().cpu()))
+        elif (module := _generator_of(name)).is_available():
+            module.set_rng_state(share(module.get_rng_state().cpu()))
 
 
 @dataclass

@@ -56,7 +56,7 @@ def contributed_options(environ: Mapping[str, str]) -> tuple[Contributed, ...]:
         for field in (*_switches(schema), *schema.fields):
             names = tuple(name for name in field.cli if name not in taken)
             taken.update(names)
-            if names:
+            if names and field.env:  # an option's value travels as a variable
                 made.append(Contributed(schema, replace(field, cli=names)))
     return tuple(made)
 
@@ -209,7 +209,7 @@ def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, 
             said.update(_check_section(config, key, schemas))
         for field in filter(None, (one.field_of_key(key) for one in by_section.get("", ()))):
             check_value(field, config[key], f"{key}: {config[key]!r} ({config.where(key)})")
-            said[field.env[0]] = Because(config[key], config.where(key))
+            said |= {name: Because(config[key], config.where(key)) for name in field.env[:1]}
     return said
 
 
@@ -222,7 +222,7 @@ def _check_section(
         field = next((one for one in found if one is not None), None)
         if field is not None:
             check_value(field, value, f"{section}.{key}: {value!r} ({where})")
-            if value is not None:
+            if value is not None and field.env:
                 yield field.env[0], Because(value, where)
             continue
         if catalog.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):

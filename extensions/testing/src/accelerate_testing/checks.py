@@ -34,7 +34,7 @@ SUITE_KINDS = tuple(_MODULES)
 #: Kind of plugin -> the keys of `options` that its checks read.
 OPTIONS = {
     "backend": ("prints",),
-    "precision": ("tolerance", "prints"),
+    "precision": ("tolerance", "optimizer", "one_model", "prints"),
     "tracker": ("read", "read_config", "init", "elsewhere", "overwrites", "resumes", "prints"),
     "launcher": (),
     "extension": ("changes_training", "not_saved", "ranks_differ", "prints"),

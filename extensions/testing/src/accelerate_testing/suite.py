@@ -142,7 +142,8 @@ class PrecisionSuite(_Suite):
     """The suite of a precision, in one process and over the installed backend for several.
 
     `options`: `tolerance`, by how much of it a loss may differ from that of full precision;
-    `prints`, True if it prints without being asked to.
+    `optimizer`, the name of one in `torch.optim`, if it does not take every one; `one_model`, True if
+    it trains one model and no more; `prints`, True if it prints without being asked to.
     """
 
     kind = "precision"

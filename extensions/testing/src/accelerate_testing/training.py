@@ -57,9 +57,16 @@ no_momentum = partial(torch.optim.SGD, lr=RATE)
 adam = partial(torch.optim.Adam, lr=0.01)
 
 
+def optimizer_of(ctx: CheckContext) -> Callable[[Any], Any]:
+    """Return the optimizer of checks that could have any: the one that `options` name, or `sgd`."""
+    name = ctx.options.get("optimizer")
+    return sgd if name is None else partial(getattr(torch.optim, str(name)), lr=0.01)
+
+
 def plain_training(
     batches: Sequence[Batch],
     *,
+    optimizer: Callable[[Any], Any] = sgd,
     per_step: int = 1,
     per_epoch: int | None = None,
     max_norm: float | None = None,
@@ -70,6 +77,7 @@ def plain_training(
 
     Args:
         batches: whole batches, of all ranks together.
+        optimizer: makes the optimizer of parameters.
         per_step: batches per optimizer step.
         per_epoch: batches per epoch, after which there is a step in any case.
         skipped: batches after which there is no step, as where a scaled loss has overflowed.
@@ -78,7 +86,7 @@ def plain_training(
         The loss of each batch, the weights in the end, the norms before clipping.
     """
     model = Net(0)
-    optimizer = sgd(model.parameters())
+    its = optimizer(model.parameters())
     losses, norms = [], []
     for index, batch in enumerate(batches):
         loss = loss_of(model, batch)
@@ -91,8 +99,8 @@ def plain_training(
             if clip_value is not None:
                 nn.utils.clip_grad_value_(model.parameters(), clip_value)
             if index not in skipped:
-                optimizer.step()
-            optimizer.zero_grad()
+                its.step()
+            its.zero_grad()
     return losses, dict(model.state_dict()), norms
 
 
@@ -134,7 +142,7 @@ class Trainer:
     def begin(
         cls,
         ctx: CheckContext,
-        optimizer: Callable[[Any], Any] = sgd,
+        optimizer: Callable[[Any], Any] | None = None,
         *,
         net: nn.Module | None = None,
         seed: int = 0,
@@ -145,6 +153,7 @@ class Trainer:
         """Prepare a model, and an optimizer of its parameters.
 
         Args:
+            optimizer: makes it; else `optimizer_of` does.
             net: the model; else a `Net(seed)` on the main process, and others on the other ranks:
                 preparing makes all of them that one.
             accelerator: the one to use; else one is made, with `arguments`.
@@ -152,7 +161,7 @@ class Trainer:
         """
         accelerator = accelerator or ctx.accelerator(**arguments)
         net = Net(seed + accelerator.process_index) if net is None else net
-        made = [net, optimizer(net.parameters())]
+        made = [net, (optimizer or optimizer_of(ctx))(net.parameters())]
         made += [schedule(made[1])] if schedule else []
         return cls(ctx, accelerator, *accelerator.prepare(*made))
 

@@ -14,11 +14,10 @@ import click
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.errors import ConfigurationError
 from accelerate_launch import default_config_path
-from accelerate_xla.launch.pod import gcloud
+from accelerate_xla.launch.pod import CONFIG, gcloud
 from accelerate_xla.launch.settings import TPUPod
 
 _PACKAGE = "accelerate-core[xla]"
-_CONFIG = "ACCELERATE_CONFIG_FILE"
 
 
 def _underscores(name: str) -> str:
@@ -91,8 +90,8 @@ def command(
 
 def _settings(config_file: str | None) -> TPUPod:
     default = default_config_path(os.environ)
-    file = config_file or os.environ.get(_CONFIG) or (str(default) if default.is_file() else "")
-    said: TPUPod = resolve_settings(TPUPod, None, Sources.of({**os.environ, _CONFIG: file}))[0]
+    file = config_file or os.environ.get(CONFIG) or (str(default) if default.is_file() else "")
+    said: TPUPod = resolve_settings(TPUPod, None, Sources.of({**os.environ, CONFIG: file}))[0]
     return said
 
 

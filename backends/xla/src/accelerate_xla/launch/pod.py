@@ -19,6 +19,8 @@ from accelerate_xla.launch.settings import TPUPod
 
 #: Tells the hosts' processes where they are.
 IN_POD = "ACCELERATE_IN_TPU_POD"
+#: Names the config file.
+CONFIG = "ACCELERATE_CONFIG_FILE"
 #: Variables of this machine that are settings of the run.
 _SETTINGS = ("ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_", "XLA_")
 #: Those that are about this machine, or this launch.
@@ -57,14 +59,7 @@ class TPUPodLauncher:
 
     def _on_each_host(self, plan: LaunchPlan) -> str:
         """Return this launch as a line for the hosts' shells: in this folder, by this interpreter."""
-        launch = [
-            sys.executable,
-            "-m",
-            "accelerate_core.cli",
-            "launch",
-            "--tpu",
-            "--no_tpu_cluster",
-        ]
+        launch = ["--tpu", "--no_tpu_cluster"]
         if (number := plan.asked_processes) is not None:
             launch += ["--num_processes", str(number.value)]
         if plan.main_process_port:
@@ -79,16 +74,22 @@ class TPUPodLauncher:
             if not pair.partition("=")[0].isidentifier() or "=" not in pair:
                 raise ConfigurationError(f"--env {pair!r} must have the form NAME=VALUE.")
             variables.append(pair)
-        sudo = ["sudo"] if self.settings.tpu_use_sudo else []
-        line = shlex.join([*sudo, "env", f"{IN_POD}=1", *variables, *launch])
-        return f"cd {shlex.quote(str(Path.cwd()))} && {line}"
+        start = ["sudo"] if self.settings.tpu_use_sudo else []
+        start += ["env", f"{IN_POD}=1", *variables, sys.executable, "-m", "accelerate_core.cli"]
+        folder, start = shlex.quote(str(Path.cwd())), [*start, "launch"]
+        if (file := plan.environment.get(CONFIG)) is None:
+            return f"cd {folder} && {shlex.join([*start, *launch])}"
+        # A host has a copy of it while it runs: not all that it says fits into variables.
+        text = shlex.quote(Path(file).read_text(encoding="utf-8"))
+        line = f'{shlex.join(start)} --config_file "$config" {shlex.join(launch)}'
+        return (
+            f'cd {folder} && config=$(mktemp) && printf %s {text} > "$config" && '
+            f'{{ {line}; status=$?; rm -f "$config"; exit $status; }}'
+        )
 
 
 def _carried(plan: LaunchPlan) -> Mapping[str, str]:
-    """Return the settings of this launch that the hosts cannot know.
-
-    The config file stays here: what it says is among the variables.
-    """
+    """Return the settings of this launch that the hosts cannot know."""
     around = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
     made = {**around, **plan.environment}
     threads = plan.because.get("OMP_NUM_THREADS")

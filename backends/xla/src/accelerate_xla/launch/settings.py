@@ -22,7 +22,11 @@ class TPULaunch:
         key="",
         cli=(),
         yaml="main_training_function",
+        ask="Function of the script that each process calls (empty: run it as a program)?",
     )
+
+
+_POD = "tpu_use_cluster=True"
 
 
 @settings(env_prefix="ACCELERATE_", section=None, yaml_prefix="tpu_")
@@ -30,7 +34,10 @@ class TPUPod:
     """Which hosts a pod has, and what is run on each."""
 
     tpu_use_cluster: bool = option(
-        default=False, help="start the script on every host of a pod", cli="tpu_cluster"
+        default=False,
+        help="start the script on every host of a pod",
+        cli="tpu_cluster",
+        ask="Is it a pod, on every host of which the script starts?",
     )
     no_tpu_cluster: bool = option(
         default=False,
@@ -38,18 +45,50 @@ class TPUPod:
         key="",
         cli="no_tpu_cluster",
     )
-    tpu_name: str | None = option(default=None, help="name of the TPU, as gcloud knows it")
-    tpu_zone: str | None = option(default=None, help="zone of the TPU")
     tpu_vm: list[str] | None = option(
-        default=None, help="host to start on by ssh, instead of gcloud; once for each", cli="vm"
+        default=None,
+        help="host to start on by ssh, instead of gcloud; once for each",
+        cli="vm",
+        ask="Hosts to start on by ssh (empty: gcloud finds them)?",
+        ask_if=_POD,
+    )
+    tpu_name: str | None = option(
+        default=None,
+        help="name of the TPU, as gcloud knows it",
+        ask="Name of the TPU, as gcloud knows it?",
+        ask_if="tpu_vm=None",
+    )
+    tpu_zone: str | None = option(
+        default=None, help="zone of the TPU", ask="Its zone?", ask_if="tpu_vm=None"
     )
     tpu_env: list[str] | None = option(
-        default=None, help="NAME=VALUE for the hosts of a pod; once for each", cli="env"
+        default=None,
+        help="NAME=VALUE for the hosts of a pod; once for each",
+        cli="env",
+        ask="Variables for the hosts, NAME=VALUE?",
+        ask_if=_POD,
     )
-    tpu_use_sudo: bool = option(default=False, help="run the script on the hosts as root")
-    commands: list[str] | None = option(
-        default=None, help="commands of tpu-config", key="", cli=(), yaml="commands"
+    tpu_use_sudo: bool = option(
+        default=False,
+        help="run the script on the hosts as root",
+        ask="Run it on the hosts as root (sudo)?",
+        ask_if=_POD,
     )
     command_file: str | None = option(
-        default=None, help="file of them", key="", cli=(), yaml="command_file"
+        default=None,
+        help="file of commands for tpu-config",
+        key="",
+        cli=(),
+        yaml="command_file",
+        ask="File of commands by which tpu-config sets hosts up (empty: none)?",
+        ask_if=_POD,
+    )
+    commands: list[str] | None = option(
+        default=None,
+        help="commands of tpu-config",
+        key="",
+        cli=(),
+        yaml="commands",
+        ask="Commands instead of a file?",
+        ask_if="command_file=None",
     )

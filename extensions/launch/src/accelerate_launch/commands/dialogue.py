@@ -198,10 +198,12 @@ def _of_plugins(
     """Put the questions of the chosen backend and precision, and of a mesh if one is taken."""
     schemas = plugin_schemas(environ)
     # What was answered to each plugin that was chosen: several classes may have its settings.
+    known = {"mixed_precision": made["mixed_precision"]}
     chosen: dict[tuple[str, str], dict[str, str]] = {
-        ("backend", backend): {},
+        ("backend", backend): dict(known),
         ("precision", made["mixed_precision"]): {},
     }
+    chosen |= {("launcher", one): dict(known) for one in _launchers(asker, made, backend, schemas)}
     for schema in schemas:
         if (schema.kind, schema.name) not in chosen:
             continue
@@ -218,6 +220,23 @@ def _of_plugins(
             made["parallelism_config"] = sizes
 
 
+def _launchers(
+    asker: Asker, made: dict[str, Any], backend: str, schemas: Sequence[PluginSchema]
+) -> list[str]:
+    """Return the launchers that the backend's package brings, if they are to be used."""
+    release = next((one.release for one in schemas if one.name == backend), "")
+    theirs = [one for one in schemas if one.kind == "launcher" and one.release == release]
+    switched = next((one for one in theirs if one.switches), None)
+    kind = backend.upper()
+    if switched is None or catalog.DISTRIBUTED_TYPES.get(kind) != backend:
+        return []
+    if not asker.confirm(f"{switched.summary.rstrip('.')}?", True):
+        return []
+    del made["backend"]  # a file's type asks for both
+    made["distributed_type"] = kind
+    return [one.name for one in theirs]
+
+
 def _section(
     asker: Asker, made: dict[str, Any], schema: PluginSchema, by_name: dict[str, str]
 ) -> None:
@@ -230,8 +249,8 @@ def _section(
         by_name[field.name] = str(value)
         if value not in ("", None):
             answers[field.yaml[0]] = value
-    if answers:
-        made.setdefault(schema.section, {}).update(answers)
+    if answers:  # those without a section stand at the top of the file
+        (made.setdefault(schema.section, {}) if schema.section else made).update(answers)
 
 
 def _field(asker: Asker, field: SettingField) -> Any:
@@ -244,7 +263,10 @@ def _field(asker: Asker, field: SettingField) -> Any:
         return int(said) if field.kind == "int" else said
 
     def read(said: str) -> Any:
+        if field.kind == "list":
+            return [one for one in map(str.strip, said.split(",")) if one] or None
         check_value(field, said, repr(said))
         return {"int": int, "float": float}.get(field.kind, str)(said) if said else None
 
-    return asker.text(field.ask, default, read)
+    question = f"{field.ask} (several: joined by commas)" if field.kind == "list" else field.ask
+    return asker.text(question, default, read)

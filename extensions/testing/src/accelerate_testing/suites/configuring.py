@@ -54,9 +54,10 @@ def settings(ctx: CheckContext) -> str:
     section = section or f"{owner}_config"
     tried: list[str] = []
     for field in settings_fields(cls, owner=owner):
-        name, variable, value = field.name, field.env[0], _another(cls, field)
-        if value is None:
+        name, value = field.name, _another(cls, field)
+        if value is None or not field.env:
             continue
+        variable = field.env[0]
         text = str(value.value if isinstance(value, enum.Enum) else value)
         expected = getattr(cls(**{name: value}), name)
         environ, file = Sources({variable: text}), _config(f"{section}:\n  {name}: {text}\n")

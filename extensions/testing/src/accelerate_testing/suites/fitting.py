@@ -18,7 +18,7 @@ from accelerate_core.plugins.discovery import Installed, PluginRecord
 from accelerate_testing.checks import STEP, check
 from accelerate_testing.context import CheckContext
 from accelerate_testing.counting import count_communication
-from accelerate_testing.training import MOMENTUM, RATE, Net, Trainer, sgd
+from accelerate_testing.training import MOMENTUM, RATE, Net, Trainer, optimizer_of
 
 
 class _Probe(Precision):
@@ -180,7 +180,7 @@ def needs(ctx: CheckContext) -> str:
     """What it does to models and optimizers is in its `needs`: backends accept it by that."""
     accelerator = ctx.accelerator(backend="single")
     net: Any = Net(0)
-    before: Any = sgd(net.parameters())
+    before: Any = optimizer_of(ctx)(net.parameters())
     model, optimizer = accelerator.prepare(net, before)
     inner = accelerator.unwrap_model(model)
     layers, its = ({name: type(m) for name, m in one.named_modules()} for one in (inner, Net(0)))

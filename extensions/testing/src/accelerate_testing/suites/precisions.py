@@ -8,7 +8,7 @@ from torch import nn
 from accelerate_testing.checks import SAVE, check
 from accelerate_testing.context import CheckContext
 from accelerate_testing.suites.preparing import goes_on, pair
-from accelerate_testing.training import Net, Trainer, plain_training
+from accelerate_testing.training import Net, Trainer, adam, optimizer_of, plain_training
 
 
 def _train(ctx: CheckContext, steps: int = 12) -> tuple[Trainer, list[float]]:
@@ -28,7 +28,8 @@ def _train(ctx: CheckContext, steps: int = 12) -> tuple[Trainer, list[float]]:
     # A loss scale comes down in the first few.
     said = f"the optimizer's steps {skipped} of {steps} were skipped"
     assert len(skipped) <= steps // 3, said
-    expected, _, _ = plain_training((whole * steps)[:steps], skipped=skipped)
+    batches, optimizer = (whole * steps)[:steps], optimizer_of(ctx)
+    expected, _, _ = plain_training(batches, optimizer=optimizer, skipped=skipped)
     tolerance = float(ctx.options.get("tolerance", 0.2))
     for index, (one, other) in enumerate(zip(losses, expected, strict=True)):
         assert abs(one - other) <= tolerance * max(abs(other), expected[0] / 10), (
@@ -45,6 +46,14 @@ def one_process(ctx: CheckContext) -> str:
     return f"loss {losses[0]:.3g} to {losses[-1]:.3g}"
 
 
+def _inner(ctx: CheckContext, net: nn.Module) -> nn.Module:
+    """Return what becomes of a model that is prepared with its optimizer."""
+    trainer = Trainer.begin(ctx, net=net)
+    inner: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
+    trainer.accelerator.end_training()
+    return inner
+
+
 @check("precision", alone=True, hooks="convert")
 def names_stay(ctx: CheckContext) -> None:
     """Parameters keep names, shapes and dtypes, and what is tied stays tied."""
@@ -57,12 +66,13 @@ def names_stay(ctx: CheckContext) -> None:
     ctx.equal(shapes, its, "parameters")
     tied = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
     tied[1].weight = tied[0].weight
-    inner = accelerator.unwrap_model(accelerator.prepare_model(tied))
+    accelerator.end_training()
+    inner = _inner(ctx, tied)
     names = [name for name, _ in inner.named_parameters()]
     ctx.equal(names, ["0.weight"], "parameters of a tied model")
     if "parameters" not in accelerator.precision.needs:
         for dtype in (torch.bfloat16, torch.float64):
-            inner = accelerator.unwrap_model(accelerator.prepare_model(Net(0).to(dtype)))
+            inner = _inner(ctx, Net(0).to(dtype))
             dtypes = {p.dtype for p in inner.parameters()}
             ctx.equal(dtypes, {dtype}, "dtypes of parameters (its `needs` lack 'parameters')")
 
@@ -70,12 +80,11 @@ def names_stay(ctx: CheckContext) -> None:
 @check("precision", alone=True, hooks="convert")
 def modes_stay(ctx: CheckContext) -> None:
     """What is frozen stays frozen, what trains still trains, and neither mode of a model is changed."""
-    accelerator = ctx.accelerator()
     for training in (True, False):
         model = Net(0).train(training)
         model.inner.requires_grad_(False)
         its = {name: p.requires_grad for name, p in model.named_parameters()}
-        inner = accelerator.unwrap_model(accelerator.prepare_model(model))
+        inner = _inner(ctx, model)
         mode = f"a model in {'train' if training else 'eval'} mode"
         now = {name: p.requires_grad for name, p in inner.named_parameters()}
         ctx.equal(now, its, f"parameters of {mode} that want gradients")
@@ -86,11 +95,29 @@ def modes_stay(ctx: CheckContext) -> None:
 @check("precision", alone=True, hooks=SAVE)
 def save_and_load(ctx: CheckContext) -> None:
     """A checkpoint brings back in another Accelerator all it takes to go on, of several models."""
+    if ctx.options.get("one_model", False):
+        _one_goes_on(ctx)
+        return
     both = pair(ctx, 0)
     batches, _ = both[0].batches(3)
     for trainer in both:
         trainer.train(batches * 4)  # a loss scale comes down in the first few
     goes_on(ctx, both, batches, "precision")
+
+
+def _one_goes_on(ctx: CheckContext) -> None:
+    """The same of one model, with a precision that takes no more."""
+    first = Trainer.begin(ctx, adam)
+    batches, _ = first.batches(3)
+    first.train(batches * 4)
+    path = first.accelerator.save_state(str(ctx.scratch("precision")))
+    first.train(batches)
+    after = first.weights()
+    first.accelerator.end_training()
+    again = Trainer.begin(ctx, adam, seed=5)
+    again.accelerator.load_state(path)
+    again.train(batches)
+    ctx.close(again.weights(), after, "the model, steps after load_state", 1e-6)
 
 
 @check("precision", alone=True, hooks="convert autocast")
