@@ -96,7 +96,10 @@ class Child:
         self._reader.start()
 
     def _read(self) -> None:
-        said = self.parent.answers.readline()
+        try:
+            said = self.parent.answers.readline()
+        except ConnectionResetError:  # it ended before it had read its task
+            said = ""
         self._pid = int(said or "0")
         self._begun.set()
         status = said and self.parent.answers.readline()
@@ -263,9 +266,11 @@ _Cached = type(cache(os.getpid))
 
 def _warm_up() -> None:
     import importlib
+    from importlib.util import find_spec
 
     for name in _WARM:
-        importlib.import_module(name)
+        if find_spec(name.partition(".")[0]):  # not every torch has all of ours
+            importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "an import has started a thread: a fork would lose it"
     gc.collect()
