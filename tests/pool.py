@@ -55,7 +55,13 @@ class _Parent:
         environ = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
-            env={**environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+            # Older torches start a pool of compilers, and a thread, where Inductor is imported.
+            env={
+                **environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONIOENCODING": "utf-8",
+                "TORCH_WARM_POOL": "0",
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],

@@ -102,7 +102,7 @@ def make(name: str, row: Row, folder: Path) -> Path:
     made = folder / name
     python = made / "bin" / "python"
     uv("venv", "--quiet", "--clear", "--no-python-downloads", "--python", row.python, made)
-    install = ("pip", "install", "--quiet", "--native-tls", "--python", python)
+    install = ("pip", "install", "--quiet", "--system-certs", "--python", python)
     members, torch = packages(row)
     edited = [word for member in members for word in ("--editable", f"./{member}")]
     uv(*install, *row.how, *torch, *edited)
