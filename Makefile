@@ -17,7 +17,7 @@ ARGS ?=
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help quickstart test conformance faults megatron fp8 test-xla clients clients-recorded soak lint format docs dist drop-in bench downstream gpu clean
+.PHONY: help quickstart test conformance faults megatron fp8 test-xla clients clients-recorded soak lint format docs dist release matrix drop-in bench downstream gpu clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
@@ -32,6 +32,8 @@ help:
 	@echo "make format       let ruff format the tree"
 	@echo "make docs         regenerate the generated pages"
 	@echo "make dist         build every wheel, install them into an empty environment and train"
+	@echo "make release      bump, date, build, check, commit and tag one distribution (NAME=, VERSION=)"
+	@echo "make matrix       the tests on other Pythons and torches, and on the lowest versions declared"
 	@echo "make gpu          what wants an accelerator, in ten minutes, without a network; writes a table"
 	@echo "make drop-in      the wheel that has the name accelerate, into dist"
 	@echo "make bench        compare with the peers"
@@ -135,10 +137,20 @@ format: $(VENV)/dev.stamp
 docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/generate.py
 
+# The time stamp of all files within, so that whoever builds this commit gets the same bytes.
+dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
 dist: $(VENV)/dev.stamp
 	rm -rf dist
 	for member in $(MEMBERS); do $(BIN)/python -m build --no-isolation --outdir dist $$member || exit 1; done
 	$(BIN)/python -m pytest tests/packaging --ignore tests/packaging/test_downstream.py --wheels dist
+
+# make release NAME=accelerate-ddp VERSION=0.2.0, and ARGS=--dry-run to see what it would do.
+release: $(VENV)/dev.stamp
+	$(BIN)/python tools/release.py cut $(NAME) $(VERSION) $(ARGS)
+
+# Other Pythons and torches, and the lowest versions we declare; ARGS="--only lowest tests/core" for some.
+matrix: $(VENV)/dev.stamp
+	$(BIN)/python tools/matrix.py $(ARGS)
 
 drop-in: $(VENV)/run.stamp
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist extensions/drop_in/accelerate

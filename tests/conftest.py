@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -17,3 +18,9 @@ def _each_file_begins_with_no_accelerator() -> Iterator[None]:
         while (left := runtime.current_user()) is not None:
             runtime.release(left)
         runtime.release(None)  # one that was used by nobody, or by what is gone
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name in (name for mark in item.iter_markers("needs") for name in mark.args):
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")

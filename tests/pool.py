@@ -55,7 +55,13 @@ class _Parent:
         environ = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
-            env={**environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+            # Older torches start a pool of compilers, and a thread, where Inductor is imported.
+            env={
+                **environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONIOENCODING": "utf-8",
+                "TORCH_WARM_POOL": "0",
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -96,7 +102,10 @@ class Child:
         self._reader.start()
 
     def _read(self) -> None:
-        said = self.parent.answers.readline()
+        try:
+            said = self.parent.answers.readline()
+        except ConnectionResetError:  # it ended before it had read its task
+            said = ""
         self._pid = int(said or "0")
         self._begun.set()
         status = said and self.parent.answers.readline()
@@ -263,9 +272,11 @@ _Cached = type(cache(os.getpid))
 
 def _warm_up() -> None:
     import importlib
+    from importlib.util import find_spec
 
     for name in _WARM:
-        importlib.import_module(name)
+        if find_spec(name.partition(".")[0]):  # not every torch has all of ours
+            importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "an import has started a thread: a fork would lose it"
     gc.collect()

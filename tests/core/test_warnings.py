@@ -17,7 +17,6 @@ from accelerate_core import Accelerator, ProfileKwargs
 from accelerate_core.contract.capabilities import check_words
 from accelerate_core.data.prepare import override_even_batches
 from accelerate_core.errors import warn
-from accelerate_fsdp2 import FullyShardedDataParallelPlugin
 from accelerate_tracking import GeneralTracker, TrackerHub
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +110,8 @@ def resumed_too_late(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def option_of_fsdp1(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    from accelerate_fsdp2 import FullyShardedDataParallelPlugin
+
     FullyShardedDataParallelPlugin(limit_all_gathers=False)
 
 

@@ -1,11 +1,14 @@
-"""The wheels, installed into an empty environment, train."""
+"""Wheels and sdists are whole and the same each time; the wheels, in an empty environment, train."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email.parser import BytesParser
 from pathlib import Path
 from typing import Any
 
@@ -81,28 +84,47 @@ def wheels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return Path(given).resolve()
     out = tmp_path_factory.mktemp("wheels")
     for member in MEMBERS:
-        run(
-            sys.executable,
-            "-m",
-            "build",
-            "--no-isolation",
-            "--wheel",
-            "--outdir",
-            out,
-            ROOT / member,
-        )
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT / member)
     return out
 
 
 def test_every_member_has_a_wheel_with_its_types_and_no_tests(wheels: Path) -> None:
     found = sorted(wheels.glob("*.whl"))
     assert len(found) == len(MEMBERS)
+    licence = (ROOT / "LICENSE").read_bytes()
     for wheel in found:
-        names = zipfile.ZipFile(wheel).namelist()
+        archive = zipfile.ZipFile(wheel)
+        names = archive.namelist()
         assert any(name.endswith("/py.typed") for name in names), wheel.name
+        (text,) = [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
+        assert archive.read(text) == licence, wheel.name
+        about = BytesParser().parsebytes(archive.read(text.replace("licenses/LICENSE", "METADATA")))
+        assert about["License-Expression"] == "Apache-2.0", wheel.name
+        assert about["Requires-Python"] == ">=3.11", wheel.name
         tests = [name for name in names if "test_" in Path(name).name]
         # Scripts of the original's `test_utils`, which people launch.
         assert not [name for name in tests if "/served/" not in name], wheel.name
+
+
+def test_every_member_has_an_sdist_and_twine_takes_both(wheels: Path) -> None:
+    found = sorted(wheels.glob("*.tar.gz"))
+    assert len(found) == len(MEMBERS)
+    for sdist in found:
+        with tarfile.open(sdist) as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
+        assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"} <= names, sdist.name
+        assert any(name.endswith("/py.typed") for name in names), sdist.name
+    run(sys.executable, "-m", "twine", "check", "--strict", *found, *wheels.glob("*.whl"))
+
+
+def test_another_folder_gives_the_same_bytes(wheels: Path, clone: Path, tmp_path: Path) -> None:
+    for member in MEMBERS:
+        run(sys.executable, "-m", "hatchling", "build", "-d", tmp_path / "out", cwd=clone / member)
+    first, second = (
+        {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+        for folder in (wheels, tmp_path / "out")
+    )
+    assert first == second
 
 
 # Of `make dist`, which selects all of this folder: `make test` need not make an environment again.

@@ -52,11 +52,9 @@ def install() -> None:
     _installed = True
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr without a descriptor
         faulthandler.enable()
-    # What atexit calls comes after the wait for threads; this is called before, where Python has it.
-    if (register := getattr(threading, "_register_atexit", None)) is not None:
-        timer = threading.Timer(2.0, _name_threads)  # who was told to end has that long
-        timer.daemon = True
-        register(timer.start)
+    # What atexit calls comes after the wait for threads; these come before, where Python has them. The
+    # first is called last: pools have been told to end.
+    getattr(threading, "_threading_atexits", []).insert(0, _name_threads)
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -78,9 +76,13 @@ def install() -> None:
 
 def _name_threads() -> None:
     """Name the threads for which the process waits at its end: nobody else does."""
-    held = [one for one in threading.enumerate() if one.is_alive() and not one.daemon]
-    codes = [getattr(one, "_target", None) or type(one) for one in held]
-    said = ", ".join(f"{t.name} of {c.__module__}" for t, c in zip(held, codes, strict=True))
+    waited = [t for t in threading.enumerate() if not (t.daemon or t is threading.main_thread())]
+    last = time.monotonic() + 2.0  # who was told to end has that long
+    # No timer: since Python 3.12 nothing can start a thread here.
+    for one in waited:
+        one.join(max(0.0, last - time.monotonic()))
+    held = [(t.name, getattr(t, "_target", None) or type(t)) for t in waited if t.is_alive()]
+    said = ", ".join(f"{name} of {code.__module__}" for name, code in held)
     if said:
         sys.stderr.write(f"Waiting for threads: {said} (end_training() ends those of plugins)\n")
 

@@ -1,0 +1,94 @@
+"""One distribution is released by one command, on real git and with real builds."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+TAG = "accelerate-ddp-v0.2.0"
+
+
+def release(clone: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/release.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=120)
+
+
+def git(clone: Path, *arguments: str) -> str:
+    return subprocess.check_output(["git", *arguments], cwd=clone, text=True).strip()
+
+
+def refused(clone: Path, said: str, *arguments: str) -> None:
+    """A refusal says why, and leaves commits, tags and files as they were."""
+    look = ("status", "--porcelain"), ("rev-parse", "HEAD"), ("tag",)
+    before = [git(clone, *command) for command in look]
+    done = release(clone, "cut", *arguments)
+    assert done.returncode == 1, done.stdout
+    assert said in done.stderr
+    assert [git(clone, *command) for command in look] == before
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+
+
+@pytest.mark.timeout(300)
+def test_a_release_is_one_commit_a_tag_and_the_same_bytes_for_all(
+    clone: Path, tmp_path: Path
+) -> None:
+    dry = release(clone, "cut", "accelerate-ddp", "0.2.0", "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert '+version = "0.2.0"' in dry.stdout
+    assert f"tag {TAG}" in dry.stdout
+    assert not git(clone, "tag")
+    assert not git(clone, "status", "--porcelain")
+
+    done = release(clone, "cut", "accelerate-ddp", "0.2.0", "--out", tmp_path / "first")
+    assert done.returncode == 0, done.stderr
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    assert git(clone, "diff", "--name-only", "HEAD~1", TAG).split() == [
+        "backends/ddp/CHANGELOG.md",
+        "backends/ddp/pyproject.toml",
+    ]
+    changes = git(clone, "diff", "-U0", "HEAD~1", TAG).splitlines()
+    added = [line for line in changes if line.startswith("+") and not line.startswith("+++")]
+    assert added == [f"+## 0.2.0 ({today})", '+version = "0.2.0"']
+    message = git(clone, "tag", "--list", "--format=%(contents)", TAG)
+    assert message.startswith("accelerate-ddp 0.2.0")
+    assert "### Added" in message
+    (wheel,) = (tmp_path / "first").glob("*.whl")
+    assert zipfile.ZipFile(wheel).getinfo("accelerate_ddp/py.typed").date_time[0] == int(today[:4])
+
+    other = tmp_path / "elsewhere"
+    git(tmp_path, "clone", "--quiet", "--branch", TAG, str(clone), str(other))
+    again = release(other, "build", TAG, "--out", tmp_path / "second")
+    assert again.returncode == 0, again.stderr
+    assert hashes(tmp_path / "first") == hashes(tmp_path / "second")
+
+    refused(clone, f"the tag {TAG} exists already", "accelerate-ddp", "0.2.0")
+    refused(clone, "0.1.9 is not newer than 0.2.0", "accelerate-ddp", "0.1.9")
+    refused(clone, f"its first is '## 0.2.0 ({today})'", "accelerate-ddp", "0.3.0")
+    (clone / "README.md").write_text("changed\n")
+    refused(clone, "the working tree has changes", "accelerate-ddp", "0.3.0")
+    moved = release(clone, "build", TAG)
+    assert f"the tree is not that of {TAG}" in moved.stderr
+
+
+def test_what_cannot_be_released_is_refused(clone: Path) -> None:
+    refused(clone, "Did you mean 'accelerate-ddp'?", "acelerate-dpp", "0.2.0")
+    refused(clone, "'two' is no version", "accelerate-ddp", "two")
+    refused(clone, "write 0.2.0rc1", "accelerate-ddp", "0.2.0-rc1")
+    refused(clone, "0.0.9 is older than 0.1.0", "accelerate-ddp", "0.0.9")
+    note = release(clone, "cut", "accelerate-core", "0.2.0", "--dry-run").stdout
+    assert "accelerate-launch asks for accelerate-core==0.1.*, which excludes 0.2.0" in note
+    log = clone / "backends/ddp/CHANGELOG.md"
+    log.write_text("# Changelog\n\n## 0.1.0 (unreleased)\n\n### Added\n\n## 0.0.1\n\n- A thing.\n")
+    (clone / "backends/fsdp2/README.md").unlink()  # which its project names
+    git(clone, "commit", "--all", "--message", "Break")
+    refused(clone, "says nothing under '## 0.1.0 (unreleased)'", "accelerate-ddp", "0.2.0")
+    refused(clone, "README", "accelerate-fsdp2", "0.2.0")

@@ -1,0 +1,247 @@
+"""Release one distribution.
+
+`cut NAME VERSION` writes the version, dates the changelog, builds, checks, commits and tags
+`NAME-vVERSION`. `build TAG` builds what a tag names: the same bytes, wherever it runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import tomlkit
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+ROOT = Path(__file__).parents[1]
+_HEADING = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
+_UNRELEASED = re.compile(r"(\S+ \()?unreleased\)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A folder with a `pyproject.toml` and a `CHANGELOG.md`."""
+
+    name: str
+    version: Version
+    folder: Path
+    requirements: tuple[Requirement, ...]
+
+    @property
+    def project(self) -> Path:
+        return self.folder / "pyproject.toml"
+
+    @property
+    def changelog(self) -> Path:
+        return self.folder / "CHANGELOG.md"
+
+    def tag(self, version: Version) -> str:
+        return f"{self.name}-v{version}"
+
+
+def git(*arguments: str, **environ: str) -> str:
+    """Run git in the workspace; return what it printed.
+
+    Raises:
+        click.ClickException: git failed; with what it said.
+    """
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise click.ClickException(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def distributions() -> dict[str, Distribution]:
+    """Return the workspace's distributions by name."""
+    workspace = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = {}
+    for member in workspace["tool"]["accelerate-workspace"]["members"]:
+        text = (ROOT / member / "pyproject.toml").read_text(encoding="utf-8")
+        project = tomllib.loads(text)["project"]
+        needs = tuple(map(Requirement, project["dependencies"]))
+        version = Version(project["version"])
+        found[project["name"]] = Distribution(project["name"], version, ROOT / member, needs)
+    return found
+
+
+def find(name: str) -> Distribution:
+    """Return the distribution of that name, or refuse with the nearest one."""
+    found = distributions()
+    if name in found:
+        return found[name]
+    near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise click.ClickException(
+        f"there is no distribution {name!r}.{hint} Known: {', '.join(found)}"
+    )
+
+
+def newer(distribution: Distribution, given: str) -> Version:
+    """Return the version asked for, if it comes after all that were released."""
+    try:
+        version = Version(given)
+    except InvalidVersion:
+        raise click.ClickException(f"{given!r} is no version (PEP 440), such as 0.2.0") from None
+    if str(version) != given or version.local:
+        raise click.ClickException(f"{given!r} is no version to publish; write {version.public}")
+    start = f"{distribution.name}-v"
+    released = git("tag", "--list", f"{start}*").split()
+    if distribution.tag(version) in released:
+        raise click.ClickException(f"the tag {distribution.tag(version)} exists already")
+    latest = max((Version(tag.removeprefix(start)) for tag in released), default=None)
+    if latest is not None and version <= latest:
+        raise click.ClickException(f"{version} is not newer than {latest}, the last release")
+    if version < distribution.version:
+        path = distribution.project.relative_to(ROOT)
+        raise click.ClickException(f"{version} is older than {distribution.version} in {path}")
+    return version
+
+
+def dated(distribution: Distribution, version: Version, day: str) -> tuple[str, str]:
+    """Return the changelog with the first section dated, and that section's text."""
+    text = distribution.changelog.read_text(encoding="utf-8")
+    path = distribution.changelog.relative_to(ROOT)
+    headings = list(_HEADING.finditer(text))
+    if not headings or not _UNRELEASED.fullmatch(headings[0]["title"]):
+        said = f"its first is {headings[0][0]!r}" if headings else "it has none"
+        raise click.ClickException(f"{path} needs a first section '## Unreleased'; {said}")
+    first, end = headings[0], headings[1].start() if headings[1:] else len(text)
+    section = text[first.end() : end].strip()
+    if not re.sub(r"^#.*$", "", section, flags=re.MULTILINE).strip():
+        raise click.ClickException(f"{path} says nothing under {first[0]!r}")
+    return f"{text[: first.start()]}## {version} ({day}){text[first.end() :]}", section
+
+
+def with_version(text: str, version: Version) -> str:
+    project = tomlkit.parse(text)
+    project["project"]["version"] = str(version)
+    return tomlkit.dumps(project)
+
+
+def left_behind(distribution: Distribution, version: Version) -> Iterator[str]:
+    """Name the siblings whose requirements exclude the new version."""
+    for other in distributions().values():
+        for needed in other.requirements:
+            same = canonicalize_name(needed.name) == canonicalize_name(distribution.name)
+            if same and not needed.specifier.contains(version, prereleases=True):
+                yield f"{other.name} asks for {needed}, which excludes {version}"
+
+
+def build(distribution: Distribution, version: Version, out: Path, epoch: int) -> list[Path]:
+    """Build the sdist, and the wheel from it, and let twine check both.
+
+    Args:
+        epoch: The time stamp of every file within, in seconds since 1970 (UTC).
+    """
+    environ = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out)]
+    steps = [[*command, str(distribution.folder)]]
+    stem = f"{canonicalize_name(distribution.name).replace('-', '_')}-{version}"
+    made = [out / f"{stem}.tar.gz", out / f"{stem}-py3-none-any.whl"]
+    steps.append([sys.executable, "-m", "twine", "check", "--strict", *map(str, made)])
+    for step in steps:
+        done = subprocess.run(step, env=environ, capture_output=True, text=True)
+        if done.returncode:
+            raise click.ClickException(f"{' '.join(step[1:])}\n{done.stdout}{done.stderr}")
+    return made
+
+
+@contextmanager
+def written(changes: dict[Path, str]) -> Iterator[None]:
+    """Write files, and put back what was there if what follows fails."""
+    before = {path: path.read_bytes() for path in changes}
+    try:
+        for path, text in changes.items():
+            path.write_text(text, encoding="utf-8")
+        yield
+    except BaseException:
+        for path, content in before.items():
+            path.write_bytes(content)
+        raise
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    pass
+
+
+@main.command()
+@click.argument("name")
+@click.argument("version")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=ROOT / "dist", help="Where to build."
+)
+def cut(name: str, version: str, dry_run: bool, out: Path) -> None:
+    """Bump, date, build, check, commit and tag one distribution."""
+    distribution = find(name)
+    if dirty := git("status", "--porcelain"):
+        raise click.ClickException(f"the working tree has changes; commit them first:\n{dirty}")
+    new = newer(distribution, version)
+    now = int(time.time())
+    changelog, section = dated(distribution, new, time.strftime("%Y-%m-%d", time.gmtime(now)))
+    changes = {
+        distribution.project: with_version(distribution.project.read_text(encoding="utf-8"), new),
+        distribution.changelog: changelog,
+    }
+    tag = distribution.tag(new)
+    for line in left_behind(distribution, new):
+        click.echo(f"note: {line}")
+    if dry_run:
+        for path, text in changes.items():
+            old = path.read_text(encoding="utf-8").splitlines()
+            where = str(path.relative_to(ROOT))
+            lines = difflib.unified_diff(old, text.splitlines(), where, where, lineterm="", n=0)
+            click.echo("\n".join(lines))
+        click.echo(
+            f"would build into {out}, check with twine, commit, and tag {tag} with:\n{section}"
+        )
+        return
+    with written(changes):
+        made = build(distribution, new, out, now)
+        stamp = f"@{now} +0000"
+        paths = map(str, changes)
+        how = ("--message", f"Release {tag}", f"--date={stamp}")
+        git("commit", *how, "--", *paths, GIT_COMMITTER_DATE=stamp)
+    message = f"{name} {new}\n\n{section}"
+    git("tag", "--annotate", "--cleanup=verbatim", tag, "--message", message)
+    for path in made:
+        click.echo(path)
+    click.echo(f"tagged {tag}; publish with: git push origin HEAD {tag}")
+
+
+@main.command("build")
+@click.argument("tag")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=ROOT / "dist", help="Where to build."
+)
+def build_command(tag: str, out: Path) -> None:
+    """Build the distribution that a tag names from the tree, which has to be at that tag."""
+    name, _, version = tag.rpartition("-v")
+    distribution = find(name)
+    commit = git("rev-parse", f"{tag}^{{commit}}")
+    if git("rev-parse", "HEAD") != commit or git("status", "--porcelain"):
+        raise click.ClickException(f"the tree is not that of {tag}: git checkout {tag}")
+    if str(distribution.version) != version:
+        path = distribution.project.relative_to(ROOT)
+        raise click.ClickException(f"{tag} is not the version in {path}, {distribution.version}")
+    epoch = int(git("log", "-1", "--format=%ct", commit))
+    for path in build(distribution, distribution.version, out, epoch):
+        click.echo(path)
+
+
+if __name__ == "__main__":
+    main()
