@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from accelerate_big_model.tensors import offload_hook
 from accelerate_core.utils import (
     cpu_offload,
     dispatch_model,
@@ -17,6 +18,7 @@ from accelerate_core.utils import (
     infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
 )
 
 
@@ -69,6 +71,25 @@ def test_a_model_comes_to_the_device_part_by_part(device: torch.device) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(inputs).cpu(), outputs, rtol=1e-4, atol=1e-5)
     assert next(model[0].parameters()).device.type == "meta"
+
+
+def test_layers_on_disk_come_to_the_device_ahead_of_use(
+    device: torch.device, tmp_path: Path
+) -> None:
+    inputs, outputs = expected()
+    save_file(blocks().state_dict(), tmp_path / "model.safetensors")
+    with init_empty_weights():
+        model = blocks()
+    load_checkpoint_in_model(model, tmp_path, device_map={"": "disk"})
+    made = dispatch_model(model, {"": "disk"}, main_device=place(device))
+    with torch.no_grad():
+        for _ in range(3):  # the second time the order is known
+            torch.testing.assert_close(made(inputs).cpu(), outputs, rtol=1e-4, atol=1e-5)
+    ahead = offload_hook(made[0][0]).ahead
+    assert ahead._begun
+    ready, _ = next(iter(ahead._begun.values())).result(timeout=60)
+    places = {tensor.device for tensor in ready.values()}
+    assert places == (set() if device.type == "cpu" else {device})
 
 
 @pytest.mark.device
