@@ -93,7 +93,6 @@ def typed(folder: Path, home: Path, *command: str) -> str:
         PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         PYTHONPATH=str(folder / "installed"),
         PYTHONIOENCODING="utf-8",
-        PYTHONUNBUFFERED="1",
         HOME=str(home),
         COLUMNS="80",
     )
@@ -120,7 +119,7 @@ def typed(folder: Path, home: Path, *command: str) -> str:
 def plain(line: str) -> str:
     """Return a line's words: without the frames of tables, one number standing for all."""
     words = re.sub(r"[\u2500-\u257f]", " ", line).split()
-    return re.sub(r"\d+(?:[.,:]\d+)*", "#", " ".join(words))
+    return re.sub(r"-?\d+(?:[.,:]\d+)*(?:e-?\d+)?", "#", " ".join(words))
 
 
 def compare(page: str, shown: list[Block], printed: str) -> None:
