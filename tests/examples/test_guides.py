@@ -38,7 +38,10 @@ NOT_RUN = {
 #: What is typed here in the place of a command, and why.
 INSTEAD = {
     # into the page's directory, not into the environment of the tests, and from no index
-    "pip install -e .": "pip install -q --no-index --no-deps --no-build-isolation --target installed ."
+    "pip install -e .": "pip install -q --no-index --no-deps --no-build-isolation --target installed .",
+    # without the checks that train, which tests/testing has
+    "accelerate-core plugins check pace": "accelerate-core plugins check pace"
+    " --only imports --only metadata --only api_version --only hooks --only selection --only settings",
 }
 
 #: What may carry a title, and is written to that file.
