@@ -86,3 +86,4 @@ def test_a_sparkline_goes_with_the_curve() -> None:
     assert sparkline([(i, float(i)) for i in range(8)], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([(0, math.nan), (1, 1.0)], 2) == "·▁"
     assert sparkline([(0, 2.0)] * 3) == "▁▁▁"
+    assert sparkline([(0, 0.1)] * 100, 4) == "▁▁▁▁"

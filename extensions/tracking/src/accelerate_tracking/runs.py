@@ -125,6 +125,7 @@ def sparkline(points: list[tuple[int, float]], width: int = 40) -> str:
         means.append(sum(finite) / len(finite) if finite else None)
     known = [mean for mean in means if mean is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    span = (high - low) or 1.0
+    # Means of equal values differ in their last digits.
+    span = math.inf if math.isclose(low, high, rel_tol=1e-12) else high - low
     top = len(_BARS) - 1
     return "".join("·" if m is None else _BARS[round((m - low) / span * top)] for m in means)

@@ -1,0 +1,206 @@
+"""Tutorials, how-to guides and concepts, typed as printed: every block runs, or says why it cannot.
+
+A page is typed from top to bottom in one empty directory. `python` and `toml` with a title are files,
+`python` without one is typed into an interpreter that lives until the next commands, `bash` is
+typed into a shell. `text` is what the block before it printed: its lines come in this order, other
+numbers allowed; `...` stands for what is left out of a line, and lines may be left out, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support import clean_environment
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [
+    page.relative_to(DOCS).as_posix()
+    for folder in ("tutorials", "how_to", "concepts")
+    for page in sorted((DOCS / folder).glob("*.md"))
+]
+TIMEOUT = 120
+
+#: Why a block cannot run here, as `<!-- not run: WHY -->` before it says, and on which pages.
+NOT_RUN = {
+    "it installs packages": {"tutorials/install.md"},
+    "it wants GPUs": {"tutorials/eight_gpus.md"},
+    "it wants several machines": {"tutorials/eight_gpus.md"},
+    "it wants a scheduler": {"how_to/resume.md"},
+}
+
+#: What is typed here in the place of a command, and why.
+INSTEAD = {
+    # into the page's directory, not into the environment of the tests, and from no index
+    "pip install -e .": "pip install -q --no-index --no-deps --no-build-isolation --target installed .",
+    # without the checks that train, which tests/testing has
+    "accelerate-core plugins check pace": "accelerate-core plugins check pace"
+    " --only imports --only metadata --only api_version --only hooks --only selection --only settings",
+}
+
+#: What may carry a title, and is written to that file.
+FILES = ("python", "bash", "toml", "yaml")
+
+pytestmark = pytest.mark.dist
+
+
+class Block(NamedTuple):
+    line: int
+    language: str
+    title: str
+    code: str
+    not_run: str
+
+
+FENCE = re.compile(
+    r"(?:^<!-- not run: (?P<why>[^\n]*) -->\n)?"
+    r"^```(?P<language>[^\s`]*)(?P<options>[^\n]*)\n(?P<code>.*?)^```$",
+    re.M | re.S,
+)
+
+
+def blocks(page: str) -> list[Block]:
+    """Return the blocks of a page; one that nothing is known of is an error."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        title = re.fullmatch(r'(?: title="([^"]+)")?', match["options"])
+        line = text.count("\n", 0, match.start()) + 1
+        block = Block(
+            line, match["language"], (title and title[1]) or "", match["code"], match["why"] or ""
+        )
+        known = title and (
+            block.language in FILES if block.title else block.language in KINDS or block.not_run
+        )
+        assert known, f"{page}:{line}: what is a block ```{match['language']}{match['options']}?"
+        found.append(block)
+    fences = len(re.findall(r"^ *(?:```|~~~)", text, re.M))
+    assert fences == 2 * len(found), f"{page}: a fence is indented, of ~~~, or not closed"
+    return found
+
+
+KINDS = ("python", "bash", "text", "mermaid")
+
+
+def typed(folder: Path, home: Path, *command: str) -> str:
+    """Run a command as a reader would, and return what it prints; what it leaves behind is ended."""
+    environ = clean_environment(
+        ACCELERATE_USE_CPU="true",  # where there are accelerators, too
+        OMP_NUM_THREADS="1",
+        PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        PYTHONPATH=str(folder / "installed"),
+        PYTHONIOENCODING="utf-8",
+        HOME=str(home),
+        COLUMNS="80",
+    )
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        pytest.fail(f"still running after {TIMEOUT} s:\n{' '.join(command)}\n{printed}")
+    assert process.returncode == 0, f"status {process.returncode}:\n{command[-1]}\n{printed}"
+    return printed
+
+
+def plain(line: str) -> str:
+    """Return a line's words: without the frames of tables, one number standing for all."""
+    words = re.sub(r"[\u2500-\u257f]", " ", line).split()
+    return re.sub(r"-?\d+(?:[.,:]\d+)*(?:e-?\d+)?", "#", " ".join(words))
+
+
+def compare(page: str, shown: list[Block], printed: str) -> None:
+    """Hold what a page shows to what was printed."""
+    rest = iter([plain(line) for line in printed.splitlines()])
+    for block in shown:
+        for line in map(plain, block.code.splitlines()):
+            if line in ("", "..."):
+                continue
+            wanted = re.compile(".*".join(map(re.escape, line.split("..."))))
+            where = f"{page}, the output at line {block.line}, from {line!r} on, is not in:"
+            assert any(wanted.fullmatch(one) for one in rest), f"{where}\n{printed}"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs_as_printed(page: str, tmp_path: Path, home: Path) -> None:
+    interpreter: list[Block] = []
+    shown: list[Block] = []
+    printed = ""
+
+    def leave_the_interpreter() -> None:
+        nonlocal printed
+        if interpreter:
+            script = tmp_path / f"line_{interpreter[0].line}.py"
+            script.write_text("".join(block.code for block in interpreter), encoding="utf-8")
+            compare(page, shown, typed(tmp_path, home, sys.executable, str(script)))
+            interpreter.clear()
+            shown.clear()
+            printed = ""
+
+    for block in blocks(page):
+        if block.title:
+            leave_the_interpreter()
+            path = tmp_path / block.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.code, encoding="utf-8")
+        elif block.not_run:
+            assert page in NOT_RUN[block.not_run], f"{page}:{block.line}: {block.not_run}"
+            if block.language == "python":
+                compile(block.code, page, "exec")
+            elif block.language == "bash":
+                subprocess.run(["bash", "-n", "-c", block.code], check=True)
+        elif block.language == "python":
+            interpreter.append(block)
+        elif block.language == "bash":
+            leave_the_interpreter()
+            code = re.sub(
+                r"^.*$", lambda line: INSTEAD.get(line[0], line[0]), block.code, flags=re.M
+            )
+            printed = typed(tmp_path, home, "bash", "-e", "-c", code)
+        elif block.language == "text" and interpreter:
+            shown.append(block)
+        elif block.language == "text":
+            assert printed, f"{page}:{block.line}: the output of what?"
+            compare(page, [block], printed)
+    leave_the_interpreter()
+
+
+def test_what_is_not_run_is_still_there() -> None:
+    said = {(block.not_run, page) for page in PAGES for block in blocks(page) if block.not_run}
+    assert said == {(why, page) for why, pages in NOT_RUN.items() for page in pages}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("concepts/")])
+def test_a_concept_has_a_diagram(page: str) -> None:
+    assert "mermaid" in [block.language for block in blocks(page)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_one_that_is_read(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert 60 <= len(text.splitlines()) <= 200
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (DOCS / page).parent.joinpath(target).exists(), f"{page}: no {target}"
