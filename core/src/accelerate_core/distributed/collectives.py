@@ -343,10 +343,7 @@ def _at(tree: Any, index: int) -> str:
 # --- the check in debug mode ------------------------------------------------------------------
 
 _ADVICE = {
-    "gather": (
-        "Bring the tensors to one shape first (pad_across_processes), or use gather_uneven if "
-        "only dimension 0 differs, or gather_object."
-    ),
+    "gather": "Bring the tensors to one shape first (pad_across_processes), or use gather_object.",
     "gather_uneven": "Only dimension 0 may differ between the processes.",
     "pad_across_processes": "Only the padded dimension may differ between the processes.",
 }

@@ -65,7 +65,7 @@ def uninstall() -> None:
 
 def main() -> None:
     """Run a script with the name served."""
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise SystemExit("usage: python -m accelerate_drop_in script.py [arguments]")
     install()
     sys.argv = sys.argv[1:]
