@@ -129,30 +129,45 @@ def command(
 def _print(
     model: str, sizes: Any, rows: list[dict[str, Any]], ranks: list[dict[str, Any]], worlds: Any
 ) -> None:
-    from rich.table import Table
-
     names = ("weights", "largest_layer", "gradients", "optimizer", "training")
     count = sum(sizes.values())
-    heads = ("dtype", *(name.replace("_", " ") for name in names), "")
-    table = Table(*heads, title=f"{model}: {count:,} parameters")
+    heads = ("dtype", *(name.replace("_", " ") for name in names))
     most = max(row["training"] or row["weights"] for row in rows)
-    for row in rows:
-        bar = _bar(row["training"] or row["weights"], most)
-        table.add_row(row["dtype"], *(_size(row[name]) for name in names), bar)
-    console().print(table)
-    table = Table("dtype", "backend", *(f"on {n}" for n in worlds), "", title="training, each rank")
+    cells = [
+        (row["training"] or row["weights"], row["dtype"], *(_size(row[name]) for name in names))
+        for row in rows
+    ]
+    _print_table(f"{model}: {count:,} parameters", heads, cells, most)
     most = max((value for row in ranks for value in row["bytes"].values()), default=1)
+    cells = []
     for row in ranks:
         values = [row["bytes"][str(n)] for n in worlds]
-        table.add_row(row["dtype"], row["backend"], *map(_size, values), _bar(values[-1], most))
+        cells.append((values[-1], row["dtype"], row["backend"], *map(_size, values)))
     if ranks:
-        console().print(table)
-        console().print("Bars: the last column. Activations come on top.", style="dim")
+        _print_table(
+            "training, each rank", ("dtype", "backend", *(f"on {n}" for n in worlds)), cells, most
+        )
+        console().print("Activations come on top. A bar is of the last column.", style="dim")
+
+
+def _print_table(
+    title: str, heads: Sequence[str], rows: Sequence[tuple[Any, ...]], most: float
+) -> None:
+    """Print rows of a value for the bar and the cells; the bars where there is room for them."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    shown = console()
+    bars = min(24, shown.width - 76)
+    table = Table(box=SIMPLE_HEAD, title=title, padding=(0, 1, 0, 0))
+    for head in (*heads, *([""] if bars > 3 else [])):
+        table.add_column(head, no_wrap=head not in ("backend", "parts"))
+    for value, *cells in rows:
+        table.add_row(*cells, *([_bar(value, most, bars)] if bars > 3 else []))
+    shown.print(table)
 
 
 def _show_plan(model: str, plan: Plan, as_json: bool) -> None:
-    from rich.table import Table
-
     from accelerate_big_model.device_map import clean_device_map
 
     places = clean_device_map(dict(plan.placed))
@@ -170,12 +185,17 @@ def _show_plan(model: str, plan: Plan, as_json: bool) -> None:
         click.echo(json.dumps(told, indent=2))
         return
     most = max(1, *(row["bytes"] for row in rows))
-    table = Table("device", "weights", "allowed", "", "parts", title=model)
-    for row in rows:
-        parts = _spans(row["parts"]) or "-"
-        sizes = _size(row["bytes"]), _size(row["allowed"])
-        table.add_row(str(row["device"]), *sizes, _bar(row["bytes"], most, 16), parts)
-    console().print(table)
+    cells = [
+        (
+            row["bytes"],
+            str(row["device"]),
+            _size(row["bytes"]),
+            _size(row["allowed"]),
+            _spans(row["parts"]) or "-",
+        )
+        for row in rows
+    ]
+    _print_table(model, ("device", "weights", "allowed", "parts"), cells, most)
     for line in plan.log:
         if "takes no more" in line:
             console().print(line, style="dim", markup=False, soft_wrap=True)
@@ -202,7 +222,7 @@ def _spans(names: Sequence[str]) -> str:
     )
 
 
-def _bar(value: float, most: float, width: int = 24) -> str:
+def _bar(value: float, most: float, width: int) -> str:
     return "█" * max(1, round(width * value / most)) if most and value else ""
 
 
