@@ -80,6 +80,10 @@ def option(
     any case. `ask` is the question `accelerate-core config` puts, if the condition `ask_if` holds:
     `other_field=value`. `read(text, variable)` makes the value of a text.
     `constraints` are pydantic's (`ge=1`, `pattern=...`).
+
+    Args:
+        default: the value where no source says one.
+        default_factory: makes it anew for each instance.
     """
     said: dict[str, Any] = {"env": _tuple(env), "yaml": _tuple(yaml), "key": key, "read": read}
     said["cli"] = None if cli is None else _tuple(cli)
@@ -113,6 +117,10 @@ def settings(
         argument: the constructor argument of `Accelerator` that takes an instance; several names
             of it, the usual one first.
         yaml_prefix: what a peer's file puts before the keys of the section; read as well.
+
+    Raises:
+        ConfigurationError: an instance is made with a value that is not allowed.
+        UnknownFieldError: with a field that the class does not have.
     """
 
     def make(target: type[Any]) -> Any:
@@ -199,7 +207,11 @@ def given_fields(instance: Any) -> frozenset[str]:
 
 
 def origin_of(instance: Any, name: str) -> str:
-    """Say where a field of a settings object has its value from: "default", or the source's name."""
+    """Say where a field of a settings object has its value from: "default", or the source's name.
+
+    Args:
+        instance: a settings object.
+    """
     because = getattr(instance, "__because__", {})
     if name in because:
         return str(because[name].origin)
