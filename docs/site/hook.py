@@ -7,6 +7,7 @@ import posixpath
 import re
 import sys
 import tomllib
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +150,11 @@ def _errors() -> str:
         lines += [
             f"## {one.name}",
             "",
-            f"`from {one.module.path} import {one.name}`; a {bases}.",
+            f"`from {one.module.path} import {one.name}`; its bases: {bases}.",
             "",
         ]
-        lines += [public.docstring(one), ""]
+        text = re.sub(r"^(Cause|Mend): ", r"\n**\1.** ", public.docstring(one), flags=re.M)
+        lines += [text, ""]
     return "\n".join(lines)
 
 
@@ -173,5 +175,10 @@ def diagram(source: str, *_: Any, **__: Any) -> str:
     made = []
     for scheme, theme in (("light", "neutral"), ("dark", "dark")):
         svg = mmdr.render(f'%%{{init: {{"theme": "{theme}"}}}}%%\n{source}').svg()
-        made.append(f'<div class="diagram diagram-{scheme}" role="img">{svg}</div>')
+        name = f"d{zlib.crc32(source.encode())}-{scheme}"  # the ids of a page have to differ
+        width = re.search(r"max-width:\s*([\d.]+)px", svg)
+        svg = svg.replace("merman", name).replace(
+            'width="100%"', f'width="{width[1]}"' if width else ""
+        )
+        made.append(f'<div class="diagram diagram-{scheme}" tabindex="0">{svg}</div>')
     return "".join(made)

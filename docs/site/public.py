@@ -255,6 +255,12 @@ def undocumented(collection: griffe.ModulesCollection) -> Iterator[str]:
                 yield from (f"{where}{lack}" for lack in _lacking(member, docstring(member), text))
 
 
+def _untold(collection: griffe.ModulesCollection) -> Iterator[str]:
+    for one in errors(collection):
+        if not {"Cause:", "Mend:"} <= {*docstring(one).split()}:
+            yield f"{one.path} does not say its `Cause:` and how to `Mend:` it"
+
+
 def _lacking(one: Any, text: str, around: str) -> Iterator[str]:
     """List what the docstring `text` of `one`, and that of its class, do not say."""
     if one.is_attribute and one.parent.is_class and "property" not in one.labels:
@@ -310,6 +316,7 @@ def docstring(one: Any) -> str:
 
 
 if __name__ == "__main__":
-    found = list(undocumented(load()))
+    names = load()
+    found = [*undocumented(names), *_untold(names)]
     print("\n".join(found))
     sys.exit(bool(found))

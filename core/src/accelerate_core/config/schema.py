@@ -166,7 +166,11 @@ def settings(
 
 
 class UnknownFieldError(ConfigurationError, TypeError):
-    """A settings class was called with a field it does not have."""
+    """A settings class was called with a field it does not have.
+
+    Cause: a misspelt field, or one of another version.
+    Mend: take one of the fields that the text lists.
+    """
 
 
 def _first_error(owner: str, error: pydantic.ValidationError) -> str:

@@ -40,7 +40,11 @@ _REQUIRED = {
 
 
 class IncompleteTrackerError(TrackerError, NotImplementedError):
-    """A tracker class lacks something every tracker must have."""
+    """A tracker class lacks something every tracker must have.
+
+    Cause: a subclass of `GeneralTracker` without `name` or one of the needed methods.
+    Mend: write what the text names, as it shows.
+    """
 
 
 def on_main_process(
