@@ -54,6 +54,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri.startswith(("decisions/", "repository/", "releases")):
+        page.meta["search"] = {"boost": 0.3}  # who asks wants the guide first
     source = page.file.abs_src_path
     return _relinked(markdown, Path(source), page.file.src_uri) if source else markdown
 

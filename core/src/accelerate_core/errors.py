@@ -80,7 +80,7 @@ class PluginConflictError(PluginError, ConfigurationError):
     """Two plugins claim the same thing with equal right.
 
     Cause: two backends, say, are asked for by sources of the same strength.
-    Mend: name the one you want, such as `Accelerator(backend="ddp")`; the text has the ways.
+    Mend: name the one you want, such as `Accelerator(backend="NAME")`; the text has the ways.
     """
 
 
