@@ -17,7 +17,7 @@ ARGS ?=
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help quickstart test conformance faults megatron fp8 test-xla clients clients-recorded soak lint format docs dist release matrix drop-in bench downstream gpu clean
+.PHONY: help quickstart test conformance faults megatron fp8 test-xla clients clients-recorded soak lint format docs site site-check dist release matrix drop-in bench downstream gpu clean
 
 help:
 	@echo "make quickstart   train on two processes, on real data"
@@ -31,6 +31,8 @@ help:
 	@echo "make lint         ruff, mypy, import layers, generated docs"
 	@echo "make format       let ruff format the tree"
 	@echo "make docs         regenerate the generated pages"
+	@echo "make site         the documentation as a site, into build/site; its names are all documented"
+	@echo "make site-check   open each page of it in Chromium, which the machine has to have"
 	@echo "make dist         build every wheel, install them into an empty environment and train"
 	@echo "make release      bump, date, build, check, commit and tag one distribution (NAME=, VERSION=)"
 	@echo "make matrix       the tests on other Pythons and torches, and on the lowest versions declared"
@@ -76,8 +78,9 @@ CLIENTS := tests/clients
 MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
 FP8 := tests/backends/fp8
 XLA := tests/backends/xla
+SITE_TESTS := tests/site
 test: $(VENV)/dev.stamp
-	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS) $(MEGATRON) $(FP8)) $(ARGS)
+	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS) $(MEGATRON) $(FP8) $(SITE_TESTS)) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
 	$(PYTEST) --dist loadscope --no-loadscope-reorder -m "not soak" $(CONFORMANCE) $(ARGS)
@@ -136,6 +139,23 @@ format: $(VENV)/dev.stamp
 
 docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/generate.py
+
+# Has an environment of its own, which needs no torch: the sources are read, not imported.
+SITE_MADE := build/site-venv
+SITE_PIP := $(SITE_MADE)/bin/python -m pip --disable-pip-version-check -q install
+$(SITE_MADE).stamp: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(SITE_MADE)
+	$(SITE_PIP) -U "pip>=25.1"
+	$(SITE_PIP) -c constraints.txt --group docs
+	@touch $@
+
+site: $(SITE_MADE).stamp
+	$(SITE_MADE)/bin/python docs/site/public.py
+	NO_MKDOCS_2_WARNING=1 $(SITE_MADE)/bin/mkdocs build --strict --quiet
+
+site-check: site
+	$(SITE_PIP) -c constraints.txt --group site
+	$(SITE_MADE)/bin/python -m pytest --confcutdir $(SITE_TESTS) $(SITE_TESTS) $(ARGS)
 
 # The time stamp of all files within, so that whoever builds this commit gets the same bytes.
 dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)

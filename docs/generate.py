@@ -19,9 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 from packaging.requirements import Requirement
 
 from accelerate_core.backend.precision import Precision
+from accelerate_core.cli import cli
 from accelerate_core.config import handlers, parallelism
 from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.schema import settings_fields
@@ -255,6 +257,38 @@ def configuration() -> str:
         ]
         lines += table(["field", "environment", "default", "meaning"], rows)
     return "\n".join(lines)
+
+
+def commands() -> str:
+    """Return the page of every command of our packages with its arguments and options."""
+    lines = ["# Commands", "", "Generated from the commands; do not edit.", ""]
+    lines += [
+        "`accelerate-core COMMAND --help` prints the same, with what is installed on this machine. The "
+        "options of `launch` that set a value have a key in [config files](launching.md) and a "
+        "[variable](configuration.md), too.",
+        "",
+    ]
+    return "\n".join([*lines, *_command(cli, "accelerate-core", 2)])
+
+
+def _command(command: click.Command, name: str, level: int) -> Iterator[str]:
+    """Say what a command takes, and then those in it."""
+    context = click.Context(command, info_name=name)
+    inside = command.list_commands(context) if isinstance(command, click.Group) else []
+    if command is not cli:
+        yield from ["#" * level + f" {name.removeprefix('accelerate-core ')}", ""]
+        yield from ["```text", " ".join([name, *command.collect_usage_pieces(context)]), "```", ""]
+        yield from [inspect.cleandoc(command.help or "").replace("\b\n", ""), ""]
+    rows: list[list[object]] = []
+    for one in command.get_params(context):
+        record = one.get_help_record(context) if isinstance(one, click.Option) else None
+        if record is not None and "--help" not in one.opts:
+            rows.append([f"`{record[0]}`", record[1]])
+    if rows and command is not cli:
+        yield from table(["option", "meaning"], rows)
+    for inner in inside:
+        if (found := command.get_command(context, inner)) is not None:  # type: ignore[attr-defined]
+            yield from _command(found, f"{name} {inner}", level + (command is not cli))
 
 
 def tracker_classes() -> list[type[GeneralTracker]]:
@@ -553,6 +587,7 @@ def main() -> None:
         "hooks.md": hooks,
         "compatibility.md": compatibility,
         "configuration.md": configuration,
+        "commands.md": commands,
         "tracking.md": tracking,
         "drop_in.md": drop_in,
         "launching.md": launching,

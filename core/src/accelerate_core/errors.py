@@ -34,51 +34,108 @@ __all__ = [
 
 
 class AccelerateError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    Cause: catch it to tell what we refuse from what torch or your code raises.
+    Mend: read the text: it ends with what is allowed or what to do.
+    """
 
 
 class ConfigurationError(AccelerateError, ValueError):
-    """A value that was given is wrong, or two values contradict each other."""
+    """A value that was given is wrong, or two values contradict each other.
+
+    Cause: an argument, option, variable or key of a config file; the text names which.
+    Mend: give one of the values the text lists. `accelerator.explain()` and `accelerate-core launch
+    --explain` show every value and where it came from.
+    """
 
 
 class UnknownArgumentError(AccelerateError, TypeError):
-    """`Accelerator` was called with an argument that neither the core nor a plugin knows."""
+    """`Accelerator` was called with an argument that neither the core nor a plugin knows.
+
+    Cause: a misspelt name, or an argument of a plugin that is not installed.
+    Mend: take the name the text offers, or install the package it names.
+    """
 
 
 class PluginError(AccelerateError):
-    """A plugin is broken or does not keep the contract."""
+    """A plugin is broken or does not keep the contract.
+
+    Cause: its module cannot be imported, its entry point names nothing, or a hook answers what no hook
+    may; the text has its distribution and version.
+    Mend: `accelerate-core plugins why NAME` shows each step. Upgrade the plugin, tell its author
+    (`accelerate-core plugins check NAME`), or leave it out: `ACCELERATE_DISABLED_PLUGINS=NAME`.
+    """
 
 
 class PluginVersionError(PluginError):
-    """A plugin was written for a major version of the contract this core does not speak."""
+    """A plugin was written for a major version of the contract this core does not speak.
+
+    Cause: plugin and core were released for different major versions.
+    Mend: upgrade the one the text names.
+    """
 
 
 class PluginConflictError(PluginError, ConfigurationError):
-    """Two plugins claim the same thing with equal right."""
+    """Two plugins claim the same thing with equal right.
+
+    Cause: two backends, say, are asked for by sources of the same strength.
+    Mend: name the one you want, such as `Accelerator(backend="NAME")`; the text has the ways.
+    """
 
 
 class MissingPluginError(AccelerateError, ImportError):
-    """Something was asked for whose package is not installed; the text has the pip command."""
+    """Something was asked for whose package is not installed; the text has the pip command.
+
+    Cause: a name, argument or command of a plugin that this environment does not have.
+    Mend: run the command, in the environment of every machine of the run.
+    """
 
 
 class RuntimeConflictError(AccelerateError, RuntimeError):
-    """The process already runs with a group or device that the request does not fit."""
+    """The process already runs with a group or device that the request does not fit.
+
+    Cause: an earlier Accelerator, the script or a notebook made a group or used a device that the
+    new request does not fit; or not every rank makes its Accelerator.
+    Mend: end the earlier one with `end_training()`, or ask for the same; in a notebook restart the
+    kernel. Make the Accelerator on every rank.
+    """
 
 
 class PrepareError(AccelerateError, RuntimeError):
-    """`prepare` would have left a model that does not train as asked."""
+    """`prepare` would have left a model that does not train as asked.
+
+    Cause: an optimizer holds parameters that the prepared model does not have, a model is spread by a
+    device map or wrapped already, or a plugin's hook gives back something else.
+    Mend: pass the plain model and the optimizer of its parameters to one call of `prepare`.
+    """
 
 
 class CheckpointError(AccelerateError, RuntimeError):
-    """A checkpoint cannot be written or read."""
+    """A checkpoint cannot be written or read.
+
+    Cause: a file is missing or damaged, or the checkpoint is of other objects than those registered.
+    Mend: `accelerate-core checkpoints verify DIR` says which file; load the one before, or prepare and
+    register the same objects in the same order.
+    """
 
 
 class TrackerError(AccelerateError, RuntimeError):
-    """Tracking was used in the wrong order."""
+    """Tracking was used in the wrong order.
+
+    Cause: `init_trackers` was called twice, a plugin offers something that is no tracker, or a
+    directory has no run.
+    Mend: call `init_trackers` once, before the first value; else as the text says.
+    """
 
 
 class DistributedOperationException(AccelerateError, RuntimeError):
-    """The ranks called a collective with data that does not fit together."""
+    """The ranks called a collective with data that does not fit together.
+
+    Cause: shapes, dtypes or structures differ between ranks, found with `ACCELERATE_DEBUG_MODE=1`.
+    Mend: the text has what each rank brought. Pad first (`pad_across_processes`), or use
+    `gather_for_metrics`, which cuts what was added to fill the last batch.
+    """
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:

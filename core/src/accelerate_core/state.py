@@ -185,6 +185,9 @@ class PartialState(ProcessVerbs):
     """The processes without an Accelerator; starts them if nothing has yet.
 
     All instances show the same runtime.
+
+    Args:
+        cpu: run on the CPU whatever devices are there.
     """
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:

@@ -227,7 +227,11 @@ class DeepSpeedBackend(Backend):
     # --- start --------------------------------------------------------------------------------
 
     def on_start(self, accelerator: AcceleratorView) -> None:
-        """Import deepspeed, let it use the process group, and check configs with its own models."""
+        """Import deepspeed, let it use the process group, and check configs with its own models.
+
+        Raises:
+            ConfigurationError: the device has no fp16, or a config does not fit its own model.
+        """
         self._deepspeed = library.connect(accelerator)
         device = self._deepspeed.accelerator.get_accelerator()
         if accelerator.mixed_precision == "fp16" and not device.is_fp16_supported():

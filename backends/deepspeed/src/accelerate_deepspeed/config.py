@@ -132,7 +132,14 @@ class HfDeepSpeedConfig:
         self.because: dict[str, str] = {}
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the section a dotted name lies in, None if there is none, and its last part."""
+        """Return the section a dotted name lies in, None if there is none, and its last part.
+
+        Args:
+            ds_key_long: a dotted name, such as `zero_optimization.stage`.
+
+        Raises:
+            ConfigurationError: a part of the name is there and is no object.
+        """
         *path, key = ds_key_long.split(".")
         section: Any = self.config
         for part in path:
@@ -146,21 +153,39 @@ class HfDeepSpeedConfig:
         return section, key
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return a value by dotted name."""
+        """Return a value by dotted name.
+
+        Args:
+            ds_key_long: a dotted name.
+            default: returned where it is missing.
+        """
         section, key = self.find_config_node(ds_key_long)
         return default if section is None else section.get(key, default)
 
     def has(self, ds_key_long: str) -> bool:
-        """Tell whether a name is there."""
+        """Tell whether a name is there.
+
+        Args:
+            ds_key_long: a dotted name.
+        """
         section, key = self.find_config_node(ds_key_long)
         return section is not None and key in section
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Tell whether a value is left to us."""
+        """Tell whether a value is left to us.
+
+        Args:
+            ds_key_long: a dotted name.
+        """
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def set_value(self, ds_key_long: str, value: Any, because: str) -> None:
-        """Set a value, with its origin."""
+        """Set a value, with its origin.
+
+        Args:
+            ds_key_long: a dotted name.
+            because: where the value is from.
+        """
         *path, key = ds_key_long.split(".")
         section = self.config
         for part in path:
@@ -169,15 +194,26 @@ class HfDeepSpeedConfig:
         self.because[ds_key_long] = because
 
     def where(self, ds_key_long: str) -> str:
-        """Say where a value comes from."""
+        """Say where a value comes from.
+
+        Args:
+            ds_key_long: a dotted name.
+        """
         return self.because.get(ds_key_long, f"{ds_key_long} of {self.origin}")
 
     def shown(self, ds_key_long: str) -> str:
-        """Say what a value is and where it comes from."""
+        """Say what a value is and where it comes from.
+
+        Args:
+            ds_key_long: a dotted name.
+        """
         return f"{ds_key_long}={self.get_value(ds_key_long)!r} ({self.where(ds_key_long)})"
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
         """Remove a value or a section.
+
+        Args:
+            ds_key_long: a dotted name.
 
         Raises:
             ValueError: with `must_exist`, if it is not there.
@@ -189,12 +225,20 @@ class HfDeepSpeedConfig:
             raise ValueError(f"There is no {ds_key_long} in {self.origin}.")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Tell whether a value is there and true; a missing one is not."""
+        """Tell whether a value is there and true; a missing one is not.
+
+        Args:
+            ds_key_long: a dotted name.
+        """
         value = self.get_value(ds_key_long)
         return value != AUTO and bool(value)
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Tell whether a value is there and false; a missing one is not."""
+        """Tell whether a value is there and false; a missing one is not.
+
+        Args:
+            ds_key_long: a dotted name.
+        """
         value = self.get_value(ds_key_long)
         return value is not None and not value
 

@@ -156,15 +156,27 @@ class DeepSpeedPlugin(BackendSettings):
         return 2 if not self.hf_ds_config.config else 0
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return a value of the config by dotted name."""
+        """Return a value of the config by dotted name.
+
+        Args:
+            ds_key_long: a dotted name.
+            default: returned where it is missing.
+        """
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Tell whether a value of the config is left to us."""
+        """Tell whether a value of the config is left to us.
+
+        Args:
+            ds_key_long: a dotted name.
+        """
         return bool(self.hf_ds_config.is_auto(ds_key_long))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Compare a precision with the config's; it is the Accelerator's to set.
+
+        Args:
+            mixed_precision: `no`, `fp16` or `bf16`.
 
         Raises:
             ConfigurationError: the config asks for another one.
@@ -188,7 +200,11 @@ class DeepSpeedPlugin(BackendSettings):
         return bool(self.zero3_init_flag) and self.stage == 3
 
     def zero3_init_context_manager(self, enable: bool = False) -> AbstractContextManager[Any]:
-        """Return a context in which `zero3_init_flag` is on or off."""
+        """Return a context in which `zero3_init_flag` is on or off.
+
+        Args:
+            enable: on or off.
+        """
         return self._switched_init(enable) if self.stage == 3 else nullcontext()
 
     @contextmanager

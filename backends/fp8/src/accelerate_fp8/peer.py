@@ -55,6 +55,11 @@ def contextual_fp8_autocast(
     """Return a forward, to be bound to a module, under Transformer Engine's autocast.
 
     It computes in fp8 where the module trains, and in evaluation mode if asked for.
+
+    Args:
+        model_forward: the forward of a module.
+        fp8_recipe: a recipe of Transformer Engine.
+        use_during_eval: compute in fp8 in evaluation, too.
     """
     te = engine.library()
 
@@ -68,6 +73,9 @@ def contextual_fp8_autocast(
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
     """Put a model's forward under Transformer Engine's autocast with the recipe of a handler.
+
+    Args:
+        fp8_recipe_handler: a `TERecipeKwargs`, or None for its defaults.
 
     Raises:
         ConfigurationError: the device lacks what the recipe needs.

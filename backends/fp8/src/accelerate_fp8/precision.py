@@ -110,7 +110,11 @@ class FP8(Precision):
 
     @classmethod
     def explain_choice(cls, sources: Sources) -> str:
-        """Tell which engine a run would have, and why."""
+        """Tell which engine a run would have, and why.
+
+        Args:
+            sources: environment, config file and what stands for the command line.
+        """
         settings, _ = resolve_settings(FP8Settings, None, sources, owner="fp8")
         engine, because = choose(settings, ())
         return f"engine {engine}: {because}"

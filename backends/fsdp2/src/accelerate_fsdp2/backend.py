@@ -186,7 +186,11 @@ class FSDP2Backend(Backend):
     # --- prepare ------------------------------------------------------------------------------
 
     def tensor_parallel(self, accelerator: AcceleratorView, model: nn.Module) -> nn.Module:
-        """Make the ranks' weights alike, then distribute layers over `tp`."""
+        """Make the ranks' weights alike, then distribute layers over `tp`.
+
+        Raises:
+            PrepareError: the model is a DistributedDataParallel already.
+        """
         if isinstance(model, FSDPModule):
             return model
         if isinstance(model, DistributedDataParallel):

@@ -117,6 +117,7 @@ def save_fsdp_model(
         model_index: place of the model among those of the run.
         adapter_only: of a peft model, only what is trained.
         use_dcp: write shards with torch.distributed.checkpoint; False: a file of each rank.
+        output_dir: a folder, made where it is missing.
     """
     options = _options(fsdp_plugin)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -135,6 +136,13 @@ def load_fsdp_model(
     use_dcp: bool = True,
 ) -> Any:
     """Read what `save_fsdp_model` wrote; return the missing and unexpected keys.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` says which form is read.
+        input_dir: the folder that was written to.
+        model_index: which of several models.
+        adapter_only: read the weights of adapters alone.
+        use_dcp: shards by torch.distributed.checkpoint; False: a file of each rank.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged.
@@ -165,7 +173,14 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of one optimizer, as `save_fsdp_model` does the weights."""
+    """Write the state of one optimizer, as `save_fsdp_model` does the weights.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` says which form is written.
+        output_dir: a folder, made where it is missing.
+        optimizer_index: which of several optimizers.
+        use_dcp: shards by torch.distributed.checkpoint; False: a file of each rank.
+    """
     options = _options(fsdp_plugin)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     state = get_optimizer_state_dict(model, _inner(optimizer), options=options)
@@ -184,6 +199,12 @@ def load_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Read what `save_fsdp_optimizer` wrote; `adapter_only` changes nothing here.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` says which form is read.
+        input_dir: the folder that was written to.
+        optimizer_index: which of several optimizers.
+        use_dcp: shards by torch.distributed.checkpoint; False: a file of each rank.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged.
@@ -209,6 +230,11 @@ def merge_fsdp_weights(
     remove_checkpoint_dir: bool = False,
 ) -> None:
     """Write sharded weights as one file into `output_path`, on the main process.
+
+    Args:
+        checkpoint_dir: the folder with the shards.
+        safe_serialization: write safetensors, else by `torch.save`.
+        remove_checkpoint_dir: delete the shards afterwards.
 
     Raises:
         CheckpointError: there are no weights, or they are damaged.
@@ -257,7 +283,11 @@ def fsdp2_load_full_state_dict(
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: Any
 ) -> Callable[[nn.Module], Any]:
-    """Wrap what makes the weights of a module on meta, so that tied ones stay tied."""
+    """Wrap what makes the weights of a module on meta, so that tied ones stay tied.
+
+    Args:
+        param_init_fn: makes the weights of one module.
+    """
     tied = {
         id(model.get_parameter(name)) for name in getattr(model, "_tied_weights_keys", None) or ()
     }
@@ -301,7 +331,11 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: Any, model: nn.Module
 ) -> Callable[[nn.Module], bool] | None:
-    """Return a function that says whether a module of `model` is a unit, None without a policy."""
+    """Return a function that says whether a module of `model` is a unit, None without a policy.
+
+    Args:
+        fsdp2_plugin: the settings with the policy.
+    """
     if fsdp2_plugin.auto_wrap_policy in (None, "no_wrap"):
         return None
     chosen = {id(module) for group in units.find_units(model, fsdp2_plugin) for module in group}
@@ -325,7 +359,11 @@ def fsdp2_switch_optimizer_parameters(
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping with names as they were before compiling and checkpointing."""
+    """Return the mapping with names as they were before compiling and checkpointing.
+
+    Args:
+        named_params: name -> parameter.
+    """
     wrappers = ("_orig_mod", "_checkpoint_wrapped_module")
     return {
         ".".join(part for part in name.split(".") if part not in wrappers): value

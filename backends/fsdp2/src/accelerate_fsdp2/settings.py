@@ -277,7 +277,11 @@ class FullyShardedDataParallelPlugin(BackendSettings):
         self.mixed_precision_policy = _policy(self.mixed_precision_policy)
 
     def precision_policy(self, compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
-        """Return the dtypes: those given, else parameters in the run's precision, reduced in fp32."""
+        """Return the dtypes: those given, else parameters in the run's precision, reduced in fp32.
+
+        Args:
+            compute_dtype: that of the run's precision.
+        """
         if isinstance(self.mixed_precision_policy, MixedPrecisionPolicy):
             return self.mixed_precision_policy
         if compute_dtype is torch.float32:

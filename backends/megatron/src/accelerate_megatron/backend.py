@@ -135,7 +135,11 @@ class MegatronBackend(Backend):
     # --- start --------------------------------------------------------------------------------
 
     def on_start(self, accelerator: AcceleratorView) -> None:
-        """Make megatron's groups."""
+        """Make megatron's groups.
+
+        Raises:
+            ConfigurationError: the CPU was asked for beside a CUDA device.
+        """
         if accelerator.device.type == "cpu" and torch.cuda.is_available():
             raise ConfigurationError(
                 "megatron-core computes on CUDA devices alone, and the CPU was asked for: leave "

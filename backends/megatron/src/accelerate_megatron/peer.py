@@ -75,7 +75,14 @@ def megatron_lm_prepare_scheduler(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> NoReturn:
-    """Refuse: models of other families come from a provider."""
+    """Refuse: models of other families come from a provider.
+
+    Args:
+        model_type: name of the family.
+
+    Raises:
+        ConfigurationError: always.
+    """
     raise ConfigurationError(
         f"add_model_config_to_megatron_parser({model_type!r}): megatron's arguments are not parsed "
         "here. Models of other families come from a provider, a function passed to prepare()."

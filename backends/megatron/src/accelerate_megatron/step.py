@@ -26,7 +26,11 @@ class AbstractTrainStep(ABC):
 
     @abstractmethod
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return `get_batch(iterator)`, which gives what `forward_step` needs of a micro-batch."""
+        """Return `get_batch(iterator)`, which gives what `forward_step` needs of a micro-batch.
+
+        Args:
+            megatron_dataset_flag: batches are those of megatron's own datasets.
+        """
 
     @abstractmethod
     def get_forward_step_func(self) -> Callable[..., Any]:

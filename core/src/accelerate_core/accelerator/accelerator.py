@@ -462,7 +462,11 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         )
 
     def note_once(self, text: str, *, every_rank: bool = False) -> None:
-        """Warn, once per text, on the main process."""
+        """Warn, once per text, on the main process.
+
+        Args:
+            every_rank: warn on each of them.
+        """
         if text not in self._noted and (every_rank or self.is_main_process):
             self._noted.add(text)
             warn(text)

@@ -60,6 +60,9 @@ class Backend(StepHooks, TorchCollectives):
       a default: a backend that does not say is refused by name.
     * `compile_at`: whether the compile stage runs `before` or `after` `prepare_model`,
       or is the backend's `own`.
+
+    It is made with `settings`, an instance of the plugin's `Settings` (None without such a class), and
+    `handlers`, the kwargs handlers that were given for it.
     """
 
     name: ClassVar[str]
@@ -160,7 +163,14 @@ class Backend(StepHooks, TorchCollectives):
         return self._scopes.get(scope)
 
     def sub_mesh(self, name: str) -> Any:
-        """Return the part of the mesh with a name: a dimension, or several together."""
+        """Return the part of the mesh with a name: a dimension, or several together.
+
+        Args:
+            name: of a dimension, or of several that were joined.
+
+        Raises:
+            ConfigurationError: the mesh has no part of that name, or there is no mesh.
+        """
         if name in self._joint_meshes:
             return self._joint_meshes[name]
         known = [
@@ -282,6 +292,8 @@ class Backend(StepHooks, TorchCollectives):
         """Wrap or change one model after all stages; it is on the device already.
 
         Default: return the model as it is.
+
+        `evaluation_mode`: the model is not trained: no optimizer will hold its parameters.
         """
         return model
 
@@ -308,6 +320,8 @@ class Backend(StepHooks, TorchCollectives):
         """Yield the batches on the device.
 
         Default: move the batches to the device, one ahead where it has streams.
+
+        `non_blocking`: copy without waiting, from pinned memory.
         """
         return feed(batches, accelerator.device, non_blocking)
 
@@ -326,6 +340,8 @@ class Backend(StepHooks, TorchCollectives):
         """Return a context in which ranks may run out of batches at different steps.
 
         Default: do nothing.
+
+        `joinables`: the prepared objects that take part.
         """
         return nullcontext()
 
@@ -350,6 +366,8 @@ class Backend(StepHooks, TorchCollectives):
         """Load what `model_state` gave.
 
         Default: load into the unwrapped model.
+
+        `strict`: refuse missing and unexpected names.
         """
         accelerator.unwrap_model(model).load_state_dict(state, strict=strict)
 
@@ -420,6 +438,8 @@ class Backend(StepHooks, TorchCollectives):
         """Read what `save_state` wrote; the directory exists if something was written.
 
         Default: read nothing.
+
+        `options`: more arguments of `Accelerator.load_state`, for the plugin.
         """
 
     @owner

@@ -23,6 +23,9 @@ class Precision:
     `on_save(accelerator, directory)` and `on_load` keep what it has beside the models' state
     (scaling factors, say) in a subdirectory of a checkpoint that is its own. Every rank is
     called; what differs between ranks goes into files that have the rank in their name.
+
+    It is made with `settings`, an instance of the plugin's `Settings` (None without such a class), and
+    `handlers`, the kwargs handlers that were given for it.
     """
 
     name: ClassVar[str]
@@ -64,7 +67,10 @@ class Precision:
         """
 
     def scaler(self, accelerator: AcceleratorView, options: dict[str, Any]) -> Any | None:
-        """Return a gradient scaler, None where losses are not scaled."""
+        """Return a gradient scaler, None where losses are not scaled.
+
+        `options`: what the script's `GradScalerKwargs` says.
+        """
         return None
 
     def autocast(
@@ -84,6 +90,10 @@ class Precision:
 
         A library whose gradients are no plain tensors has its own way. A backend that clips by itself
         does not ask.
+
+        `max_norm`: the largest norm that is left as it is, None to clip by value.
+        `norm_type`: which norm: 2 is the Euclidean one.
+        `clip_value`: the largest absolute value of an element, None to clip by norm.
         """
         if clip_value is not None:
             return torch.nn.utils.clip_grad_value_(parameters, clip_value)

@@ -9,7 +9,11 @@ import torch
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give the accelerator's cached, unused memory back to it; without one nothing happens."""
+    """Give the accelerator's cached, unused memory back to it; without one nothing happens.
+
+    Args:
+        garbage_collection: let Python collect unreachable objects first.
+    """
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():

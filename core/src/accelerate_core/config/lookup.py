@@ -44,6 +44,7 @@ def resolve_core(
     Args:
         given: values from the constructor; `None` stands for not given.
         detected: values the active backend or the machine suggests.
+        sources: environment, config file and what stands for the command line.
     """
     made = {}
     for field in CORE_SETTINGS:
@@ -65,9 +66,13 @@ def resolve_settings(
         cls: a class made with `settings`.
         given: an instance from the constructor, or None.
         owner: the plugin's name, for the default environment names.
+        sources: environment, config file and what stands for the command line.
 
     Returns:
         A new instance and, per field, where its value came from.
+
+    Raises:
+        ConfigurationError: a value that the class does not allow, with its origin.
     """
     _, section, argument = getattr(cls, "__settings_names__", ("", "", ""))
     section = f"{owner}_config" if owner and section == "" else section or ""

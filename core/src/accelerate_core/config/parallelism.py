@@ -140,6 +140,9 @@ class ParallelismConfig(KwargsHandler):
     def check(self, num_processes: int, origin: str = "") -> None:
         """Compare with the number of processes; 0 fits all.
 
+        Args:
+            origin: where the sizes are from, for the text of an error.
+
         Raises:
             ConfigurationError: the product is another number; the text shows the arithmetic.
         """
@@ -160,6 +163,9 @@ class ParallelismConfig(KwargsHandler):
         """Return the mesh of all processes, with `dp_shard` and what has more than one rank.
 
         All ranks call this, once the process group stands.
+
+        Args:
+            device_type: `cuda`, `cpu` or another of torch's.
         """
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -81,6 +81,10 @@ def option(
     any case. `ask` is the question `accelerate-core config` puts, if the condition `ask_if` holds:
     `other_field=value`. `read(text, variable)` makes the value of a text.
     `constraints` are pydantic's (`ge=1`, `pattern=...`).
+
+    Args:
+        default: the value where no source says one.
+        default_factory: makes it anew for each instance.
     """
     said: dict[str, Any] = {"env": env, "cli": cli, "yaml": _tuple(yaml), "key": key, "read": read}
     said |= {name: _tuple(said[name]) for name in ("env", "cli") if said[name] is not None}
@@ -114,6 +118,10 @@ def settings(
         argument: the constructor argument of `Accelerator` that takes an instance; several names
             of it, the usual one first.
         yaml_prefix: what a peer's file puts before the keys of the section; read as well.
+
+    Raises:
+        ConfigurationError: an instance is made with a value that is not allowed.
+        UnknownFieldError: with a field that the class does not have.
     """
 
     def make(target: type[Any]) -> Any:
@@ -159,7 +167,11 @@ def settings(
 
 
 class UnknownFieldError(ConfigurationError, TypeError):
-    """A settings class was called with a field it does not have."""
+    """A settings class was called with a field it does not have.
+
+    Cause: a misspelt field, or one of another version.
+    Mend: take one of the fields that the text lists.
+    """
 
 
 def _first_error(owner: str, error: pydantic.ValidationError) -> str:
@@ -200,7 +212,11 @@ def given_fields(instance: Any) -> frozenset[str]:
 
 
 def origin_of(instance: Any, name: str) -> str:
-    """Say where a field of a settings object has its value from: "default", or the source's name."""
+    """Say where a field of a settings object has its value from: "default", or the source's name.
+
+    Args:
+        instance: a settings object.
+    """
     because = getattr(instance, "__because__", {})
     if name in because:
         return str(because[name].origin)

@@ -33,10 +33,12 @@ PROJECT = "accelerate_core"
 API_VERSION = (1, 0)
 
 Kind = Literal["owner", "stage", "broadcast", "registration"]
+#: Which ranks take part: those with different data, those whose losses are averaged, or all.
 Scope = Literal["data", "loss", "world"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 hookspec = pluggy.HookspecMarker(PROJECT)
+#: Marks a method of an extension as the implementation of a hook.
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 #: Name of a hook -> its kind, in the order they are declared; those of `Backend` once it is imported.
@@ -117,6 +119,10 @@ def mark_hooks(plugin: Any, base: type, label: str) -> None:
 
 def check_near_miss(name: str, known: Iterable[str], label: str) -> None:
     """Refuse a method whose name is nearly one that would be called.
+
+    Args:
+        known: names that would be called.
+        label: what the class is called in the error.
 
     Raises:
         PluginError: with that name, and how to say that it is meant.

@@ -134,10 +134,15 @@ class Checkpointer(Protocol):
         Args:
             max_shard_size: bytes, or a text such as "5MB".
             safe_serialization: safetensors; False: torch's pickle.
+            save_directory: a folder, made where it is missing.
         """
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`."""
+        """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`.
+
+        Args:
+            safe_serialization: write safetensors, where the object is a dict of tensors.
+        """
 
     @property
     def preemption_requested(self) -> bool:
@@ -282,6 +287,7 @@ class Tracking(Protocol):
 
         Args:
             init_kwargs: per tracker name, arguments of its constructor.
+            project_name: name of the project in each tracker.
         """
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -324,27 +330,47 @@ class Tracking(Protocol):
         step: int | None = None,
         log_kwargs: LogKwargs = None,
     ) -> None:
-        """Log a table: names of `columns` with `data`, a list of rows; or a `dataframe`."""
+        """Log a table: names of `columns` with `data`, a list of rows; or a `dataframe`.
+
+        Args:
+            log_kwargs: per tracker name, more arguments of its method.
+        """
 
     def log_figure(
         self, name: str, figure: Any, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Log a matplotlib figure, which must stay as it is until the trackers have it."""
+        """Log a matplotlib figure, which must stay as it is until the trackers have it.
+
+        Args:
+            log_kwargs: per tracker name, more arguments of its method.
+        """
 
     def log_artifact(
         self, path: str | os.PathLike[str], name: str | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Keep a file or directory with the run."""
+        """Keep a file or directory with the run.
+
+        Args:
+            log_kwargs: per tracker name, more arguments of its method.
+        """
 
     def log_text(
         self, name: str, text: str, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Log a text."""
+        """Log a text.
+
+        Args:
+            log_kwargs: per tracker name, more arguments of its method.
+        """
 
     def log_histogram(
         self, name: str, values: Any, step: int | None = None, log_kwargs: LogKwargs = None
     ) -> None:
-        """Log the distribution of an array or tensor of any shape."""
+        """Log the distribution of an array or tensor of any shape.
+
+        Args:
+            log_kwargs: per tracker name, more arguments of its method.
+        """
 
     def flush_trackers(self, timeout: float | None = None) -> list[str]:
         """Wait until every tracker has taken what was logged so far; `end_training` does it too.
@@ -366,7 +392,11 @@ class Tracking(Protocol):
         """Whether an exception is on its way out."""
 
     def finish(self, failed: bool) -> None:
-        """Deliver what is left and close the runs; a second call does nothing."""
+        """Deliver what is left and close the runs; a second call does nothing.
+
+        Args:
+            failed: mark the runs as failed.
+        """
 
 
 def check_members(thing: Any, protocol: type, told: str) -> None:

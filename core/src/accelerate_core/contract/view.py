@@ -62,7 +62,12 @@ class AcceleratorView(Protocol):
         """Return when every rank has called it."""
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine each tensor of a structure over the ranks: `sum`, `mean`, `max`, `min`, `none`."""
+        """Combine each tensor of a structure over the ranks: `sum`, `mean`, `max`, `min`, `none`.
+
+        Args:
+            reduction: one of these.
+            scale: factor of the result.
+        """
 
     # --- what was chosen ----------------------------------------------------------------------
 
@@ -158,4 +163,8 @@ class AcceleratorView(Protocol):
     # --- telling ------------------------------------------------------------------------------
 
     def note_once(self, text: str, *, every_rank: bool = False) -> None:
-        """Warn, once per text, on the main process."""
+        """Warn, once per text, on the main process.
+
+        Args:
+            every_rank: warn on each of them.
+        """

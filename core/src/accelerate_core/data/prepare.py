@@ -55,6 +55,7 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         ConfigurationError: settings that do not fit the loader or each other.
         MissingPluginError: `use_stateful_dataloader` without torchdata.
 
+    Example:
         loader = prepare_loader(DataLoader(dataset, 8), LoaderOptions(num_processes=2))
     """
     if isinstance(loader, CoreLoader):
@@ -114,6 +115,9 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     loaded, and the next epoch of the original is the one after.
 
         for batch in skip_first_batches(loader, 100): ...
+
+    Raises:
+        ConfigurationError: `num_batches` is negative.
     """
     if num_batches < 0:
         raise ConfigurationError(f"num_batches={num_batches}: it must be 0 or more.")

@@ -69,6 +69,9 @@ def gather_uneven(tree: Any, comm: Communicator) -> Any:
 
     A leaf becomes [sum of d0 over the ranks, ...]. Two collectives for the whole tree: the
     lengths, then the bytes, each rank's padded to the longest.
+
+    Args:
+        comm: the ranks that take part.
     """
     if comm.size == 1:
         return tree
@@ -127,6 +130,9 @@ def reduce(tree: Any, reduction: str = "sum", scale: float = 1.0, *, comm: Commu
     another reduction.
 
         loss = reduce(loss, "mean", comm=comm)
+
+    Raises:
+        ConfigurationError: an unknown `reduction`.
     """
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(
@@ -206,6 +212,9 @@ def broadcast(tree: Any, from_process: int = 0, *, comm: Communicator) -> Any:
     overwritten and returned where they are on the communicator's device and can be written, else
     new ones take their place. One collective for the whole tree. Raises `TypeError` for a leaf
     that is not a dense tensor.
+
+    Raises:
+        ConfigurationError: there is no process `from_process`.
     """
     if comm.size == 1:
         return tree

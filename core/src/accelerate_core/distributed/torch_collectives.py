@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ReduceOp", "Scope", "TorchCollectives", "as_memory", "host_group"]
 
+#: How the values of the ranks become one.
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
 
@@ -59,6 +60,9 @@ def host_group(
     """Return a new group for tensors in host memory; None for `ranks` means all.
 
     Only its members call this. None where torch has no such group.
+
+    Args:
+        timeout: how long a collective in it may wait.
     """
     if not dist.is_gloo_available():
         return None

@@ -114,7 +114,11 @@ def rebuild(node: Any, items: list[Any]) -> Any:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Build a sequence of the type of `obj` (list, tuple, named tuple, ...) from new elements."""
+    """Build a sequence of the type of `obj` (list, tuple, named tuple, ...) from new elements.
+
+    Args:
+        generator: the new elements, in order.
+    """
     items = list(generator)
     if type(obj) is list:
         return items

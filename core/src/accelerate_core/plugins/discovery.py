@@ -137,6 +137,10 @@ def find(
 ) -> PluginRecord:
     """Return the plugin of that name.
 
+    Args:
+        kind: `backend`, `tracker`, `precision`, `launcher` or another.
+        because: who asks for it, for the text of an error.
+
     Raises:
         MissingPluginError: it is not installed; the text has the pip command or the nearest name.
         ConfigurationError: the same of a precision.

@@ -63,7 +63,11 @@ def _bound(function: Callable[..., Any], module: torch.nn.Module) -> Any:
 def wrap_forward(
     model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]], upcast: bool
 ) -> None:
-    """Put `model.forward` under a context; a second call replaces the first."""
+    """Put `model.forward` under a context; a second call replaces the first.
+
+    Args:
+        upcast: convert half precision outputs to fp32.
+    """
     unwrap_forward(model)
     own = vars(model).get("forward")
     if own is None:

@@ -170,6 +170,9 @@ class TrainingLoop:
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Run backward of optimizers that step inside it (LOMO's `fused_backward`).
 
+        Args:
+            learning_rate: of this step; the LOMO optimizer updates parameters during backward.
+
         Raises:
             ConfigurationError: no prepared optimizer is one.
         """
@@ -217,6 +220,10 @@ class TrainingLoop:
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the norm of all gradients taken together.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: which norm: 2 is the Euclidean one.
 
         Returns:
             The norm before clipping, a 0-d tensor.

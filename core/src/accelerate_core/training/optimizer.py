@@ -15,6 +15,10 @@ class AcceleratedOptimizer(Optimizer):
     """An optimizer whose `step` and `zero_grad` do nothing inside an accumulation cycle.
 
     Everything else is the inner optimizer's, reachable as `optimizer`.
+
+    Args:
+        gradient_state: says whether it steps now.
+        after_step: called after each step that was made.
     """
 
     def __init__(
@@ -61,7 +65,11 @@ class AcceleratedOptimizer(Optimizer):
     load_state_dict = method("optimizer", Optimizer.load_state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, on the boundary of an accumulation cycle only."""
+        """Clear gradients, on the boundary of an accumulation cycle only.
+
+        Args:
+            set_to_none: drop the gradients instead of filling them with zeros.
+        """
         if self.gradient_state.sync_gradients:
             self._zero_grad(self.optimizer, set_to_none)
 

@@ -20,6 +20,9 @@ class AcceleratedScheduler:
       a metric (`ReduceLROnPlateau`) or an epoch it steps once: n times the same one would be n
       times without getting better.
     * `step_with_optimizer=False` (stepped per epoch, say): it steps as called.
+
+    Args:
+        gradient_state: says whether optimizers step now.
     """
 
     def __init__(

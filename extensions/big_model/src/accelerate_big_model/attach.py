@@ -38,6 +38,12 @@ def attach_execution_device_hook(
     """Have every submodule with weights of its own run on a device, inputs moved there.
 
     Modules that have a hook keep it. For the arguments see `AlignDevicesHook`.
+
+    Args:
+        execution_device: where the inputs are moved to.
+        skip_keys: names of arguments that are left where they are.
+        preload_module_classes: names of classes whose submodules get no hook.
+        tied_params_map: shared weights that are on a device already.
     """
     for _, part, _ in _walk("", module, preload_module_classes):
         if hook_of(part) is None and any(True for _ in named_module_tensors(part)):
@@ -100,6 +106,12 @@ def attach_align_device_hook_on_blocks(
     A single device, or a single yes or no, holds for the whole model. The output of the
     model comes to the device of its input. For the other arguments see
     `attach_align_device_hook`.
+
+    Args:
+        execution_device, offload: one for all blocks, or per name of a block.
+        module_name: the full name of `module`, the prefix of its names in `weights_map`.
+        weights_map, offload_buffers, skip_keys, tied_params_map: see `AlignDevicesHook`.
+        preload_module_classes: see `attach_align_device_hook`.
     """
     devices: Mapping[str, Any] = (
         execution_device

@@ -32,7 +32,11 @@ _SUB_BYTE = {"fp8": 1.0, "int4": 0.5, "int2": 0.25}
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Return the bytes of one element; below 1 for bool and the planned 4 and 2 bit formats."""
+    """Return the bytes of one element; below 1 for bool and the planned 4 and 2 bit formats.
+
+    Args:
+        dtype: of torch, or a `CustomDtype`.
+    """
     custom = str(getattr(dtype, "value", dtype))
     if custom in _SUB_BYTE:
         return _SUB_BYTE[custom]
@@ -74,7 +78,12 @@ def compute_module_total_buffer_size(
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,
 ) -> int:
-    """Return the bytes of all buffers."""
+    """Return the bytes of all buffers.
+
+    Args:
+        dtype: counted instead of their own, where it is smaller.
+        special_dtypes: per name, instead of `dtype`.
+    """
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 
@@ -86,6 +95,9 @@ def get_max_layer_size(
     """Return the size and names of the largest layers: the pieces that must stay whole.
 
     A piece is one of the list, or of the modules within, that has no children or a class that is listed.
+
+    Args:
+        no_split_module_classes: names of classes that stay on one device.
     """
     largest, names = 0, list[str]()
     queue = list(modules)
@@ -164,6 +176,9 @@ def get_max_memory(
     Without an argument the free memory is measured. Sizes given as text (`"10GiB"`) or as a share of
     what was measured (1.5e9) are converted, in a dict of the caller's, too: callers go on with theirs.
 
+    Args:
+        max_memory: device -> bytes, or a text such as "10GB"; None asks the devices.
+
     Raises:
         ConfigurationError: a key is no device.
     """
@@ -199,6 +214,11 @@ def get_balanced_memory(
     more than given or measured; a tenth of a lone accelerator that was measured is left for what
     computing needs. With `low_zero` as much of the first is left free as the others allow.
     For the other arguments see `infer_auto_device_map`.
+
+    Args:
+        no_split_module_classes: names of classes that stay on one device.
+        dtype: the weights are counted in, where it is smaller than their own.
+        special_dtypes: per name, instead of `dtype`.
     """
     memory = get_max_memory(max_memory)
     devices = [key for key, size in memory.items() if isinstance(key, int) and size > 0]
@@ -503,7 +523,11 @@ def infer_auto_device_map(
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Merge the entries of every module that is on one device, in place; return the map."""
+    """Merge the entries of every module that is on one device, in place; return the map.
+
+    Args:
+        module_name: the part of the map that is looked at; "" is all of it.
+    """
     prefix = joined(module_name, "")
     inside = [name for name in device_map if name.startswith(prefix) and name != module_name]
     if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:

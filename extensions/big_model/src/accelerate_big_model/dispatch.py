@@ -88,6 +88,12 @@ def disk_offload(
 
     Weights that are on the meta device are taken from the folder, which must hold them;
     others are written there. For the arguments see `cpu_offload`.
+
+    Args:
+        offload_dir: folder of the weights.
+        execution_device: where it computes; default: where the first parameter is.
+        offload_buffers: move buffers out, too.
+        preload_module_classes: see `attach_align_device_hook`.
     """
     _write_missing(model, model.state_dict(), Path(offload_dir))
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
@@ -140,6 +146,9 @@ def cpu_offload_with_hook(
 
     For pipelines of several models, each called many times in turn: calling one sends the
     one before it back.
+
+    Args:
+        execution_device: where it computes; see `CpuOffload`.
 
     Returns:
         The model and a handle with `offload()` and `remove()`.

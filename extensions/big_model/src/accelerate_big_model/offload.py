@@ -73,7 +73,11 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any
 
 
 def save_offload_index(index: Index, offload_folder: str | Path) -> None:
-    """Write the index to `index.json`, over what the folder's index holds already."""
+    """Write the index to `index.json`, over what the folder's index holds already.
+
+    Args:
+        offload_folder: the folder of the weights.
+    """
     folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
     merged = {**load_offload_index(folder, missing_ok=True), **index}
@@ -99,7 +103,11 @@ def load_offload_index(offload_folder: str | Path, missing_ok: bool = False) -> 
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write a state dict to a folder, tensor by tensor, with its index."""
+    """Write a state dict to a folder, tensor by tensor, with its index.
+
+    Args:
+        save_dir: the folder, made where it is missing.
+    """
     index: Index = {}
     for name, weight in state_dict.items():
         offload_weight(weight, name, save_dir, index)
@@ -109,14 +117,24 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tens
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | Path
 ) -> None:
-    """Put offloaded weights back into a model, on the CPU."""
+    """Put offloaded weights back into a model, on the CPU.
+
+    Args:
+        index: name -> what was noted of the weight.
+        offload_folder: the folder of the weights.
+    """
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
     for name in index:
         set_module_tensor_to_device(model, name, "cpu", value=weights[name])
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """A mapping seen from inside a module: every key is looked up with the module's prefix."""
+    """A mapping seen from inside a module: every key is looked up with the module's prefix.
+
+    Args:
+        dataset: full name -> tensor.
+        prefix: put before each key.
+    """
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset
@@ -217,6 +235,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the entries that belong to the named modules; `""` names the whole model."""
+    """Return the entries that belong to the named modules; `""` names the whole model.
+
+    Args:
+        submodule_names: full names of modules.
+    """
     names = list(submodule_names)
     return {k: value for k, value in state_dict.items() if any(within(k, name) for name in names)}

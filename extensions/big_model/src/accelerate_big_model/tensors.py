@@ -104,7 +104,11 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Make every group of names one parameter again, the first that has data."""
+    """Make every group of names one parameter again, the first that has data.
+
+    Args:
+        tied_params: groups of full names.
+    """
     for group in tied_params:
         found = [getattr(*_owner(model, name)) for name in group]
         chosen = next((p for p in found if p is not None and p.device.type != "meta"), found[0])
@@ -128,7 +132,11 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]
 ) -> bool:
-    """Say whether every group of tied parameters has one device; warn where not."""
+    """Say whether every group of tied parameters has one device; warn where not.
+
+    Args:
+        device_map: full name of a module -> its device.
+    """
     apart = [group for group in tied_params if not on_one_device(group, device_map)]
     for group in apart:
         warn(

@@ -124,7 +124,14 @@ class BoxReader(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-        """Return where it is read to."""
+        """Return where it is read to.
+
+        Args:
+            read_item: which part is read.
+
+        Raises:
+            KeyError: the box does not hold it.
+        """
         index = read_item.dest_index
         for box in self._by_key[index.fqn]:
             if torch.Size(box.offset) == index.offset:

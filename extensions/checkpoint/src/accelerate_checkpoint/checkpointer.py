@@ -85,6 +85,8 @@ class DirectoryCheckpointer:
     ) -> str:
         """Write models, optimizers, schedulers, scaler, registered objects and each rank's own.
 
+        The arguments are those of `Accelerator.save_state`.
+
         Raises:
             CheckpointError: on every rank, if any of them failed; what stood before still stands.
                 On the main process, if it alone called this and holds a part of the state only.
@@ -219,6 +221,8 @@ class DirectoryCheckpointer:
     ) -> str:
         """Read what `save_state` wrote into the same objects.
 
+        The arguments are those of `Accelerator.load_state`.
+
         Raises:
             CheckpointError: the directory or a file of it is missing or damaged, by name. Nothing
                 has been changed then.
@@ -279,6 +283,8 @@ class DirectoryCheckpointer:
     ) -> None:
         """Write the weights of a model once, where `load_checkpoint_in_model` finds them.
 
+        The arguments are those of `Accelerator.save_model`.
+
         Raises:
             CheckpointError: the path is a file, or the model has weights on the meta device; or it
                 is sharded, and the main process alone called this.
@@ -302,7 +308,11 @@ class DirectoryCheckpointer:
             )
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write one object once, with torch or safetensors."""
+        """Write one object once, with torch or safetensors.
+
+        Args:
+            safe_serialization: write safetensors, else by `torch.save`.
+        """
         if self._state.saves_here:
             save_object(obj, f, safe_serialization)
 

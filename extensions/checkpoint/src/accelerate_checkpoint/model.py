@@ -38,6 +38,9 @@ def save_weights(
     """Write a state dict as `model.safetensors`, or in shards of at most `max_shard_size` bytes.
 
     Each file is written beside its place first; shards of an earlier save are removed.
+
+    Args:
+        safe_serialization: write safetensors, else by `torch.save`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     whole = clean_state_dict_for_safetensors(state) if safe_serialization else dict(state)
@@ -183,7 +186,11 @@ def _files(directory: Path, stem: str, listed: Container[str] | None) -> list[Pa
 
 
 def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
-    """Write one object with torch or safetensors: to a path, or into an open file."""
+    """Write one object with torch or safetensors: to a path, or into an open file.
+
+    Args:
+        safe_serialization: write safetensors, else by `torch.save`.
+    """
     state = clean_state_dict_for_safetensors(dict(obj)) if safe_serialization else obj
     if not hasattr(f, "write"):
         files.write_beside(

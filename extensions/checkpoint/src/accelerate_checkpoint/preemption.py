@@ -108,7 +108,11 @@ class Preemption:
         self._asked.set()
 
     def loop_body_end(self) -> None:
-        """Come to the end of a pass through a training loop's body; leave if it is time."""
+        """Come to the end of a pass through a training loop's body; leave if it is time.
+
+        Raises:
+            ConfigurationError: not every rank answered in the time that a collective may wait.
+        """
         steps = self._state.events.steps
         if steps == self._steps:
             return  # no optimizer was stepped: a loop that evaluates, or the middle of a cycle

@@ -170,6 +170,9 @@ def shard_state_dict(
     Returns:
         The tensors of each file by file name, and the content of the index file
         (`metadata.total_size` and `weight_map`), or None where one file holds all.
+
+    Raises:
+        ConfigurationError: `max_shard_size` is not positive.
     """
     limit = convert_file_size_to_int(max_shard_size)
     if limit <= 0:

@@ -20,6 +20,7 @@ from accelerate_core.errors import AccelerateError
 
 __all__ = ["NAME", "VERSION", "install", "uninstall"]
 
+#: The import name that is served.
 NAME = "accelerate"
 #: Of the original whose names are served; what libraries ask for.
 VERSION = "1.15.0.post1"

@@ -422,7 +422,11 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """A scheduler that somebody else steps. `prepare` makes none: `scheduler.step()` does it here."""
+    """A scheduler that somebody else steps. `prepare` makes none: `scheduler.step()` does it here.
+
+    Args:
+        optimizers: the prepared optimizers it goes with.
+    """
 
     core: Any = ()
 

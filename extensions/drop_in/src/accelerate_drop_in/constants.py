@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final
 
+#: Names of files in a checkpoint, or how they begin.
 MODEL_NAME: Final = "pytorch_model"
 SAFE_MODEL_NAME: Final = "model"
 OPTIMIZER_NAME: Final = "optimizer"
@@ -16,6 +17,7 @@ SCALER_NAME: Final = "scaler.pt"
 RNG_STATE_NAME: Final = "random_states"
 PROFILE_PATTERN_NAME: Final = "profile_{suffix}.json"
 
+#: Names of files with weights, and of their indices; `safe` are those of safetensors.
 WEIGHTS_NAME: Final = f"{MODEL_NAME}.bin"
 WEIGHTS_PATTERN_NAME: Final = "pytorch_model{suffix}.bin"
 WEIGHTS_INDEX_NAME: Final = f"{WEIGHTS_NAME}.index.json"
@@ -25,7 +27,7 @@ SAFE_WEIGHTS_INDEX_NAME: Final = f"{SAFE_WEIGHTS_NAME}.index.json"
 
 FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
 
-# Versions the original asks for before it offers something.
+#: Versions the original asks for before it offers something.
 BETA_CP_AVAILABLE_PYTORCH_VERSION: Final = "2.6.0"
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION: Final = "0.18.2"
 BETA_TP_AVAILABLE_PYTORCH_VERSION: Final = "2.3.0"

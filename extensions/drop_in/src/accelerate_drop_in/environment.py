@@ -39,7 +39,15 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """Return the first of the variables that holds a number not below zero."""
+    """Return the first of the variables that holds a number not below zero.
+
+    Args:
+        env_keys: names of variables.
+        default: returned where none does.
+
+    Raises:
+        ConfigurationError: a variable is no whole number.
+    """
     for key in env_keys:
         text = os.environ.get(key)
         if text is None:
@@ -70,12 +78,20 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the libraries that this process has imported already."""
+    """Return those of the libraries that this process has imported already.
+
+    Args:
+        library_names: import names.
+    """
     return [name for name in library_names if name in sys.modules]
 
 
 def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
-    """Return `NAME=value` lines, leaving out entries that a shell or file could misread."""
+    """Return `NAME=value` lines, leaving out entries that a shell or file could misread.
+
+    Args:
+        current_env: name -> value.
+    """
     lines = []
     for key, value in current_env.items():
         if all(not set(text) & set(";\n<>") for text in (key, value)) and key:

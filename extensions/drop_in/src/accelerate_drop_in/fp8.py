@@ -42,7 +42,11 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Say so of all but the first and the last linear layer of `module`."""
+    """Say so of all but the first and the last linear layer of `module`.
+
+    Args:
+        fqn: the full name of the layer that is asked for.
+    """
     ends = [name for name in find_first_last_linear_layers(module) if name is not None]
     return filter_linear_layers(module, fqn, ends)
 

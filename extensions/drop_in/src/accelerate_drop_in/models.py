@@ -105,6 +105,9 @@ def get_mixed_precision_context_manager(
     """Return the autocast of the latest Accelerator, or torch's own if there is none.
 
     Without `native_amp` nothing is cast.
+
+    Args:
+        autocast_kwargs: how autocast is entered.
     """
     if not native_amp:
         return nullcontext()

@@ -102,6 +102,9 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
     A file that holds other objects needs `weights_only=False`, which runs code from the
     file: only for files whose author is trusted.
+
+    Args:
+        map_location: where tensors go, as in `torch.load`.
     """
     kwargs.setdefault("weights_only", True)
     with torch.serialization.safe_globals(_safe_globals()):

@@ -36,6 +36,9 @@ def recursively_apply(
     Other leaves are kept as they are, or raise `TypeError` if `error_on_other_type`.
 
         recursively_apply(torch.square, {"a": torch.ones(2), "name": "x"})
+
+    Raises:
+        TypeError: with `error_on_other_type`, a leaf is of another type.
     """
 
     def visit(leaf: Any) -> Any:
@@ -61,7 +64,11 @@ def is_tensor_information(tensor_info: Any) -> bool:
 
 
 def initialize_tensors(data_structure: Any, device: torch.device | str | int | None = None) -> Any:
-    """Return the tree with an uninitialised tensor in the place of every `TensorInformation`."""
+    """Return the tree with an uninitialised tensor in the place of every `TensorInformation`.
+
+    Args:
+        data_structure: the tree.
+    """
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype, device=device),
         data_structure,
@@ -74,6 +81,10 @@ def find_batch_size(data: Any) -> int:
 
     Raises `ValueError` if the tree is empty or has only 0-d tensors, `TypeError` if it has
     leaves but no tensor among them.
+
+    Raises:
+        TypeError: its leaves are no tensors.
+        ValueError: it is empty, or has tensors of no dimension alone.
     """
     leaves = flatten(data)
     if not leaves:
@@ -121,6 +132,9 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     do not fit together.
 
         concatenate([{"x": torch.zeros(2, 3)}, {"x": torch.ones(4, 3)}])["x"].shape  # [6, 3]
+
+    Raises:
+        TypeError: a leaf is no tensor.
     """
     first = data[0]
     if len(data) == 1 and not isinstance(first, torch.Tensor):

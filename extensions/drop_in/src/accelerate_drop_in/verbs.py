@@ -34,12 +34,21 @@ def gather_object(object: Any) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Combine the tensors of all processes: `"mean"`, `"sum"`, `"max"`, `"min"`, `"none"`."""
+    """Combine the tensors of all processes: `"mean"`, `"sum"`, `"max"`, `"min"`, `"none"`.
+
+    Args:
+        reduction: one of these.
+        scale: factor of the result.
+    """
     return collectives.reduce(tensor, reduction, scale, comm=current_communicator())
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Give every process the tensors of one."""
+    """Give every process the tensors of one.
+
+    Args:
+        from_process: whose they are.
+    """
     return collectives.broadcast(tensor, from_process, comm=current_communicator())
 
 
@@ -49,6 +58,13 @@ def broadcast_object_list(
     """Replace the picklable objects of a list, in place, by those of one process; return it.
 
     Lengths have to be equal, or `DistributedOperationException` is raised where they are not.
+
+    Args:
+        from_process: whose they are.
+        comm: the ranks that take part; default: all.
+
+    Raises:
+        ConfigurationError: there is no such process.
     """
     comm = comm or current_communicator()
     if not 0 <= from_process < comm.size:
@@ -70,7 +86,13 @@ def broadcast_object_list(
 def pad_across_processes(
     tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
 ) -> Any:
-    """Pad the tensors of all processes to the longest along a dimension."""
+    """Pad the tensors of all processes to the longest along a dimension.
+
+    Args:
+        dim: the dimension.
+        pad_index: the value that fills up.
+        pad_first: fill up at the beginning.
+    """
     if getattr(tensor, "is_nested", False):  # the core looks only where there is something to pad
         warn(
             "A nested tensor cannot be padded; it is kept.",
@@ -110,7 +132,11 @@ def wait_for_everyone() -> None:
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give every process the state of rank 0's generator of one type, or of `generator`."""
+    """Give every process the state of rank 0's generator of one type, or of `generator`.
+
+    Args:
+        rng_type: `torch`, `generator` or a device type.
+    """
     kind = rng_type if rng_type is not None else "generator" if generator is not None else "torch"
     synchronize_rng_states([kind], generator)
 

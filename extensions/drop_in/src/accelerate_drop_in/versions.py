@@ -16,6 +16,10 @@ def compare_versions(
 ) -> bool:
     """Compare a version, or that of an installed distribution, with another.
 
+    Args:
+        library_or_version: name of a distribution, or a version.
+        requirement_version: what it is compared with.
+
     Raises:
         ConfigurationError: `operation` is none of `> >= == != <= <`.
         importlib.metadata.PackageNotFoundError: there is no such distribution.
@@ -45,5 +49,10 @@ def __getattr__(name: str) -> Version:
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare the installed torch (its release number, without `+cpu` and the like)."""
+    """Compare the installed torch (its release number, without `+cpu` and the like).
+
+    Args:
+        operation: `>`, `>=`, `==`, `!=`, `<=` or `<`.
+        version: what it is compared with.
+    """
     return compare_versions(_torch_version(), operation, version)

@@ -48,6 +48,10 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
     Without an accelerator, or where the kernel does not publish the topology, nothing
     happens.
+
+    Args:
+        local_process_index: which accelerator of this machine.
+        verbose: log what was set.
     """
     cpus = _cpus_beside(local_process_index)
     if not cpus:

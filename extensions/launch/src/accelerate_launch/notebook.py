@@ -88,6 +88,8 @@ def notebook_launcher(
             process has used.
         launcher: the plugin that starts the processes; default: torch's agent in this process, or
             a launcher that is asked for by a variable and takes functions.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: how lines of their output begin, as in torchrun.
 
     Raises:
         ConfigurationError: a number or name is not possible, `spawn` cannot find the function, or
@@ -148,6 +150,9 @@ def debug_launcher(
     launcher: str = "torchrun",
 ) -> None:
     """Run `function(*args)` in several CPU processes, to try a distributed run anywhere.
+
+    Args:
+        start_method: `fork` or `spawn`; see `notebook_launcher`.
 
     Raises:
         ConfigurationError: see `notebook_launcher`.

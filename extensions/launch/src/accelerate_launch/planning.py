@@ -43,6 +43,8 @@ def make_plan(
     Args:
         given: options from the command line; `None` stands for not given.
         environ: the environment of the launcher, a source of values.
+        script: what is run.
+        arguments: of the script.
 
     Raises:
         ConfigurationError: a value is wrong, two contradict each other, the target

@@ -27,10 +27,15 @@ def _installed(library: str, min_version: str | None) -> bool:
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Say whether bitsandbytes is installed, not older than a version."""
+    """Say whether bitsandbytes is installed, not older than a version.
+
+    Args:
+        min_version: a version such as "0.39.0"; None: any.
+    """
     return _installed("bitsandbytes", min_version)
 
 
+#: Whether bitsandbytes is installed, and new enough for what the name says.
 is_8bit_bnb_available = partial(is_bnb_available, "0.37.2")
 is_4bit_bnb_available = partial(is_bnb_available, "0.39.0")
 is_bitsandbytes_multi_backend_available = partial(is_bnb_available, "0.46.0")
@@ -56,6 +61,7 @@ def _device(kind: str, *_: Any, **__: Any) -> bool:
         return False
 
 
+#: Whether torch, or an extension of it, has a device of that name here.
 is_cuda_available = partial(_device, "cuda")
 is_hpu_available = partial(_device, "hpu")
 is_mlu_available = partial(_device, "mlu")
@@ -74,7 +80,11 @@ def is_rocm_available() -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Say whether Apple's GPU can be used, with a torch not older than a version."""
+    """Say whether Apple's GPU can be used, with a torch not older than a version.
+
+    Args:
+        min_version: a version such as "2.1"; None: any.
+    """
     import torch
 
     return (
@@ -84,7 +94,11 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Say whether the current device computes in bfloat16; CPUs do."""
+    """Say whether the current device computes in bfloat16; CPUs do.
+
+    Args:
+        ignore_tpu: accepted for the peer's callers.
+    """
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)

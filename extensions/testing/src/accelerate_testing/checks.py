@@ -102,7 +102,14 @@ def check(
 
 
 def checks_of(kind: str) -> dict[str, Check]:
-    """Return the checks of a kind of plugin by name, in the order they run."""
+    """Return the checks of a kind of plugin by name, in the order they run.
+
+    Args:
+        kind: `backend`, `tracker`, `precision` or another.
+
+    Raises:
+        ConfigurationError: there are no checks of that kind.
+    """
     if kind not in _MODULES:
         raise ConfigurationError(
             f"There are no checks of a {kind}, but of {listing(_MODULES)}.{did_you_mean(kind, _MODULES)}"

@@ -52,6 +52,9 @@ class CheckContext:
     def accelerator(self, **arguments: Any) -> Accelerator:
         """Return an Accelerator under the plugin; it ends with the check.
 
+        Args:
+            arguments: of the Accelerator.
+
         Raises:
             Skip: this machine has no device the plugin runs on, or no backend for several processes.
         """
@@ -147,15 +150,29 @@ class CheckContext:
         return self.folder / name
 
     def skip(self, why: str) -> NoReturn:
-        """Leave the check: it does not apply."""
+        """Leave the check: it does not apply.
+
+        Args:
+            why: ends the sentence in the report.
+        """
         raise Skip(why)
 
     def equal(self, got: object, expected: object, what: str) -> None:
-        """Fail unless two plain values are equal."""
+        """Fail unless two plain values are equal.
+
+        Args:
+            got, expected: the two.
+            what: what they are, for the report.
+        """
         assert got == expected, f"{what}: {got!r} instead of {expected!r}"
 
     def close(self, got: Any, expected: Any, what: str, tolerance: float = 1e-5) -> None:
-        """Fail unless numbers, tensors, lists or dicts of them differ by at most `tolerance`."""
+        """Fail unless numbers, tensors, lists or dicts of them differ by at most `tolerance`.
+
+        Args:
+            got, expected: the two.
+            what: what they are, for the report.
+        """
         import torch
 
         for where, *both in leaves(got, expected, what):

@@ -212,7 +212,11 @@ def name_of(item: Asked) -> str:
 
 
 def is_for_every_rank(item: Asked, init_kwargs: InitKwargs) -> bool:
-    """Tell whether a tracker runs on the other ranks too: by its class, or by `init_kwargs`."""
+    """Tell whether a tracker runs on the other ranks too: by its class, or by `init_kwargs`.
+
+    Args:
+        item: a name, a class or an instance.
+    """
     declared = getattr(item, "main_process_only", True)
     wanted = init_kwargs.get(name_of(item), {}).get("main_process_only", declared)
     return wanted is False

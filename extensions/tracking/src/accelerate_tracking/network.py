@@ -13,7 +13,11 @@ SECONDS = 3.0
 
 
 def unreachable(url: str, environ: Mapping[str, str]) -> str | None:
-    """Return why a server cannot be used now, None if it, or the proxy before it, answers."""
+    """Return why a server cannot be used now, None if it, or the proxy before it, answers.
+
+    Args:
+        url: of the server.
+    """
     parts = urlsplit(url if "://" in url else f"https://{url}")
     for name in (f"{parts.scheme}_proxy", f"{parts.scheme}_proxy".upper()):
         if environ.get(name):

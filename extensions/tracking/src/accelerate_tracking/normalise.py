@@ -40,7 +40,11 @@ class Reporter:
         return new
 
     def report(self, key: str, problem: str) -> None:
-        """Warn about `key` unless that has been done before."""
+        """Warn about `key` unless that has been done before.
+
+        Args:
+            problem: what is the matter with the value.
+        """
         if self.first(key):
             warn(f"Not logged: {key!r} {problem}.")
 
@@ -108,6 +112,9 @@ class NotTaken(ValueError):
 
 def each(values: Mapping[str, Any], write: Callable[[str, Any], object]) -> None:
     """Hand values over one by one; one that a library refuses does not cost the others.
+
+    Args:
+        write: hands one value over.
 
     Raises:
         NotTaken: with the keys of those that were refused.

@@ -40,7 +40,11 @@ _REQUIRED = {
 
 
 class IncompleteTrackerError(TrackerError, NotImplementedError):
-    """A tracker class lacks something every tracker must have."""
+    """A tracker class lacks something every tracker must have.
+
+    Cause: a subclass of `GeneralTracker` without `name` or one of the needed methods.
+    Mend: write what the text names, as it shows.
+    """
 
 
 def on_main_process(
@@ -149,7 +153,8 @@ class GeneralTracker:
         requires_logging_directory: Any
 
         @property
-        def tracker(self) -> Any: ...
+        def tracker(self) -> Any:
+            """The library's own run, None where nothing runs."""
 
     # Told by the hub; before that `on_main_process` reads the rank itself.
     _is_main_process: bool | None = None
@@ -172,7 +177,11 @@ class GeneralTracker:
             self.validate()
 
     def validate(self) -> None:
-        """Raise `IncompleteTrackerError` unless the instance has all a tracker must have."""
+        """Raise `IncompleteTrackerError` unless the instance has all a tracker must have.
+
+        Raises:
+            IncompleteTrackerError: with what is missing and how to write it.
+        """
         cls = type(self)
         # Looked up without evaluating: a property may only work once the run is open.
         places = [vars(self), *map(vars, cls.__mro__)]
@@ -231,7 +240,11 @@ class GeneralTracker:
         """
 
     def log_many(self, entries: Sequence[tuple[dict[str, Any], int | None]]) -> None:
-        """Record several sets of values at once, in order. Default: `log` for each."""
+        """Record several sets of values at once, in order. Default: `log` for each.
+
+        Args:
+            entries: pairs of values and step, oldest first.
+        """
         for values, step in entries:
             self.log(values, step=step)
 

@@ -158,7 +158,10 @@ class MLflowTracker(GeneralTracker):
     def log_table(
         self, table_name: str, columns: Columns, data: Rows, step: int | None = None, **kwargs: Any
     ) -> None:
-        """Log a table as a JSON artifact; a second one of the name is added below the first."""
+        """Log a table as a JSON artifact; a second one of the name is added below the first.
+
+        The arguments are those of `Accelerator.log_table`.
+        """
         table = {name: [row[i] for row in data] for i, name in enumerate(columns)}
         file = _clean(table_name)
         file = file if file.endswith((".json", ".parquet")) else f"{file}.json"

@@ -55,6 +55,7 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
     Args:
         config: megatron's `TransformerConfig`.
+        vp_stage: which of the rank's virtual stages, None without such.
 
     Raises:
         ConfigurationError: some layers have experts and others have none.

@@ -12,6 +12,9 @@ from accelerate_core.plugins.catalog import pip_command
 def install_xla(upgrade: bool = False) -> NoReturn:
     """Say how torch_xla is installed: the wheels that the peer fetched are not there any more.
 
+    Args:
+        upgrade: accepted for the peer's callers.
+
     Raises:
         MissingPluginError: always, with the pip command.
     """

@@ -30,7 +30,11 @@ _inherited: Rank | None = None
 
 
 class RankFailedError(AccelerateError, RuntimeError):
-    """A process failed; the text has its rank and traceback, `status` its exit status."""
+    """A process failed; the text has its rank and traceback, `status` its exit status.
+
+    Cause: an exception in that rank, or a signal.
+    Mend: what the traceback names; the other ranks were ended because of it.
+    """
 
     status = 1
 

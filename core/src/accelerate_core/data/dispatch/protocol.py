@@ -37,7 +37,11 @@ _HEADER_SIZE = 64  # bytes
 
 
 class DispatchError(AccelerateError, RuntimeError):
-    """The rank that reads the data for all failed in a way that cannot be sent as it is."""
+    """The rank that reads the data for all failed in a way that cannot be sent as it is.
+
+    Cause: an exception in the dataset or in `collate_fn` of the rank that reads; the text has it.
+    Mend: what that rank's traceback names.
+    """
 
 
 @dataclass(slots=True)
