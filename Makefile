@@ -151,7 +151,7 @@ $(SITE_MADE).stamp: constraints.txt pyproject.toml
 
 site: $(SITE_MADE).stamp
 	$(SITE_MADE)/bin/python docs/site/public.py
-	NO_MKDOCS_2_WARNING=1 $(SITE_MADE)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE_MADE)/bin/mkdocs build --strict
 
 site-check: site
 	$(SITE_PIP) -c constraints.txt --group site
