@@ -147,20 +147,27 @@ def case(name: str, mb: int, file: Path) -> dict[str, float]:
         written = sum(one.stat().st_size for one in Path(folder).iterdir())
         found["written MB"] = written / 1e6
         before = forwards(model, warm, found)
-        for path in [file, *Path(folder).iterdir()]:
-            drop_from_cache(path)
-        with timed(found, "cold", before):
-            model(cold)
-        found["rate"] = file.stat().st_size / found["cold"]
-        found["disk"] = read_through(file)
-        found["of disk"] = found["rate"] / found["disk"]
+        tries = []
+        for _ in range(3):  # in turn: what disturbs a shared disk disturbs both
+            disk = read_through(file)
+            for path in [file, *Path(folder).iterdir()]:
+                drop_from_cache(path)
+            with timed(found, "cold", before):
+                model(cold)
+            rate = file.stat().st_size / found["cold"]
+            tries.append((rate / disk, found["cold"], rate, disk))
+        found["of disk"], found["cold"], found["rate"], found["disk"] = sorted(tries)[1]
     return found
 
 
 def run(*arguments: str, **options) -> dict[str, float] | None:
     """Run a case in a process of its own; None if the contender is not installed."""
     command = [sys.executable, __file__, "--case", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, **options)
+    # Large blocks of their own: pieces of glibc's heap that it keeps would count as the contender's.
+    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=1800, env=environ, **options
+    )
     if done.returncode == NOT_INSTALLED:
         return None
     if done.returncode:

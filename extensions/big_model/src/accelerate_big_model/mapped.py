@@ -69,6 +69,7 @@ class MappedFile:
             raise CheckpointError(f"Cannot read the weights of {path}: {error}.") from None
         self.start = 8 + length
         self.entries = {name: about for name, about in header.items() if name != "__metadata__"}
+        self._made: dict[str, torch.Tensor] = {}
         self._bytes = torch.UntypedStorage.from_file(str(path), False, self.stamp[1])
 
     def names(self) -> list[str]:
@@ -77,6 +78,8 @@ class MappedFile:
 
     def get(self, name: str) -> torch.Tensor | None:
         """Return a tensor by name; None if it is not there or cannot be mapped as it lies."""
+        if name in self._made:
+            return self._made[name]
         about = self.entries.get(name)
         dtype = None if about is None else _DTYPES.get(about["dtype"])
         if about is None or dtype is None:
@@ -87,7 +90,10 @@ class MappedFile:
         shape = about["shape"]
         strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
         storage = self._bytes[begin : self.start + about["data_offsets"][1]]
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+        made = torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+        # Kept: small objects made in every forward break the heap into pieces between activations.
+        self._made[name] = made
+        return made
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor by name, mapped if it can be.
