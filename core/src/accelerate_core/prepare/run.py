@@ -80,7 +80,9 @@ def _stages(prepared: Prepared, entry: Entry) -> torch.nn.Module:
     accelerator = prepared.accelerator
     prepared.verify_placeable(entry.value)
     model = uncompiled(entry.value)
-    if entry.on_device and "device_placement" not in accelerator.backend.owns:
+    places = getattr(model, "hf_device_map", {}).values()  # whoever dispatched it has placed it
+    placed = len(places) > 1 or "disk" in places
+    if entry.on_device and not placed and "device_placement" not in accelerator.backend.owns:
         model = model.to(accelerator.device)
     run_stage = prepared.plugins.run_stage
     for stage in ("convert", "tensor_parallel", "activation_checkpointing"):

@@ -126,7 +126,7 @@ def free_memory(device: torch.device) -> int:
     if device.type in ("cpu", "meta", "mps"):
         import psutil
 
-        return min(int(psutil.virtual_memory().available), *_left_in_cgroups())
+        return min([int(psutil.virtual_memory().available), *_left_in_cgroups()])
     modules = (torch.accelerator, "get_memory_info"), (torch.get_device_module(), "mem_get_info")
     for module, name in modules:
         if hasattr(module, name):

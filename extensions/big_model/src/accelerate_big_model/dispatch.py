@@ -199,6 +199,7 @@ def dispatch_model(
         ConfigurationError: the map does not fit the model, or a folder is needed.
     """
     check_device_map(model, device_map)
+    _take_back(model, device_map)
     places: dict[str, Any] = {
         name: str(device) if str(device) in ("disk", "cpu") else as_device(device)
         for name, device in device_map.items()
@@ -206,8 +207,6 @@ def dispatch_model(
     only = {*places.values()}
     if len(only) == 1 and "disk" not in only and not force_hooks:
         target = as_device(only.pop())
-        if target.type != "meta" and any(map(has_offloaded_params, model.modules())):
-            remove_hook_from_module(model, recurse=True)  # what was elsewhere comes back first
         for name, tensor in named_module_tensors(model, recurse=True):
             if tensor.device.type == "meta" and target.type != "meta":
                 # This raises by name, where `to` would speak of storages.
@@ -221,7 +220,9 @@ def dispatch_model(
     offload = {name: device in away for name, device in places.items()}
     tied = find_tied_parameters(model)
     check_tied_parameters_on_same_device(tied, places)
-    weights = _offloaded_weights(model, places, offload, state_dict, offload_dir, offload_index)
+    weights = _offloaded_weights(
+        model, places, offload, state_dict, offload_dir, offload_index, offload_buffers
+    )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     shared = [parameters[name] for group in tied for name in group]
     tied_map: TiedMap = {p.data_ptr(): {} for p in shared if p.device.type != "meta"}
@@ -247,7 +248,25 @@ def dispatch_model(
     whole = [group for group in tied if on_one_device(group, places)]
     retie_parameters(model, [g for g in whole if not any(device_of(name, offload) for name in g)])
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    # On meta they are apart; `remove_hook_from_module` joins them again.
+    model._tied_parameters = tied  # type: ignore[assignment]
     return model
+
+
+def _take_back(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Bring back what an earlier dispatch keeps elsewhere, but for what stays in its file."""
+    index = getattr(model, "_offload_index", {})
+    away = [
+        joined(prefix, name)
+        for prefix, module in model.named_modules()
+        if has_offloaded_params(module)
+        for name in offload_hook(module).names(module)
+    ]
+    if away:
+        remove_hook_from_module(model, recurse=True)
+    for name in away:
+        if name in index and str(device_of(name, device_map)) == "disk":
+            set_module_tensor_to_device(model, name, "meta")
 
 
 def _offloaded_weights(
@@ -257,20 +276,27 @@ def _offloaded_weights(
     state_dict: Mapping[str, torch.Tensor] | None,
     offload_dir: str | Path | None,
     offload_index: Mapping[str, Any] | None,
+    offload_buffers: bool,
 ) -> OffloadedWeightsLoader | None:
     """Collect the weights of offloaded parts, writing to disk what is to be there."""
     on_disk = [name for name, device in places.items() if device == "disk"]
     in_memory = [name for name, away in offload.items() if away and places[name] != "disk"]
     if not on_disk and not in_memory:
         return None
-    if on_disk and offload_dir is None and offload_index is None and state_dict is None:
-        # What `load_checkpoint_in_model` left in the checkpoint's own files.
-        offload_index = getattr(model, "_offload_index", None)
-    if on_disk and offload_dir is None and offload_index is None and state_dict is None:
-        raise ConfigurationError(
-            f"The device map puts {', '.join(on_disk)} on 'disk': name a folder with offload_dir."
-        )
     own = model.state_dict()
+    if on_disk and offload_dir is None and offload_index is None and state_dict is None:
+        # What `load_checkpoint_in_model` left in the checkpoint's own files, and nothing since.
+        offload_index = getattr(model, "_offload_index", {})
+        there = extract_submodules_state_dict(own, on_disk)
+        lacking = [
+            name for name, one in there.items() if not one.is_meta or name not in offload_index
+        ]
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if any(name in parameters or offload_buffers for name in lacking):
+            raise ConfigurationError(
+                f"The device map puts {', '.join(on_disk)} on 'disk', where {lacking[0]!r} is not yet:"
+                " name a folder with offload_dir."
+            )
     if on_disk and offload_dir is not None and offload_index is None:
         _write_missing(model, extract_submodules_state_dict(own, on_disk), Path(offload_dir))
     if state_dict is None:
@@ -378,6 +404,8 @@ def load_checkpoint_and_dispatch(
         model,
         chosen,
         offload_dir=offload_folder,
+        # What this checkpoint has, and not what another left in the folder.
+        offload_index=getattr(model, "_offload_index", None) or None,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,

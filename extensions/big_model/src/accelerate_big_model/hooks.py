@@ -21,6 +21,7 @@ from accelerate_big_model.tensors import (
     find_device,
     hook_of,
     named_module_tensors,
+    retie_parameters,
     set_module_tensor_to_device,
 )
 from accelerate_checkpoint.weights import as_device
@@ -147,6 +148,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         module = hook.detach_hook(module)
     if recurse:
         remove_hook_from_submodules(module)
+        retie_parameters(module, module.__dict__.pop("_tied_parameters", ()))
     return module
 
 
@@ -252,8 +254,6 @@ class AlignDevicesHook(ModelHook):
             if self.tied_params_map is not None:
                 self.tied_params_map[key].pop(device, None)
         self._loaded_copies.clear()
-        if self.ahead is not None:
-            self.ahead.leave(self.place)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Call:
         if self.io_same_device:

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate_big_model.hooks import remove_hook_from_module
 from accelerate_big_model.mapped import read_in
 from accelerate_big_model.offload import MAPPED, Index, offload_weight, save_offload_index
 from accelerate_big_model.tensors import (
     check_device_map,
     check_tied_parameters_on_same_device,
     find_tied_parameters,
+    has_offloaded_params,
     named_module_tensors,
     non_persistent_buffers,
     on_one_device,
@@ -31,9 +33,9 @@ from accelerate_big_model.tensors import (
     set_module_tensor_to_device,
     torch_dtype,
 )
-from accelerate_checkpoint.weights import checkpoint_files, device_of, iter_state_dict
+from accelerate_checkpoint.weights import as_device, checkpoint_files, device_of, iter_state_dict
 from accelerate_core.builtin.console import console
-from accelerate_core.errors import CheckpointError, ConfigurationError
+from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +66,12 @@ class _Loader:
             self.file = MAPPED[kind](path)
             self.entry = {kind: str(path.resolve())}
             for name in self.file.names():
-                value = self.file.read(name)
+                value = self.file.peek(name)
                 self._put(name, value)
                 yield value.nbytes
         except CheckpointError:
             raise
-        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             what = f"{name!r}" if name else "the weights"
             raise CheckpointError(f"Cannot read {what} of {path}: {error}") from error
 
@@ -98,10 +100,10 @@ class _Loader:
                 set_module_tensor_to_device(self.model, twin, "meta", nothing, dtype)
             else:
                 on = "cpu" if str(device) == "disk" else device
-                if (value.dtype, on) != (dtype, "cpu") and self.file.get(name) is not None:
-                    read_in(
-                        value
-                    )  # a disk that fails is an error here, and a crash where it is mapped
+                value = self.file.read(name)
+                if (value.dtype, str(on)) != (dtype, "cpu"):
+                    # Where pages are used, a disk that fails is an error here; later it is a crash.
+                    read_in(value)
                 value = value.to(dtype)
                 set_module_tensor_to_device(self.model, twin, on, value, dtype)
             self.loaded.add(twin)
@@ -109,7 +111,7 @@ class _Loader:
     def _keep_on_disk(self, name: str, twin: str, value: torch.Tensor, dtype: torch.dtype) -> None:
         """Note where a weight lies; write it if it does not lie there as it is to be."""
         about = {"dtype": str(dtype).removeprefix("torch."), "shape": list(value.shape)}
-        if value.dtype == dtype and self.file.get(name) is not None:
+        if value.dtype == dtype and self.file.can_map(name):
             self.index[twin] = {**self.entry, "weight_name": name, **about}
             return
         if self.offload_folder is None:
@@ -160,7 +162,12 @@ class _Loader:
 def _from_hub(checkpoint: str | Path) -> str | Path:
     """Return the folder of a name on the Hugging Face hub, from its cache or fetched; else what was given."""
     name = str(checkpoint)
-    if Path(checkpoint).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+    known = Path(name).suffix in (".safetensors", ".bin", ".pt", ".pth", ".json")
+    if (
+        known
+        or Path(checkpoint).exists()
+        or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
+    ):
         return checkpoint
     if importlib.util.find_spec("huggingface_hub") is None:
         raise CheckpointError(
@@ -181,6 +188,16 @@ def _from_hub(checkpoint: str | Path) -> str | Path:
             f"There is no file or folder {name!r}, and the Hugging Face hub gave none: {reason}"
         ) from None
     raise CheckpointError(f"{name} on the Hugging Face hub has neither *.safetensors nor *.bin.")
+
+
+def _check_device(name: str, device: Any) -> None:
+    try:
+        as_device(device)
+    except RuntimeError:
+        raise ConfigurationError(
+            f"The device map puts {name!r} on {device!r}; allowed are the index of an accelerator,"
+            f" a device, 'cpu' and 'disk'.{did_you_mean(str(device), ['cpu', 'disk', 'meta', 'cuda'])}"
+        ) from None
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
@@ -231,7 +248,6 @@ def load_checkpoint_in_model(
     if offload_8bit_bnb:
         raise ConfigurationError("offload_8bit_bnb=True needs a plugin for 8 bit weights.")
     wanted = None if dtype is None else torch_dtype(dtype)
-    checkpoint = _from_hub(checkpoint)
     if broadcast_from_rank0 and torch.distributed.is_initialized():
         if device_map is not None:
             raise ConfigurationError("broadcast_from_rank0=True goes with device_map=None.")
@@ -240,14 +256,25 @@ def load_checkpoint_in_model(
     if device_map is None:
         device_map = {"": "cpu"}
     else:
+        for name, device in device_map.items():
+            if str(device) != "disk":
+                _check_device(name, device)
         check_device_map(model, device_map)
         check_tied_parameters_on_same_device(find_tied_parameters(model), device_map)
-    folder = None if offload_folder is None else Path(offload_folder)
+    folder = None if offload_folder is None else Path(offload_folder).resolve()
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"offload_folder={str(folder)!r} is no folder: {error}"
+            ) from None
+    for module in model.modules():  # hooks of an earlier load would bring its weights
+        if has_offloaded_params(module):
+            remove_hook_from_module(module)
     keep = keep_in_fp32_modules or ()
     loader = _Loader(model, device_map, folder, wanted, keep, offload_buffers)
-    files = checkpoint_files(checkpoint)
+    files = checkpoint_files(_from_hub(checkpoint))
     with reading_bar("Loading weights", sum(file.stat().st_size for file in files)) as advance:
         for file in files:
             for read in loader.read(file):
@@ -325,7 +352,9 @@ def _load_from_rank0(
     if get_rank() == 0:
         try:
             found = {
-                k: v for file in checkpoint_files(checkpoint) for k, v in iter_state_dict(file)
+                k: v
+                for file in checkpoint_files(_from_hub(checkpoint))
+                for k, v in iter_state_dict(file)
             }
             for group in tied:
                 known = [name for name in group if name in found]

@@ -1,4 +1,4 @@
-"""Weights as they lie in a file: mapped into memory, read when they are used, and let go again."""
+"""Weights as they lie in a file: mapped into memory, and read when they are used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,21 @@ def stamp(path: Path) -> tuple[int, int, int]:
     return about.st_ino, about.st_size, about.st_mtime_ns
 
 
-class MappedFile:
-    """The tensors of a safetensors file, without a copy. Writing to one does not change the file.
+def _map(path: Path, begin: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Map a part of a file. Each call has pages of its own: writing changes neither file nor others."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(list(shape), dtype=dtype)
+    skipped = begin % mmap.ALLOCATIONGRANULARITY
+    length = skipped + count * dtype.itemsize
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=begin - skipped)
+    # The tensor holds the pages, and lets them go when it goes.
+    return torch.frombuffer(pages, dtype=dtype, count=count, offset=skipped).reshape(list(shape))
+
+
+class SafetensorsFile:
+    """The tensors of a safetensors file, each mapped anew when it is asked for.
 
     Args:
         path: the file.
@@ -67,33 +80,18 @@ class MappedFile:
             self.path, self.stamp = path, stamp(path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"Cannot read the weights of {path}: {error}.") from None
-        self.start = 8 + length
-        self.entries = {name: about for name, about in header.items() if name != "__metadata__"}
-        self._made: dict[str, torch.Tensor] = {}
-        self._bytes = torch.UntypedStorage.from_file(str(path), False, self.stamp[1])
+        self._start = 8 + length
+        self._entries = {name: about for name, about in header.items() if name != "__metadata__"}
 
     def names(self) -> list[str]:
         """Return the names of its tensors, in the order in which they lie."""
-        return sorted(self.entries, key=lambda name: self.entries[name]["data_offsets"][0])
+        return sorted(self._entries, key=lambda name: self._entries[name]["data_offsets"][0])
 
-    def get(self, name: str) -> torch.Tensor | None:
-        """Return a tensor by name; None if it is not there or cannot be mapped as it lies."""
-        if name in self._made:
-            return self._made[name]
-        about = self.entries.get(name)
-        dtype = None if about is None else _DTYPES.get(about["dtype"])
-        if about is None or dtype is None:
-            return None
-        begin = self.start + about["data_offsets"][0]
-        if begin % dtype.itemsize:
-            return None
-        shape = about["shape"]
-        strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
-        storage = self._bytes[begin : self.start + about["data_offsets"][1]]
-        made = torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
-        # Kept: small objects made in every forward break the heap into pieces between activations.
-        self._made[name] = made
-        return made
+    def can_map(self, name: str) -> bool:
+        """Say whether a tensor can be used as it lies: it has a dtype of torch, and is aligned."""
+        about = self._entries[name]
+        dtype = _DTYPES.get(about["dtype"])
+        return dtype is not None and not (self._start + about["data_offsets"][0]) % dtype.itemsize
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor by name, mapped if it can be.
@@ -103,33 +101,48 @@ class MappedFile:
         """
         from safetensors import SafetensorError, safe_open
 
-        found = self.get(name)
-        if found is not None:
-            return found
         try:
+            if name in self._entries and self.can_map(name):
+                about = self._entries[name]
+                begin = self._start + about["data_offsets"][0]
+                return _map(self.path, begin, _DTYPES[about["dtype"]], about["shape"])
             with safe_open(self.path, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"Cannot read {name!r} of {self.path}: {error}.") from None
         return tensor
 
+    #: To look at a tensor nothing is copied either.
+    peek = read
 
-class MappedTorchFile:
-    """The tensors of a file that `torch.save` wrote as a state dict, as `MappedFile` has them."""
+
+class TorchFile:
+    """The tensors of a state dict that `torch.save` wrote; each is copied when it is asked for.
+
+    Args:
+        path: the file.
+
+    Raises:
+        CheckpointError: it holds no state dict.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.stamp = path, stamp(path)
-        self._state = dict(iter_state_dict(path))
+        # Mapped, but for files from before torch 1.6; what else a trainer put there is left out.
+        self._mapped, found = zipfile.is_zipfile(path), iter_state_dict(path)
+        self._state = {name: one for name, one in found if isinstance(one, torch.Tensor)}
 
     def names(self) -> list[str]:
         """Return the names of its tensors, in the order in which they were saved."""
         return list(self._state)
 
-    def get(self, name: str) -> torch.Tensor | None:
-        """Return a tensor by name; None if it cannot be mapped."""
-        mapped = zipfile.is_zipfile(self.path)
-        found = self._state.get(name) if mapped else None
-        return found if found is None or found.is_contiguous() else None
+    def can_map(self, name: str) -> bool:
+        """Say whether a tensor can stay in the file."""
+        return self._mapped
+
+    def peek(self, name: str) -> torch.Tensor:
+        """Return a tensor to look at: shape, dtype and parts of its content."""
+        return self._state[name]
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor by name.
@@ -139,53 +152,41 @@ class MappedTorchFile:
         """
         if name not in self._state:
             raise CheckpointError(f"Cannot read {name!r} of {self.path}: it has no such tensor.")
-        return self._state[name]
+        # Views on one mapping: whoever wrote into one would change the next one read.
+        return self._state[name].clone()
 
 
 class PlainFile:
-    """A file of one tensor's bytes and nothing else, as `offload_weight` writes it."""
+    """A file of one tensor's bytes and nothing else, as `offload_weight` writes it.
 
-    def __init__(self, path: Path, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        count = math.prod(shape)
+    Args:
+        path: the file.
+        about: `dtype` and `shape`.
+
+    Raises:
+        CheckpointError: the file is missing or shorter than dtype and shape demand.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        dtype = about["dtype"]
+        self.path, self._shape = path, list(about["shape"])
+        self._dtype: torch.dtype = getattr(torch, str(dtype).removeprefix("torch."))
+        wanted = math.prod(self._shape) * self._dtype.itemsize
         size = path.stat().st_size if path.is_file() else -1
-        if size < count * dtype.itemsize:
+        if size < wanted:
             found = f"has {size} bytes" if size >= 0 else "does not exist"
             raise CheckpointError(
-                f"The offloaded weight {path} {found}; {dtype} of shape {list(shape)} needs"
-                f" {count * dtype.itemsize}."
+                f"The offloaded weight {path} {found}; {self._dtype} of shape {self._shape} needs"
+                f" {wanted}."
             )
         self.stamp = stamp(path)
-        empty = torch.empty(list(shape), dtype=dtype)
-        whole = torch.from_file(str(path), False, count, dtype=dtype) if count else empty
-        self._tensor = whole.reshape(list(shape))
 
-    def get(self, name: str) -> torch.Tensor:
+    def read(self, name: str = "") -> torch.Tensor:
         """Return the tensor, whatever its name."""
-        return self._tensor
-
-    read = get
+        return _map(self.path, 0, self._dtype, self._shape)
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def _advise(tensor: torch.Tensor, advice: int, *, inside: bool) -> bool:
-    """Call madvise on the pages of a tensor, with `inside` only on those that are all its own."""
-    if _libc is None:
-        return False
-    page = mmap.PAGESIZE
-    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    if inside:
-        begin, end = -(-begin // page) * page, end // page * page
-    else:
-        begin, end = begin // page * page, -(-end // page) * page
-    if end <= begin:
-        return True
-    # By ctypes, which lets other threads run meanwhile.
-    failed = _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
-    if failed and ctypes.get_errno() == errno.EFAULT:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-    return not failed
 
 
 def read_in(tensor: torch.Tensor) -> None:
@@ -194,15 +195,16 @@ def read_in(tensor: torch.Tensor) -> None:
     Raises:
         OSError: the disk failed, or the file was cut off meanwhile.
     """
-    if tensor.nbytes and not _advise(tensor, _MADV_POPULATE_READ, inside=False):
-        # Elsewhere by touching each page once.
-        tensor.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].max()
-
-
-def let_go(tensor: torch.Tensor) -> None:
-    """Take the pages of a mapped tensor out of this process; the file has them still.
-
-    Only for tensors of mapped files: others would lose what they hold.
-    """
-    if tensor.nbytes:
-        _advise(tensor, getattr(mmap, "MADV_DONTNEED", 4), inside=True)
+    if not tensor.nbytes:
+        return
+    if _libc is not None:
+        page = mmap.PAGESIZE
+        begin = tensor.data_ptr() // page * page
+        length = tensor.data_ptr() + tensor.nbytes - begin
+        # By ctypes, which lets other threads run meanwhile.
+        if not _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_READ):
+            return
+        if ctypes.get_errno() == errno.EFAULT:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    # Elsewhere by touching each page once.
+    tensor.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].max()

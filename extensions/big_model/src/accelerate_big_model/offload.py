@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_big_model.mapped import MappedFile, MappedTorchFile, PlainFile, stamp
+from accelerate_big_model.mapped import PlainFile, SafetensorsFile, TorchFile, stamp
 from accelerate_big_model.tensors import (
     Device,
     set_module_tensor_to_device,
@@ -22,7 +22,7 @@ from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_
 
 INDEX_NAME = "index.json"
 #: What opens the file that an entry of the index names by this key.
-MAPPED: dict[str, Any] = {"safetensors_file": MappedFile, "torch_file": MappedTorchFile}
+MAPPED: dict[str, Any] = {"safetensors_file": SafetensorsFile, "torch_file": TorchFile}
 Index = dict[str, dict[str, Any]]
 
 
@@ -43,13 +43,12 @@ def offload_weight(
     index = {} if index is None else index
     folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{weight_name}.dat"
-    path.unlink(missing_ok=True)
-    if weight.numel():
-        mapped = torch.from_file(str(path), shared=True, size=weight.numel(), dtype=weight.dtype)
-        mapped.copy_(weight.detach().reshape(-1))
-    else:
-        path.touch()
+    # A new file: others may have mapped the one of that name.
+    (folder / f"{weight_name}.dat").unlink(missing_ok=True)
+    flat = weight.detach().to("cpu").reshape(-1)
+    (folder / f"{weight_name}.dat").write_bytes(
+        flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    )
     dtype = str(weight.dtype).removeprefix("torch.")
     index[weight_name] = {"dtype": dtype, "shape": list(weight.shape)}
     return index
@@ -67,9 +66,7 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any
     Raises:
         CheckpointError: the file is missing or shorter than dtype and shape demand.
     """
-    return PlainFile(
-        Path(weight_file), torch_dtype(weight_info["dtype"]), weight_info["shape"]
-    ).get("")
+    return PlainFile(Path(weight_file), weight_info).read()
 
 
 def save_offload_index(index: Index, offload_folder: str | Path) -> None:
@@ -177,7 +174,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if state_dict is None and save_folder is None and index is None:
             raise ConfigurationError("Give a state_dict, a save_folder or an index.")
         self.state_dict = dict(state_dict or {})
-        self.save_folder = None if save_folder is None else Path(save_folder)
+        self.save_folder = None if save_folder is None else Path(save_folder).resolve()
         if index is None:
             index = load_offload_index(self.save_folder) if self.save_folder else {}
         self.index = index
@@ -190,36 +187,27 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return self.state_dict[key]
         if key not in self.index:
             raise KeyError(f"No offloaded weight {key!r}.{did_you_mean(key, self.all_keys)}")
-        file, name, dtype = self._file(key)
-        found: torch.Tensor = file.read(name)
-        return found.to(self.device, found.dtype if dtype is None else dtype)
-
-    def mapped(self, key: str) -> torch.Tensor | None:
-        """Return a weight as it lies in its file; None if it is in memory or has to be cast."""
-        if key in self.state_dict or key not in self.index or self.device.type != "cpu":
-            return None
-        file, name, dtype = self._file(key)
-        found = file.get(name)
-        return found if found is None or dtype in (None, found.dtype) else None
-
-    def _file(self, key: str) -> tuple[Any, str, torch.dtype | None]:
-        """Return the mapped file that holds a weight, its name in there, and the dtype it is to have."""
         info = self.index[key]
-        dtype = torch_dtype(info["dtype"]) if "dtype" in info else None
         kind = next((one for one in MAPPED if info.get(one) is not None), None)
         if kind is None and self.save_folder is None:
             raise ConfigurationError(f"The offloaded weight {key!r} needs a save_folder.")
         # A tied weight's entry points to the file of the name it was stored under.
-        plain = info.get("file", f"{key}.dat")
-        path = Path(info[kind]) if kind else Path(self.save_folder or "", str(plain))
-        held = self._files.get(path)
-        if held is None or not path.is_file() or held.stamp != stamp(path):
-            if kind:
-                held = MAPPED[kind](path)
-            else:
-                held = PlainFile(path, torch_dtype(info["dtype"]), info["shape"])
-            self._files[path] = held
-        return held, str(info.get("weight_name", key)), dtype
+        plain = str(info.get("file", f"{key}.dat"))
+        path = Path(info[kind]) if kind else Path(self.save_folder or "", plain)
+        file = self._files.get(path)
+        if file is None:
+            file = self._files[path] = MAPPED[kind](path) if kind else PlainFile(path, info)
+        elif not path.is_file() or file.stamp != stamp(path):
+            raise CheckpointError(
+                f"{path} was changed since {key!r} was loaded from it first. Load the model again."
+            )
+        found: torch.Tensor = file.read(str(info.get("weight_name", key)))
+        dtype = torch_dtype(info["dtype"]) if "dtype" in info else found.dtype
+        return found.to(self.device, dtype)
+
+    def on_disk(self, key: str) -> bool:
+        """Say whether a weight comes from a file."""
+        return key in self.index and key not in self.state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles name the files, and map them when they use them.

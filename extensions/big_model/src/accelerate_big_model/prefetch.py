@@ -6,19 +6,19 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate_big_model.device_map import free_memory
-from accelerate_big_model.mapped import let_go, read_in
+from accelerate_big_model.mapped import read_in
 from accelerate_big_model.offload import OffloadedWeightsLoader, PrefixedDataset
 from accelerate_big_model.tensors import TiedMap, offload_hook
 from accelerate_core.errors import CheckpointError
 
+Ready = tuple[dict[str, torch.Tensor], Any]
 #: Devices whose layers use weights where the host has them.
 _IN_PLACE = ("cpu", "meta", "mps")
 _BLOCK = re.compile(r"^((?:.*?\.)?\d+)(\.|$)")
@@ -32,8 +32,6 @@ class _Layer:
     names: Sequence[str]
     tied: TiedMap | None
     bytes: int = 0
-    #: Those that lie in a mapped file, since they were read last.
-    mapped: list[torch.Tensor] = field(default_factory=list)
 
 
 class ReadAhead:
@@ -42,8 +40,8 @@ class ReadAhead:
     At first the layers are taken to run in the order they are registered in; afterwards in the one
     that was seen, by the two that ran before. A wrong guess costs what was read for it.
 
-    On the CPU the pages of mapped files are read and mapped by a thread, and let go after use. For
-    an accelerator the thread copies them through pinned memory on a stream of its own.
+    A thread reads the pages of mapped files, and for an accelerator copies them through pinned memory
+    on a stream of its own.
 
     Args:
         device: where the layers run.
@@ -60,6 +58,7 @@ class ReadAhead:
         self._after = {at: (at + 1) % count for at in range(count)}
         self._after_two: dict[tuple[int, int], int] = {}
         self._last = (-1, -1)
+        self._entered = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -80,7 +79,10 @@ class ReadAhead:
         """Wait for a layer's weights and begin with those of the next ones.
 
         Returns:
-            Its weights on the accelerator, by name; empty on the CPU, where they are mapped.
+            Its weights by name, on the device; without tied ones that have copies by device.
+
+        Raises:
+            CheckpointError: a weight cannot be read.
         """
         if self._process != os.getpid():
             self._reset()  # threads do not live on in a forked process
@@ -88,7 +90,6 @@ class ReadAhead:
         self._after[last] = self._after_two[before, last] = at
         self._last = (last, at)
         begun = self._begun.pop(at, None)
-        ready: dict[str, torch.Tensor]
         ready, done = self._read(at) if begun is None else begun.result()
         if done is not None:
             stream = torch.accelerator.current_stream(self.device)
@@ -97,16 +98,6 @@ class ReadAhead:
                 tensor.record_stream(stream)
         self._continue()
         return ready
-
-    def leave(self, at: int) -> None:
-        """Let go of the pages of a layer that has run."""
-        layer = self.layers[at]
-        for tensor in layer.mapped:
-            let_go(tensor)
-        layer.mapped = []
-
-    def _drop(self, at: int, _: Any) -> None:
-        self.leave(at)
 
     def _following(self) -> Iterator[int]:
         before, last = self._last
@@ -120,8 +111,9 @@ class ReadAhead:
             before, last = last, at
 
     def _continue(self) -> None:
-        if self._last[1] == 0:
+        if self._entered % len(self.layers) == 0:
             self.window = min(self.block, free_memory(self.device) // 2)
+        self._entered += 1
         coming, taken = list[int](), 0
         for at in self._following():
             taken += self.layers[at].bytes
@@ -129,34 +121,40 @@ class ReadAhead:
                 break
             coming.append(at)
         for at in self._begun.keys() - set(coming):  # the order was another one
-            self._begun.pop(at).add_done_callback(partial(self._drop, at))
+            del self._begun[at]
         for at in coming:
             if at not in self._begun:
                 self._pool = self._pool or ThreadPoolExecutor(1, "read-ahead")
-                self._begun[at] = self._pool.submit(self._read, at)
+                try:
+                    self._begun[at] = self._pool.submit(self._read, at)
+                except (
+                    RuntimeError
+                ):  # the interpreter ends: no thread is begun, layers read for themselves
+                    return
 
-    def _read(self, at: int) -> tuple[dict[str, torch.Tensor], Any]:
+    def _read(self, at: int) -> Ready:
         layer = self.layers[at]
-        mapped = {name: _mapped(layer.weights, name) for name in layer.names}
-        layer.mapped = [tensor for tensor in mapped.values() if tensor is not None]
-        for name, tensor in mapped.items():
-            if tensor is not None:
+        ready = {}
+        for name in layer.names:
+            tensor = layer.weights[name]
+            if layer.tied is not None and tensor.data_ptr() in layer.tied:
+                continue
+            whole, full = _whole(layer.weights, name)
+            if isinstance(whole, OffloadedWeightsLoader) and whole.on_disk(full):
                 try:
                     read_in(tensor)
                 except OSError as error:
                     raise CheckpointError(
-                        f"Cannot read the offloaded weight {_whole(layer.weights, name)[1]!r}: {error}."
+                        f"Cannot read the offloaded weight {full!r}: {error}."
                         " Was its file changed or cut off?"
                     ) from None
+            ready[name] = tensor
         if not self._copies:
-            return {}, None
+            return ready, None
         self._stream = self._stream or torch.Stream(self.device)
-        ready = {}
         with self._stream:
-            for name, held in mapped.items():
-                tensor = layer.weights[name] if held is None else held
-                if layer.tied is None or tensor.data_ptr() not in layer.tied:
-                    ready[name] = tensor.pin_memory().to(self.device, non_blocking=True)
+            for name, tensor in ready.items():
+                ready[name] = tensor.pin_memory().to(self.device, non_blocking=True)
         return ready, self._stream.record_event()
 
 
@@ -165,11 +163,6 @@ def _whole(weights: Any, name: str) -> tuple[Any, str]:
     while isinstance(weights, PrefixedDataset):
         weights, name = weights.dataset, f"{weights.prefix}{name}"
     return weights, name
-
-
-def _mapped(weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
-    inner, name = _whole(weights, name)
-    return inner.mapped(name) if isinstance(inner, OffloadedWeightsLoader) else None
 
 
 def read_ahead(model: nn.Module, device: torch.device) -> None:
@@ -189,7 +182,10 @@ def read_ahead(model: nn.Module, device: torch.device) -> None:
         names = hook.names(module)
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         size = sum(tensors[one].nbytes for one in names)
-        on_disk = any(_mapped(hook.weights_map, one) is not None for one in names)
+        whole, prefix = _whole(hook.weights_map, "")
+        on_disk = isinstance(whole, OffloadedWeightsLoader) and any(
+            whole.on_disk(f"{prefix}{one}") for one in names
+        )
         if names and (on_disk or device.type not in _IN_PLACE):
             hooks.append(hook)
             layers.append(_Layer(hook.weights_map, names, hook.tied_params_map, size))

@@ -295,7 +295,13 @@ class DirectoryCheckpointer:
         if self._state.is_sharded(model):
             self._together("save_model", str(directory), False)
         weights = self._state.whole_model_state(model)
-        if any(t.device.type == "meta" for t in weights.values() if isinstance(t, torch.Tensor)):
+        empty = any(t.is_meta for t in weights.values() if isinstance(t, torch.Tensor))
+        if empty and any("_hf_hook" in vars(module) for module in model.modules()):
+            # Parts are on disk or in host memory; their hooks have the weights. Lent, as to scripts.
+            from accelerate_core import get_state_dict_offloaded_model
+
+            weights = get_state_dict_offloaded_model(model)
+        elif empty:
             raise CheckpointError(
                 "The model has weights on the meta device, so there is nothing to save."
             )

@@ -104,6 +104,8 @@ def iter_state_dict(checkpoint_file: str | Path) -> Iterator[tuple[str, torch.Te
     mapped = zipfile.is_zipfile(path)
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     # Some trainers put the weights under one key beside other things.
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, and no state dict.")
     inner = state.get("state_dict")
     yield from (inner if isinstance(inner, Mapping) else state).items()
 
@@ -234,9 +236,9 @@ def _files_of_index(index: Path) -> list[Path]:
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is no index of shards: {error}") from error
     files = [index.parent / name for name in names]
-    for file in files:
-        # A name from a file must not lead out of the checkpoint's folder.
-        if not file.resolve().is_relative_to(index.parent.resolve()):
+    for name, file in zip(names, files):
+        # A name from a file must not lead out of the checkpoint's folder; its links may, as the hub's do.
+        if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{index} names {file}, which is outside of its folder.")
         if not file.is_file():
             raise CheckpointError(f"{index} names {file.name}, which does not exist beside it.")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from accelerate_big_model.dispatch import get_state_dict_offloaded_model
-from accelerate_big_model.tensors import has_offloaded_params
-from accelerate_checkpoint.model import save_weights
 from accelerate_core import accelerator
 from accelerate_core.builtin.compile import uncompiled
 from accelerate_core.config.schema import origin_of
@@ -155,22 +150,6 @@ class Accelerator(accelerator.Accelerator):
         """
         _refuse_offloaded(model)
         return super().prepare_model(model, device_placement, evaluation_mode)
-
-    def save_model(
-        self,
-        model: torch.nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write the weights of a model once; those that are on disk or the CPU are read for it."""
-        if not any(map(has_offloaded_params, model.modules())):
-            super().save_model(model, save_directory, max_shard_size, safe_serialization)
-            return
-        weights = get_state_dict_offloaded_model(model)
-        if self.is_main_process:
-            shards = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
-            save_weights(weights, Path(save_directory), **shards)  # type: ignore[arg-type]
 
     def unwrap_model(
         self,
