@@ -188,6 +188,7 @@ bench: $(VENV)/dev.stamp $(CLIENTS_MADE)/ours.stamp $(CLIENTS_MADE)/theirs.stamp
 	$(BIN)/python benchmarks/launch_start.py
 	$(BIN)/python benchmarks/drop_in_start.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/big_model.py
 	$(BIN)/python benchmarks/parity.py
 	$(BIN)/python benchmarks/sharding.py
 	$(BIN)/python benchmarks/tracking.py
