@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,10 +9,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+#: Columns where there is no terminal: a log should not break lines as a narrow window does.
+_WIDTH = 160
+
+
 def console(*, stderr: bool = False) -> Console:
     """Return a console on the present stdout or stderr."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    # Without a terminal a log should not break lines as a narrow window does, but where COLUMNS asks for it.
-    return Console(file=stream, width=None if stream.isatty() or "COLUMNS" in os.environ else 160)
+    return Console(file=stream, width=None if stream.isatty() else _WIDTH)
