@@ -199,7 +199,7 @@ def compare(gb: float, rounds: int, folder: Path, console: Console) -> dict[str,
         shown = [
             "-" if v is None else f"{v / 1e9:.2f} GB/s" if v > 1e6 else f"{v:.3f}" for v in values
         ]
-        table.add_row(key if "MB" in key or v_is_ratio(key) else f"{key} s", *shown)
+        table.add_row(key if "MB" in key or is_rate(key) else f"{key} s", *shown)
     console.print(table)
     ours, memory_ratio = (
         medians["ours"],
@@ -220,7 +220,7 @@ def compare(gb: float, rounds: int, folder: Path, console: Console) -> dict[str,
     return medians
 
 
-def v_is_ratio(key: str) -> bool:
+def is_rate(key: str) -> bool:
     return key in ("rate", "disk", "of disk")
 
 

@@ -33,6 +33,7 @@ from accelerate_core.utils import (
     get_state_dict_offloaded_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
     remove_hook_from_module,
 )
 
@@ -476,6 +477,17 @@ def test_trained_weights_are_not_taken_for_those_on_disk(checkpoint: Path, tmp_p
     dispatch_model(loaded, {"": "disk"}, offload_dir=tmp_path / "trained")
     assert loaded.head.bias.is_meta
     assert torch.equal(generate(loaded), expected)
+
+
+def test_files_written_elsewhere_are_not_looked_for_without_their_folder(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    model, off = empty(), tmp_path / "off"
+    load_checkpoint_in_model(model, checkpoint, {"": "disk"}, off, dtype="float64")
+    with pytest.raises(ConfigurationError, match="name a folder with offload_dir"):
+        dispatch_model(model, {"": "disk"})
+    dispatch_model(model, {"": "disk"}, offload_dir=off)
+    assert model(INPUT.double()).dtype == torch.float64
 
 
 def test_a_model_on_disk_is_dispatched_by_another_map(model: Both, checkpoint: Path) -> None:

@@ -28,6 +28,7 @@ from accelerate_big_model.hooks import (
 )
 from accelerate_big_model.loading import load_checkpoint_in_model
 from accelerate_big_model.offload import (
+    MAPPED,
     OffloadedWeightsLoader,
     extract_submodules_state_dict,
     load_offload_index,
@@ -288,9 +289,9 @@ def _offloaded_weights(
         # What `load_checkpoint_in_model` left in the checkpoint's own files, and nothing since.
         offload_index = getattr(model, "_offload_index", {})
         there = extract_submodules_state_dict(own, on_disk)
-        lacking = [
-            name for name, one in there.items() if not one.is_meta or name not in offload_index
-        ]
+        # Files that were written for it are found by their folder alone.
+        kept = {name for name, about in offload_index.items() if MAPPED.keys() & about.keys()}
+        lacking = [name for name, one in there.items() if not one.is_meta or name not in kept]
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if any(name in parameters or offload_buffers for name in lacking):
             raise ConfigurationError(
@@ -300,8 +301,8 @@ def _offloaded_weights(
     if on_disk and offload_dir is not None and offload_index is None:
         _write_missing(model, extract_submodules_state_dict(own, on_disk), Path(offload_dir))
     if state_dict is None:
-        kept = extract_submodules_state_dict(own, in_memory)
-        state_dict = {name: tensor.to("cpu") for name, tensor in kept.items()}
+        here = extract_submodules_state_dict(own, in_memory)
+        state_dict = {name: tensor.to("cpu") for name, tensor in here.items()}
     return OffloadedWeightsLoader(state_dict, offload_dir if on_disk else None, offload_index)
 
 

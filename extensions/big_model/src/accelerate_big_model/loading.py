@@ -122,6 +122,7 @@ class _Loader:
                 f"The device map puts {twin!r} on 'disk'. It {why}, so it has to be written: name a"
                 " folder with offload_folder."
             )
+        read_in(value)
         offload_weight(value.to(dtype), twin, self.offload_folder, self.index)
 
     def _put_part(self, name: str, value: torch.Tensor, dtype: torch.dtype, old: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,12 +126,9 @@ class ReadAhead:
         for at in coming:
             if at not in self._begun:
                 self._pool = self._pool or ThreadPoolExecutor(1, "read-ahead")
-                try:
+                # While the interpreter ends no thread begins, and layers read for themselves.
+                with suppress(RuntimeError):
                     self._begun[at] = self._pool.submit(self._read, at)
-                except (
-                    RuntimeError
-                ):  # the interpreter ends: no thread is begun, layers read for themselves
-                    return
 
     def _read(self, at: int) -> Ready:
         layer = self.layers[at]
