@@ -57,6 +57,7 @@ from accelerate_testing.contract import HOOK_KINDS, contract
 from accelerate_testing.scaffold import write_repository
 from accelerate_tracking import VERBS, GeneralTracker
 from accelerate_tracking.jsonl import JsonlTracker
+from accelerate_tracking.profiler import ProfileKwargs
 from accelerate_tracking.tracker import _FLAGS
 
 HERE = Path(__file__).parent
@@ -237,6 +238,7 @@ def configuration() -> str:
     classes = [one for one in made if one.__module__ == handlers.__name__]
     for cls in [
         *classes,
+        ProfileKwargs,
         parallelism.ParallelismConfig,
         DistributedDataParallelKwargs,
         FullyShardedDataParallelPlugin,

@@ -15,7 +15,6 @@ from accelerate_core.config.handlers import DataLoaderConfiguration as DataLoade
 from accelerate_core.config.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accelerate_core.config.handlers import GradScalerKwargs as GradScalerKwargs
 from accelerate_core.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
-from accelerate_core.config.handlers import ProfileKwargs as ProfileKwargs
 from accelerate_core.config.handlers import ProjectConfiguration as ProjectConfiguration
 from accelerate_core.config.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate_core.config.parallelism import ParallelismConfig as ParallelismConfig

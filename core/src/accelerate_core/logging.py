@@ -50,9 +50,8 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         self, level: int, msg: object, args: tuple[Any, ...], kwargs: MutableMapping[str, Any]
     ) -> None:
         msg, kwargs = self.process(msg, kwargs)
-        kwargs["stacklevel"] = (
-            kwargs.get("stacklevel", 2) + 1
-        )  # this method, and as counted in `log`
+        # This method, and as counted in `log`.
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1
         self.logger.log(level, msg, *args, **kwargs)
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:

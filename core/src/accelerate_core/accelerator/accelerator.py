@@ -25,11 +25,11 @@ from accelerate_core.config.handlers import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
 from accelerate_core.config.parallelism import ParallelismConfig
+from accelerate_core.config.shown import Shown
 from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.parts import Checkpointer, RunParts, Tracking
 from accelerate_core.contract.topology import read_topology
@@ -52,7 +52,7 @@ from accelerate_core.training.loop import TrainingLoop
 _LOADING = partial(setting, "dataloader_config", DataLoaderConfiguration)
 
 
-class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
+class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
     """Runs a plain PyTorch training loop on whatever setup the process was started in.
 
     Args:
@@ -145,7 +145,6 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
         self.dynamo_plugin = built.dynamo
         handler = built.handlers.get
         self.autocast_handler: AutocastKwargs | None = handler(AutocastKwargs)
-        self.profile_handler: ProfileKwargs | None = handler(ProfileKwargs)
         self.init_handler: InitProcessGroupKwargs | None = handler(InitProcessGroupKwargs)
         self.scaler_handler: GradScalerKwargs | None = handler(GradScalerKwargs)
         said = self.autocast_handler and self.autocast_handler.upcast_outputs
@@ -339,15 +338,21 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
     train_step = method("_training", TrainingLoop.train_step)
     eval_step = method("_training", TrainingLoop.eval_step)
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+    @property
+    def profile_handler(self) -> Any:
+        """The `ProfileKwargs` among `kwargs_handlers`, None if there is none."""
+        return self._built.handlers.get(lent("ProfileKwargs"))
+
+    def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
         """Return a context that profiles with `torch.profiler` and yields its profiler.
+
+        Args:
+            profile_handler: a `ProfileKwargs`; default: the one among `kwargs_handlers`.
 
         Raises:
             MissingPluginError: accelerate-tracking, which writes the traces, is not installed.
         """
-        settings = profile_handler or self.profile_handler or ProfileKwargs()
-        made: AbstractContextManager[Any] = lent("profile")(settings, self.process_index)
-        return made
+        return lent("profile")(profile_handler or self.profile_handler, self.process_index)  # type: ignore[no-any-return]
 
     # --- collectives --------------------------------------------------------------------------
 
@@ -457,9 +462,18 @@ class Accelerator(ProcessVerbs, metaclass=ShowsPluginArguments):
 
     def explain(self) -> str:
         """Tell every value in force and where it came from, one per line, and what plugins say."""
-        return "\n".join(
-            [self._built.explain(), *self._plugins.call_each("explain", accelerator=self)]
-        )
+        lines = [f"{name} = {value}  ({origin})" for name, value, origin in self._built.rows()]
+        return "\n".join([*lines, *self._plugins.call_each("explain", accelerator=self)])
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        rank = f"{self.process_index} of {self.num_processes}"
+        first = [("rank", rank, self._runtime.because), ("device", str(self.device), "")]
+        return [*first, *self._built.rows()]
+
+    def __repr__(self) -> str:
+        names = ("mixed_precision", "num_processes", "process_index", "device")
+        said = "".join(f", {name}={getattr(self, name, None)!s}" for name in names)
+        return f"Accelerator(backend={getattr(self.__dict__.get('backend'), 'name', None)}{said})"
 
     def note_once(self, text: str, *, every_rank: bool = False) -> None:
         """Warn, once per text, on the main process.

@@ -14,7 +14,6 @@ from accelerate_core.config.handlers import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
@@ -29,7 +28,7 @@ OLDER = ("fp16", "torch_tp_plugin", "even_batches", "dispatch_batches")
 
 _OF_LOADERS = ("split_batches", "even_batches", "dispatch_batches")
 
-_CORE_HANDLERS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+_CORE_HANDLERS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs)
 
 _PATH = (str, os.PathLike)
 

@@ -82,14 +82,13 @@ class Construction:
     #: What to tell about a backend that runs without having been asked for.
     unasked: str = ""
 
-    def explain(self) -> str:
-        """Tell every value in force and where it came from, one per line."""
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return every value in force with its name and where it came from; and the plugins."""
         values = {**self.because, **self.plugin_settings()}
-        lines = [f"{name} = {value.value!r}  ({value.origin})" for name, value in values.items()]
+        rows = [(name, repr(one.value), one.origin) for name, one in values.items()]
         active = [(record, why) for record, _, why in self.plugins.plugins]
         active += [(part.record, part.because) for part in self.parts.values() if part]
-        lines += [f"plugin {record.kind} {record.label}: {why}" for record, why in active]
-        return "\n".join(lines)
+        return rows + [(f"plugin {one.kind}", one.label, why) for one, why in active]
 
     def plugin_settings(self) -> dict[str, Because]:
         """Return the settings of all active plugins as `kind plugin.field`, with their origins."""

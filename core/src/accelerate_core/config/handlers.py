@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -53,33 +51,6 @@ class InitProcessGroupKwargs(KwargsHandler):
         default=None, help="rendezvous URL, instead of the launcher's store"
     )
     timeout: timedelta | None = option(default=None, help="how long a collective may wait")
-
-
-@settings
-class ProfileKwargs(KwargsHandler):
-    """How `Accelerator.profile` builds `torch.profiler.profile`."""
-
-    activities: list[str] | None = option(
-        default=None, help="'cpu', 'cuda', ... ; default: what is there"
-    )
-    schedule_option: dict[str, int] | None = option(
-        default=None, help="wait, warmup, active, repeat, skip_first"
-    )
-    on_trace_ready: Callable[..., Any] | None = option(
-        default=None, help="called when a trace is complete"
-    )
-    record_shapes: bool = option(default=False, help="record input shapes")
-    profile_memory: bool = option(default=False, help="record allocations")
-    with_stack: bool = option(default=False, help="record source lines")
-    with_flops: bool = option(default=False, help="estimate floating point operations")
-    with_modules: bool = option(default=False, help="record the module hierarchy")
-    output_trace_dir: str | None = option(
-        default=None, help="directory for Chrome traces, one per rank"
-    )
-
-    def build(self) -> Any:
-        """Build the torch profiler these settings describe, with accelerate-tracking."""
-        return importlib.import_module("accelerate_core").build_profiler(self)
 
 
 @settings

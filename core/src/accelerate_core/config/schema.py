@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
+from accelerate_core.config.shown import Shown
 from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 
@@ -161,6 +162,7 @@ def settings(
 
         made.__init__ = __init__
         made.__signature__ = signature
+        made._rows, made._repr_html_, made.__rich__ = _rows, Shown._repr_html_, Shown.__rich__
         return made
 
     return make if cls is None else make(cls)
@@ -220,8 +222,12 @@ def origin_of(instance: Any, name: str) -> str:
     because = getattr(instance, "__because__", {})
     if name in because:
         return str(because[name].origin)
-    given = name in given_fields(instance)
-    return f"{type(instance).__name__}({name}=...)" if given else "default"
+    return f"{type(instance).__name__}({name}=...)" if name in given_fields(instance) else "default"
+
+
+def _rows(self: Any) -> list[tuple[str, str, str]]:
+    names = [field.name for field in dataclasses.fields(self)]
+    return [(name, repr(getattr(self, name)), origin_of(self, name)) for name in names]
 
 
 _KINDS = {bool: "bool", int: "int", float: "float", str: "str"}

@@ -11,18 +11,46 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from accelerate_core import KwargsHandler, option, settings
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
 
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
 
 
+@settings
+class ProfileKwargs(KwargsHandler):
+    """How `Accelerator.profile` builds `torch.profiler.profile`."""
+
+    activities: list[str] | None = option(
+        default=None, help="'cpu', 'cuda', ... ; default: what is there"
+    )
+    schedule_option: dict[str, int] | None = option(
+        default=None, help="wait, warmup, active, repeat, skip_first"
+    )
+    on_trace_ready: Callable[..., Any] | None = option(
+        default=None, help="called when a trace is complete"
+    )
+    record_shapes: bool = option(default=False, help="record input shapes")
+    profile_memory: bool = option(default=False, help="record allocations")
+    with_stack: bool = option(default=False, help="record source lines")
+    with_flops: bool = option(default=False, help="estimate floating point operations")
+    with_modules: bool = option(default=False, help="record the module hierarchy")
+    output_trace_dir: str | None = option(
+        default=None, help="directory for Chrome traces, one per rank"
+    )
+
+    def build(self) -> torch.profiler.profile:
+        """Build the torch profiler that these settings describe."""
+        return build_profiler(self)
+
+
 def build_profiler(
-    settings: Any, on_trace_ready: Callable[[Any], Any] | None = None
+    settings: ProfileKwargs, on_trace_ready: Callable[[Any], Any] | None = None
 ) -> torch.profiler.profile:
     """Build the torch profiler that the settings describe.
 
     Args:
-        settings: a `ProfileKwargs`.
+        settings: what to record.
         on_trace_ready: called instead of the settings' own.
 
     Raises:
@@ -42,7 +70,9 @@ def build_profiler(
 
 
 @contextmanager
-def profile(settings: Any, process_index: int = 0) -> Iterator[torch.profiler.profile]:
+def profile(
+    settings: ProfileKwargs | None = None, process_index: int = 0
+) -> Iterator[torch.profiler.profile]:
     """Profile the block and yield the torch profiler.
 
     With `output_trace_dir` a Chrome trace `profile_{process_index}.json` is
@@ -51,7 +81,7 @@ def profile(settings: Any, process_index: int = 0) -> Iterator[torch.profiler.pr
     `on_trace_ready` is called before the trace is written.
 
     Args:
-        settings: a `ProfileKwargs`.
+        settings: what to record and where to; default: torch's own choice.
         process_index: rank, the number in the file's name.
 
     Example:
@@ -59,6 +89,7 @@ def profile(settings: Any, process_index: int = 0) -> Iterator[torch.profiler.pr
             train()
         print(profiler.key_averages().table())
     """
+    settings = settings or ProfileKwargs()
     if settings.output_trace_dir is None:
         with build_profiler(settings) as profiler:
             yield profiler

@@ -1,0 +1,28 @@
+"""Values and their sources as a table, in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+
+class Shown:
+    """Base of what a notebook and rich (`rich.print(it)`) show as a table."""
+
+    #: Returns name, value and source of each row.
+    _rows: Callable[..., list[tuple[str, str, str]]]
+
+    def _repr_html_(self) -> str:
+        lines = [("th", ("", "value", "from")), *(("td", row) for row in self._rows())]
+        rows = ("".join(f"<{tag}>{escape(text)}</{tag}>" for text in row) for tag, row in lines)
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table><caption>{type(self).__name__}</caption>{body}</table>"
+
+    def __rich__(self) -> Any:
+        from rich import table, text  # rich itself asks
+
+        made = table.Table("", "value", "from", title=type(self).__name__)
+        for row in self._rows():
+            made.add_row(*map(text.Text, row))
+        return made

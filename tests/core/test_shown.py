@@ -1,0 +1,82 @@
+"""What a notebook and a terminal show of an Accelerator and of settings."""
+
+from __future__ import annotations
+
+import io
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from accelerate_core import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs, settings
+
+
+@pytest.fixture
+def accelerator():
+    made = Accelerator(cpu=True, mixed_precision="bf16")
+    yield made
+    made.end_training()
+
+
+def html_rows(shown: object) -> list[list[str]]:
+    """Return the cells of what a notebook shows, read as XML: each tag is closed."""
+    table = ElementTree.fromstring(shown._repr_html_())
+    assert table.findtext("caption") == type(shown).__name__
+    return [[cell.text or "" for cell in row] for row in table.iter("tr")]
+
+
+def printed(shown: object, width: int) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width).print(shown)
+    return out.getvalue().splitlines()
+
+
+def test_an_accelerator_is_shown_with_values_and_where_they_are_from(accelerator) -> None:
+    rows = html_rows(accelerator)
+    assert rows[0] == ["", "value", "from"]
+    assert ["rank", "0 of 1", "not started by a launcher"] in rows
+    assert ["device", "cpu", ""] in rows
+    assert ["mixed_precision", "'bf16'", "constructor argument mixed_precision"] in rows
+    assert {row[0] for row in rows} >= {"plugin backend", "plugin precision"}
+    told = accelerator.explain().splitlines()
+    assert "mixed_precision = 'bf16'  (constructor argument mixed_precision)" in told
+    for name, value, origin in rows[3:]:  # the same, as far as explain() tells it
+        assert f"{name} = {value}  ({origin})" in told
+
+
+def test_an_accelerator_in_one_line(accelerator) -> None:
+    assert repr(accelerator) == (
+        f"Accelerator(backend={accelerator.backend.name}, mixed_precision=bf16, num_processes=1, "
+        "process_index=0, device=cpu)"
+    )
+
+
+def test_one_that_was_not_made_has_a_line_too() -> None:
+    """A debugger asks for it."""
+    assert "backend=None" in repr(Accelerator.__new__(Accelerator))
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_in_a_terminal_it_fits(accelerator, width: int) -> None:
+    lines = printed(accelerator, width)
+    assert max(map(len, lines)) <= width
+    assert "'bf16'" in "".join(lines)
+
+
+def test_settings_tell_what_was_given() -> None:
+    rows = html_rows(DataLoaderConfiguration(split_batches=True))
+    assert ["split_batches", "True", "DataLoaderConfiguration(split_batches=...)"] in rows
+    assert ["even_batches", "True", "default"] in rows
+    assert "split_batches" in "".join(printed(DataLoaderConfiguration(), 80))
+
+
+def test_what_a_plugin_s_settings_hold_is_text_and_no_markup() -> None:
+    @settings(env_prefix="SHOWN_")
+    class Mine:
+        text: str = "<b>&"
+
+    assert html_rows(Mine()) == [["", "value", "from"], ["text", "'<b>&'", "default"]]
+    assert "<b>" not in Mine()._repr_html_()
+    assert ["backend", "'gloo'", "InitProcessGroupKwargs(backend=...)"] in html_rows(
+        InitProcessGroupKwargs(backend="gloo")
+    )
