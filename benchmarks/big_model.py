@@ -41,6 +41,7 @@ def library(name: str):
             import accelerate as package
         except ImportError:
             sys.exit(NOT_INSTALLED)
+    assert package.load_checkpoint_and_dispatch  # ours is imported when it is asked for
     return package
 
 

@@ -208,11 +208,13 @@ def dispatch_model(
     only = {*places.values()}
     if len(only) == 1 and "disk" not in only and not force_hooks:
         target = as_device(only.pop())
-        for name, tensor in named_module_tensors(model, recurse=True):
+        tensors = dict(named_module_tensors(model, recurse=True))
+        for name, tensor in tensors.items():
             if tensor.device.type == "meta" and target.type != "meta":
                 # This raises by name, where `to` would speak of storages.
                 set_module_tensor_to_device(model, name, target)
-        model.to(target)
+        if any(tensor.device != target for tensor in tensors.values()):
+            model.to(target)
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
     devices = [d for d in places.values() if isinstance(d, torch.device) and d.type != "meta"]

@@ -66,22 +66,26 @@ class _Loader:
             self.file = MAPPED[kind](path)
             self.entry = {kind: str(path.resolve())}
             for name in self.file.names():
-                value = self.file.peek(name)
-                self._put(name, value)
-                yield value.nbytes
+                about = self.file.about(name)
+                self._put(name, about)
+                yield about.nbytes
         except CheckpointError:
             raise
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             what = f"{name!r}" if name else "the weights"
             raise CheckpointError(f"Cannot read {what} of {path}: {error}") from error
 
-    def _put(self, name: str, value: torch.Tensor) -> None:
-        """Put a weight under every name it is known by, itself first."""
+    def _put(self, name: str, about: torch.Tensor) -> None:
+        """Put a weight under every name it is known by, itself first.
+
+        Args:
+            about: of its shape and dtype.
+        """
         if name not in self.tensors:
             self.unexpected.append(name)
             return
         old = self.tensors[name]
-        dtype = self._dtype(name, value, old)
+        dtype = self._dtype(name, about, old)
         stored = ""
         group = next((group for group in self.tied if name in group), [])
         for twin in dict.fromkeys([name, *group]):
@@ -89,14 +93,14 @@ class _Loader:
                 continue
             device = device_of(twin, self.device_map)
             if _is_sharded(old):
-                self._put_part(twin, value, dtype, old)
+                self._put_part(twin, self.file.peek(name), dtype, old)
             elif str(device) == "disk" and (isinstance(old, nn.Parameter) or self.offload_buffers):
                 if stored:
                     self.index[twin] = {"file": f"{stored}.dat", **self.index[stored]}
                 else:
-                    self._keep_on_disk(name, twin, value, dtype)
+                    self._keep_on_disk(name, twin, about, dtype)
                     stored = twin
-                nothing = torch.empty(value.shape, dtype=dtype, device="meta")
+                nothing = torch.empty(about.shape, dtype=dtype, device="meta")
                 set_module_tensor_to_device(self.model, twin, "meta", nothing, dtype)
             else:
                 on = "cpu" if str(device) == "disk" else device
@@ -108,20 +112,21 @@ class _Loader:
                 set_module_tensor_to_device(self.model, twin, on, value, dtype)
             self.loaded.add(twin)
 
-    def _keep_on_disk(self, name: str, twin: str, value: torch.Tensor, dtype: torch.dtype) -> None:
+    def _keep_on_disk(self, name: str, twin: str, about: torch.Tensor, dtype: torch.dtype) -> None:
         """Note where a weight lies; write it if it does not lie there as it is to be."""
-        about = {"dtype": str(dtype).removeprefix("torch."), "shape": list(value.shape)}
-        if value.dtype == dtype and self.file.can_map(name):
-            self.index[twin] = {**self.entry, "weight_name": name, **about}
+        entry = {"dtype": str(dtype).removeprefix("torch."), "shape": list(about.shape)}
+        if about.dtype == dtype and self.file.can_map(name):
+            self.index[twin] = {**self.entry, "weight_name": name, **entry}
             return
         if self.offload_folder is None:
-            why = f"is {value.dtype} there and {dtype} in the model"
-            if value.dtype == dtype:
+            why = f"is {about.dtype} there and {dtype} in the model"
+            if about.dtype == dtype:
                 why = "cannot be mapped into memory as it lies there"
             raise ConfigurationError(
                 f"The device map puts {twin!r} on 'disk'. It {why}, so it has to be written: name a"
                 " folder with offload_folder."
             )
+        value = self.file.peek(name)
         read_in(value)
         offload_weight(value.to(dtype), twin, self.offload_folder, self.index)
 

@@ -13,9 +13,9 @@ from torch import nn
 from accelerate_big_model.mapped import PlainFile, SafetensorsFile, TorchFile, stamp
 from accelerate_big_model.tensors import (
     Device,
+    covered,
     set_module_tensor_to_device,
     torch_dtype,
-    within,
 )
 from accelerate_checkpoint.weights import as_device
 from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
@@ -78,7 +78,7 @@ def save_offload_index(index: Index, offload_folder: str | Path) -> None:
     folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
     merged = {**load_offload_index(folder, missing_ok=True), **index}
-    (folder / INDEX_NAME).write_text(json.dumps(merged, indent=2), encoding="utf-8")
+    (folder / INDEX_NAME).write_text(json.dumps(merged), encoding="utf-8")
 
 
 def load_offload_index(offload_folder: str | Path, missing_ok: bool = False) -> Index:
@@ -228,5 +228,5 @@ def extract_submodules_state_dict(
     Args:
         submodule_names: full names of modules.
     """
-    names = list(submodule_names)
-    return {k: value for k, value in state_dict.items() if any(within(k, name) for name in names)}
+    names = set(submodule_names)
+    return {name: value for name, value in state_dict.items() if covered(name, names)}

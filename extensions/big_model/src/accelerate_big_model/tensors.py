@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -54,6 +54,13 @@ def joined(module: str, name: str) -> str:
 def within(name: str, module: str) -> bool:
     """Say whether a full name is a module's, or of something inside of it; `""` is the model."""
     return module in ("", name) or name.startswith(f"{module}.")
+
+
+def covered(name: str, modules: Container[str]) -> bool:
+    """Say whether a full name is one of the modules', or of something inside of one of them."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name in modules
 
 
 def non_persistent_buffers(module: nn.Module, recurse: bool = True) -> set[str]:
@@ -165,7 +172,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             f"These device_map keys do not match any submodules: {', '.join(map(repr, unknown))}."
             f"{did_you_mean(unknown[0], known)}"
         )
-    missing = [name for name in tensors if not any(within(name, module) for module in device_map)]
+    missing = [name for name in tensors if not covered(name, device_map)]
     if missing:
         raise ConfigurationError(
             f"The device map gives no device for {', '.join(missing[:10])}"
