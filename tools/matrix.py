@@ -145,6 +145,9 @@ def has_python(version: str) -> bool:
 @click.argument("tests", nargs=-1)
 def main(only: tuple[str, ...], folder: Path, jobs: int, tests: tuple[str, ...]) -> None:
     folder = folder.absolute()
+    if pyenv := shutil.which("pyenv"):  # its shims answer for active versions only
+        every = subprocess.check_output([pyenv, "versions", "--bare"], text=True).split()
+        os.environ.setdefault("PYENV_VERSION", ":".join(reversed(every)))
     table = Table("row", "Python", "torch", "passed", "failed", "skipped")
     red = False
     for name in only or ROWS:

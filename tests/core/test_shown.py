@@ -61,6 +61,7 @@ def test_in_a_terminal_it_fits(accelerator, width: int) -> None:
     lines = printed(accelerator, width)
     assert max(map(len, lines)) <= width
     assert "'bf16'" in "".join(lines)
+    assert "…" not in "".join(lines)
 
 
 def test_settings_tell_what_was_given() -> None:

@@ -279,9 +279,7 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
         result = run.prepare(self._prepared, args, device_placement)
         never = self.backend.reduces_gradients == "never" and self.num_processes > 1
         if self._prepared.optimizers and never:
-            self.note_once(
-                f"Each rank trains a model of its own: {self.backend.name!r} never reduces."
-            )
+            self.note_once(f"Each rank trains its own model: {self.backend.name!r} never reduces.")
         if self._prepared.optimizers and self._built.parts["checkpointer"] is None:
             self.note_once(f"This run cannot be saved: {why_without('checkpointer')}")
         return result[0] if len(result) == 1 else tuple(result)
@@ -466,9 +464,8 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
         return "\n".join([*lines, *self._plugins.call_each("explain", accelerator=self)])
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        rank = f"{self.process_index} of {self.num_processes}"
-        first = [("rank", rank, self._runtime.because), ("device", str(self.device), "")]
-        return [*first, *self._built.rows()]
+        first = ("rank", f"{self.process_index} of {self.num_processes}", self._runtime.because)
+        return [first, ("device", str(self.device), ""), *self._built.rows()]
 
     def __repr__(self) -> str:
         names = ("mixed_precision", "num_processes", "process_index", "device")

@@ -16,13 +16,14 @@ class Shown:
     def _repr_html_(self) -> str:
         lines = [("th", ("", "value", "from")), *(("td", row) for row in self._rows())]
         rows = ("".join(f"<{tag}>{escape(text)}</{tag}>" for text in row) for tag, row in lines)
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<table><caption>{type(self).__name__}</caption>{body}</table>"
+        name, body = type(self).__name__, "</tr><tr>".join(rows)
+        return f"<table><caption>{name}</caption><tr>{body}</tr></table>"
 
     def __rich__(self) -> Any:
         from rich import table, text  # rich itself asks
 
-        made = table.Table("", "value", "from", title=type(self).__name__)
+        columns = (table.Column(name, overflow="fold") for name in ("", "value", "from"))
+        made = table.Table(*columns, title=type(self).__name__)
         for row in self._rows():
             made.add_row(*map(text.Text, row))
         return made
