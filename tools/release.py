@@ -1,7 +1,8 @@
 """Release one distribution.
 
 `cut NAME VERSION` writes the version, dates the changelog, builds, checks, commits and tags
-`NAME-vVERSION`. `build TAG` builds what a tag names: the same bytes, wherever it runs.
+`NAME-vVERSION`. `build TAG` builds what a tag names: the same bytes, wherever it runs, by the versions of
+the tools in constraints.txt.
 """
 
 from __future__ import annotations
@@ -118,6 +119,9 @@ def dated(distribution: Distribution, version: Version, day: str) -> tuple[str, 
     if not headings or not _UNRELEASED.fullmatch(headings[0]["title"]):
         said = f"its first is {headings[0][0]!r}" if headings else "it has none"
         raise click.ClickException(f"{path} needs a first section '## Unreleased'; {said}")
+    planned = re.match(r"\d\S*", headings[0]["title"])
+    if planned and Version(planned[0]) > version:
+        raise click.ClickException(f"{path} begins with {headings[0][0]!r}, newer than {version}")
     first, end = headings[0], headings[1].start() if headings[1:] else len(text)
     section = text[first.end() : end].strip()
     if not re.sub(r"^#.*$", "", section, flags=re.MULTILINE).strip():
@@ -129,6 +133,17 @@ def with_version(text: str, version: Version) -> str:
     project = tomlkit.parse(text)
     project["project"]["version"] = str(version)
     return tomlkit.dumps(project)
+
+
+def modules(distribution: Distribution, version: Version) -> dict[Path, str]:
+    """Return the modules that state the version in `__version__`, with the new one."""
+    state = re.compile(r'^__version__ = ".*"$', re.MULTILINE)
+    found = {}
+    for path in sorted((distribution.folder / "src").glob("*/__init__.py")):
+        text = path.read_text(encoding="utf-8")
+        if (changed := state.sub(f'__version__ = "{version}"', text)) != text:
+            found[path] = changed
+    return found
 
 
 def left_behind(distribution: Distribution, version: Version) -> Iterator[str]:
@@ -145,7 +160,14 @@ def build(distribution: Distribution, version: Version, out: Path, epoch: int) -
 
     Args:
         epoch: The time stamp of every file within, in seconds since 1970 (UTC).
+
+    Raises:
+        click.ClickException: a step failed, or a file would go in that no commit has.
     """
+    # hatchling leaves out what .gitignore names, and takes what git alone is told to ignore.
+    others = ("ls-files", "--others", "--exclude-per-directory=.gitignore", "--")
+    if strange := git(*others, str(distribution.folder)):
+        raise click.ClickException(f"no commit has these files, which would go in:\n{strange}")
     environ = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out)]
     steps = [[*command, str(distribution.folder)]]
@@ -196,6 +218,7 @@ def cut(name: str, version: str, dry_run: bool, out: Path) -> None:
     changes = {
         distribution.project: with_version(distribution.project.read_text(encoding="utf-8"), new),
         distribution.changelog: changelog,
+        **modules(distribution, new),
     }
     tag = distribution.tag(new)
     for line in left_behind(distribution, new):
@@ -216,8 +239,12 @@ def cut(name: str, version: str, dry_run: bool, out: Path) -> None:
         paths = map(str, changes)
         how = ("--message", f"Release {tag}", f"--date={stamp}")
         git("commit", *how, "--", *paths, GIT_COMMITTER_DATE=stamp)
-    message = f"{name} {new}\n\n{section}"
-    git("tag", "--annotate", "--cleanup=verbatim", tag, "--message", message)
+        message = f"{name} {new}\n\n{section}"
+        try:
+            git("tag", "--annotate", "--cleanup=verbatim", tag, "--message", message)
+        except BaseException:
+            git("reset", "--quiet", "HEAD~1")
+            raise
     for path in made:
         click.echo(path)
     click.echo(f"tagged {tag}; publish with: git push origin HEAD {tag}")

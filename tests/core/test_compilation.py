@@ -341,7 +341,7 @@ def test_settings_that_ask_for_nothing_compile_nothing(monkeypatch: pytest.Monke
 def test_a_compiler_that_is_asked_for_is_chosen_like_any_plugin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    because = "torch_compile (accelerate-core 0.1.0): the compiler 'eager' is asked for"
+    because = "torch_compile (accelerate-core 0.1.0)  (the compiler 'eager' is asked for)"
     for arguments in ({"dynamo_backend": "eager"}, {"dynamo_plugin": dynamo()}):
         assert because in Accelerator(cpu=True, **arguments).explain()
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")

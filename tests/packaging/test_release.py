@@ -54,14 +54,16 @@ def test_a_release_is_one_commit_a_tag_and_the_same_bytes_for_all(
     assert git(clone, "diff", "--name-only", "HEAD~1", TAG).split() == [
         "backends/ddp/CHANGELOG.md",
         "backends/ddp/pyproject.toml",
+        "backends/ddp/src/accelerate_ddp/__init__.py",
     ]
     changes = git(clone, "diff", "-U0", "HEAD~1", TAG).splitlines()
     added = [line for line in changes if line.startswith("+") and not line.startswith("+++")]
-    assert added == [f"+## 0.2.0 ({today})", '+version = "0.2.0"']
+    assert added == [f"+## 0.2.0 ({today})", '+version = "0.2.0"', '+__version__ = "0.2.0"']
     message = git(clone, "tag", "--list", "--format=%(contents)", TAG)
     assert message.startswith("accelerate-ddp 0.2.0")
     assert "### Added" in message
     (wheel,) = (tmp_path / "first").glob("*.whl")
+    assert b'"0.2.0"' in zipfile.ZipFile(wheel).read("accelerate_ddp/__init__.py")
     assert zipfile.ZipFile(wheel).getinfo("accelerate_ddp/py.typed").date_time[0] == int(today[:4])
 
     other = tmp_path / "elsewhere"
@@ -86,7 +88,18 @@ def test_what_cannot_be_released_is_refused(clone: Path) -> None:
     refused(clone, "0.0.9 is older than 0.1.0", "accelerate-ddp", "0.0.9")
     note = release(clone, "cut", "accelerate-core", "0.2.0", "--dry-run").stdout
     assert "accelerate-launch asks for accelerate-core==0.1.*, which excludes 0.2.0" in note
+    for key, value in (("tag.gpgSign", "true"), ("gpg.program", "false")):
+        git(clone, "config", key, value)
+    refused(clone, "git tag", "accelerate-ddp", "0.2.0")  # after the build and the commit
+    (clone / ".git/info/exclude").write_text("*.secret\n")
+    hidden = clone / "backends/ddp/src/accelerate_ddp/key.secret"
+    hidden.write_text("")
+    refused(clone, "key.secret", "accelerate-ddp", "0.2.0")
+    hidden.unlink()
     log = clone / "backends/ddp/CHANGELOG.md"
+    log.write_text("# Changelog\n\n## 0.3.0 (unreleased)\n\n- A thing.\n")
+    git(clone, "commit", "--all", "--message", "Plan")
+    refused(clone, "'## 0.3.0 (unreleased)', newer than 0.2.0", "accelerate-ddp", "0.2.0")
     log.write_text("# Changelog\n\n## 0.1.0 (unreleased)\n\n### Added\n\n## 0.0.1\n\n- A thing.\n")
     (clone / "backends/fsdp2/README.md").unlink()  # which its project names
     git(clone, "commit", "--all", "--message", "Break")
