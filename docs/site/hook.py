@@ -13,6 +13,7 @@ from typing import Any
 
 import mmdr
 from mkdocs.structure.files import File, Files
+from pymdownx.superfences import SuperFencesException
 
 sys.path.insert(0, str(Path(__file__).parent))
 import public
@@ -143,18 +144,18 @@ def _errors() -> str:
     """Return the page of the error classes: what each means, where it comes from, what to do."""
     lines = ["# Errors", ""]
     lines += [
-        "Every error of ours is an `AccelerateError`. Its text says what was wrong, where the value came "
-        "from, what is allowed, and the nearest right name.",
+        "The errors that tell of a request, a plugin or a run are an `AccelerateError`. Its text says what was "
+        "wrong, where the value came from, what is allowed, and the nearest right name. A function that is "
+        "called in a wrong way raises Python's own `TypeError`, `ValueError` or `KeyError`, as its reference says.",
         "",
     ]
     for one in public.errors(public.load()):
         bases = ", ".join(f"`{base}`" for base in one.bases)
-        lines += [
-            f"## {one.name}",
-            "",
-            f"`from {one.module.path} import {one.name}`; its bases: {bases}.",
-            "",
-        ]
+        lines += [f"## {one.name} {{ #{one.path} }}", ""]
+        if one.module.path == "accelerate_core.errors":
+            lines += [f"`from accelerate_core.errors import {one.name}`; its bases: {bases}.", ""]
+        else:  # a module that only its own package may import
+            lines += [f"Of `{one.package.name}`; catch it as {bases}.", ""]
         text = re.sub(r"^(Cause|Mend): ", r"\n**\1.** ", public.docstring(one), flags=re.M)
         lines += [text, ""]
     return "\n".join(lines)
@@ -176,7 +177,10 @@ def diagram(source: str, *_: Any, **__: Any) -> str:
     """Return a mermaid diagram as two SVGs; CSS shows the one that fits the palette."""
     made = []
     for scheme, theme in (("light", "neutral"), ("dark", "dark")):
-        svg = mmdr.render(f'%%{{init: {{"theme": "{theme}"}}}}%%\n{source}').svg()
+        try:
+            svg = mmdr.render(f'%%{{init: {{"theme": "{theme}"}}}}%%\n{source}').svg()
+        except ValueError as error:  # any other class would show the source, and no warning
+            raise SuperFencesException(f"{error} in this diagram:\n{source}") from error
         name = f"d{zlib.crc32(source.encode())}-{scheme}"  # the ids of a page have to differ
         width = re.search(r"max-width:\s*([\d.]+)px", svg)
         svg = svg.replace("merman", name).replace(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from dummies import distribution
+
+import accelerate_core
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.dist
@@ -36,6 +40,30 @@ def run(folder: Path, *command: str, path: Path | None = None) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("docs/*.md", "*/*/README.md")
+    for path in sorted(ROOT.glob(pattern))
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_shows_of_us_is_there(page: str) -> None:
+    """These blocks are parts of programs: they are read, and what they import of us is imported."""
+    imported, used = set(), set()
+    for code in blocks(page, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                imported |= {name.asname or name.name for name in node.names}
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("accelerate_"):
+                module = importlib.import_module(str(node.module))
+                assert [one.name for one in node.names if not hasattr(module, one.name)] == []
+            if isinstance(node, ast.Name):
+                used.add(node.id)
+    ours = {name for name in used - imported if name[0].isupper() and name in dir(accelerate_core)}
+    assert ours == set(), "not imported on this page"
 
 
 @pytest.mark.timeout(300)

@@ -85,10 +85,11 @@ class PluginConflictError(PluginError, ConfigurationError):
 
 
 class MissingPluginError(AccelerateError, ImportError):
-    """Something was asked for whose package is not installed; the text has the pip command.
+    """Something was asked for that no installed package brings.
 
-    Cause: a name, argument or command of a plugin that this environment does not have.
-    Mend: run the command, in the environment of every machine of the run.
+    Cause: a name, argument or command of a plugin that this environment does not have, or a misspelt one.
+    Mend: where the text has a pip command, run it in the environment of every machine of the run; else
+    take one of the names it lists.
     """
 
 
@@ -105,8 +106,9 @@ class RuntimeConflictError(AccelerateError, RuntimeError):
 class PrepareError(AccelerateError, RuntimeError):
     """`prepare` would have left a model that does not train as asked.
 
-    Cause: an optimizer holds parameters that the prepared model does not have, a model is spread by a
-    device map or wrapped already, or a plugin's hook gives back something else.
+    Cause: on several ranks a model is spread by a device map; a backend that changes weights finds the
+    optimizer or the model prepared apart, wrapped already or of other parameters; or a plugin's hook gives
+    back something else. Without such a backend an optimizer of other parameters is not noticed.
     Mend: pass the plain model and the optimizer of its parameters to one call of `prepare`.
     """
 

@@ -161,14 +161,14 @@ def find(
     if records:
         return records[0]
     extra = catalog.extra_for(kind, name)
-    if extra is not None:
+    if extra is not None and not any(one.name == extra for one in installed().plugins):
         raise MissingPluginError(
             f"The {kind} plugin {name!r} (asked for by {because}) is not installed. "
             f"Install it with: {catalog.pip_command(extra)}",
             name=name,
         )
     here = [record.name for record in installed().of_kind(kind)]
-    options: Iterable[str] = [*here, *catalog.known_names(kind)]
+    options: Iterable[str] = {*here, *catalog.known_names(kind)} - {name}
     hint = without_entry_point(name, kind, near=did_you_mean(name, options))
     # A precision is a word among a few, rather than a package.
     error = ConfigurationError if kind == "precision" else MissingPluginError
