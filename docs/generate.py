@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
@@ -24,8 +25,7 @@ from packaging.requirements import Requirement
 
 from accelerate_core.backend.precision import Precision
 from accelerate_core.cli import cli
-from accelerate_core.config import handlers, parallelism
-from accelerate_core.config.core import CORE_SETTINGS
+from accelerate_core.config.core import CORE_SETTINGS, CoreSettings
 from accelerate_core.config.schema import settings_fields
 from accelerate_core.contract.capabilities import (
     ACCEPTED_BY_DEFAULT,
@@ -35,29 +35,14 @@ from accelerate_core.contract.capabilities import (
 )
 from accelerate_core.contract.hooks import HookSpecs
 from accelerate_core.plugins import discovery
-from accelerate_ddp.settings import DistributedDataParallelKwargs
-from accelerate_deepspeed.settings import DeepSpeedPlugin
-from accelerate_fp8.settings import (
-    AORecipeKwargs,
-    FP8Settings,
-    MSAMPRecipeKwargs,
-    TERecipeKwargs,
-)
-from accelerate_fsdp2.settings import (
-    FullyShardedDataParallelPlugin,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-)
 from accelerate_launch import peer
 from accelerate_launch.commands.plugins import print_rows
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import rows as plugin_rows
-from accelerate_megatron.settings import MegatronLMPlugin
 from accelerate_testing.contract import HOOK_KINDS, contract
 from accelerate_testing.scaffold import write_repository
 from accelerate_tracking import VERBS, GeneralTracker
 from accelerate_tracking.jsonl import JsonlTracker
-from accelerate_tracking.profiler import ProfileKwargs
 from accelerate_tracking.tracker import _FLAGS
 
 HERE = Path(__file__).parent
@@ -221,6 +206,57 @@ def _written(name: str, kind: str) -> Any:
         return pkgutil.resolve_name(project["entry-points"][f"accelerate_core.{kind}s"][name])
 
 
+#: What is read from the environment and is no field of a settings class.
+VARIABLES = {
+    "ACCELERATE_BYPASS_DEVICE_MAP": "let several processes train a model that is spread by a device map",
+    "ACCELERATE_CONFIG_FILE": "the config file that a process reads; `launch` sets it",
+    "ACCELERATE_CONFIG_HOME": "folder of the config file that `launch` reads where none is named",
+    "ACCELERATE_CPU_AFFINITY": "bind each process to the cores beside its device",
+    "ACCELERATE_DISABLED_PLUGINS": "names of plugins that are kept out, with commas",
+    "ACCELERATE_IN_TPU_POD": "set on the machines of a TPU pod by the command that starts them",
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": "`init_empty_weights` puts buffers on meta, too",
+    "ACCELERATE_LOG_LEVEL": "level of the loggers that `get_logger` returns",
+    "ACCELERATE_PLUGINS": "names of extensions to make active, with commas",
+    "ACCELERATE_USE_DEEPSPEED": "asks for the backend `deepspeed`",
+    "ACCELERATE_USE_FSDP": "asks for the backend `fsdp2`",
+    "ACCELERATE_USE_MEGATRON_LM": "asks for the backend `megatron`",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "asks for a mesh of the sizes in `PARALLELISM_CONFIG_…`",
+    "ACCELERATE_USE_TPU": "asks for the processes of a TPU machine",
+    "ACCELERATE_XLA_SPMD": "asks for the backend `xla`: one process, a mesh of its devices",
+}
+#: What processes of ours tell each other.
+INTERNAL = {"ACCELERATE_AGENT_PID", "ACCELERATE_BECAUSE", "ACCELERATE_TESTING_RESULTS"}
+SOURCES = ("core", "extensions/*", "backends/*", "trackers/*")
+
+
+def _sources() -> Iterator[tuple[str, ast.Module]]:
+    """Yield the name and the tree of every module of ours."""
+    for folder in SOURCES:
+        for path in sorted(ROOT.glob(f"{folder}/src/**/*.py")):
+            if "served" not in path.parts:  # files of the peer's tests
+                parts = path.with_suffix("").parts
+                name = ".".join(parts[parts.index("src") + 1 :]).removesuffix(".__init__")
+                yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _settings_classes() -> Iterator[Any]:
+    """Yield the settings classes of all packages; options of `launch` stand with the commands."""
+    for module, tree in _sources():
+        for node in tree.body:
+            calls = [getattr(one, "func", one) for one in getattr(node, "decorator_list", ())]
+            if isinstance(node, ast.ClassDef) and "settings" in map(ast.unparse, calls):
+                cls = pkgutil.resolve_name(f"{module}:{node.name}")
+                if cls is not CoreSettings and cls.__settings_names__[0] is not None:
+                    yield cls
+
+
+def _variables() -> set[str]:
+    """Return the variables that stand in our sources."""
+    texts = (node for _, tree in _sources() for node in ast.walk(tree) if hasattr(node, "value"))
+    said = [str(node.value) for node in texts if isinstance(node, ast.Constant)]
+    return {name for one in said for name in re.findall(r"\bACCELERATE_[A-Z0-9_]*[A-Z0-9]\b", one)}
+
+
 def configuration() -> str:
     lines = ["# Configuration", "", "Generated from the settings classes; do not edit.", ""]
     lines += [
@@ -234,30 +270,20 @@ def configuration() -> str:
         [f"`{s.name}`", f"`{s.env[0]}`", f"`{s.yaml[0]}`", s.default, s.help] for s in CORE_SETTINGS
     ]
     lines += table(["setting", "environment", "YAML key", "default", "meaning"], rows)
-    made = (one for one in vars(handlers).values() if hasattr(one, "__settings_names__"))
-    classes = [one for one in made if one.__module__ == handlers.__name__]
-    for cls in [
-        *classes,
-        ProfileKwargs,
-        parallelism.ParallelismConfig,
-        DistributedDataParallelKwargs,
-        FullyShardedDataParallelPlugin,
-        TorchTensorParallelConfig,
-        TorchContextParallelConfig,
-        DeepSpeedPlugin,
-        MegatronLMPlugin,
-        FP8Settings,
-        AORecipeKwargs,
-        TERecipeKwargs,
-        MSAMPRecipeKwargs,
-    ]:
-        prefix = getattr(cls, "__settings_names__", ("",))[0]
+    for cls in _settings_classes():
+        prefix = cls.__settings_names__[0]
         lines += [f"## {cls.__name__}", "", (inspect.getdoc(cls) or "").split("\n\n")[0], ""]
         rows = [
             [f"`{f.name}`", f"`{f.env[0]}`" if prefix and f.env else "", f.default, f.help]
             for f in settings_fields(cls)
         ]
         lines += table(["field", "environment", "default", "meaning"], rows)
+    lines += ["## Other variables", ""]
+    rows = [[f"`{name}`", meaning] for name, meaning in sorted(VARIABLES.items())]
+    lines += table(["environment", "meaning"], rows)
+    untold = _variables() - {*re.findall(r"`(\w+)`", "\n".join(lines))} - INTERNAL
+    if untold:
+        sys.exit(f"VARIABLES of docs/generate.py does not tell: {', '.join(sorted(untold))}")
     return "\n".join(lines)
 
 
@@ -266,8 +292,8 @@ def commands() -> str:
     lines = ["# Commands", "", "Generated from the commands; do not edit.", ""]
     lines += [
         "`accelerate-core COMMAND --help` prints the same, with what is installed on this machine. The "
-        "options of `launch` that set a value have a key in [config files](launching.md) and a "
-        "[variable](configuration.md), too.",
+        "options of `launch` that set a value have a key in [config files](launching.md), too; those of "
+        "what runs in each process a [variable](configuration.md).",
         "",
     ]
     return "\n".join([*lines, *_command(cli, "accelerate-core", 2)])

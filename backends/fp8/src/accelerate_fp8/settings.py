@@ -51,8 +51,12 @@ class AORecipeKwargs(KwargsHandler):
             optimizer step by one collective.
     """
 
-    config: Any = option(default=None, env=(), key="", cli=())
-    module_filter_func: Callable[..., Any] | None = option(default=None, env=(), key="", cli=())
+    config: Any = option(
+        default=None, help="a torchao Float8LinearConfig instead", env=(), key="", cli=()
+    )
+    module_filter_func: Callable[..., Any] | None = option(
+        default=None, help="(module, name) -> whether it is converted", env=(), key="", cli=()
+    )
     pad_inner_dim: bool = option(
         default=True,
         help="pad matrices whose inner dimension is no multiple of 16",
