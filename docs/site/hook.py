@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -21,6 +22,11 @@ import public
 ROOT = public.ROOT
 #: The distribution's name, or another, and how its page begins.
 TITLES = {"authors": "For authors of plugins", "accelerate-core": "The core"}
+_ACCELERATOR = "accelerate_core.accelerator.accelerator.Accelerator"
+_KNOWN = "core/src/accelerate_core/plugins/known_packages.json"
+#: Lines that part the members of a class, and that begin one.
+_TOPIC = re.compile(r"    # --- ([\w ]+) -+$")
+_MEMBER = re.compile(r"    (?:def )?([a-z]\w*)(?:: .*| )?(?:\(| ?= )")
 _LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)\s]*)?(\))")
 
 
@@ -28,7 +34,8 @@ def on_config(config: Any) -> Any:
     fence = {"name": "mermaid", "class": "diagram", "format": diagram}
     config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [fence]}
     nav = {name: pages for one in config.nav for name, pages in one.items()}
-    nav["Reference"][1:1] = [{"Names": [f"api/{page}.md" for page in public.public()]}]
+    names = [f"api/{page}.md" for page in public.public()]
+    nav["Reference"][1:1] = ["api/accelerator.md", {"Names": names}]
     decisions = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
     nav["Decisions"] += [f"decisions/{one.name}" for one in decisions]
     config.watch += [str(project) for project in public.PROJECTS]
@@ -114,7 +121,8 @@ def _of_the_repository(path: Path) -> tuple[str, str]:
 def _reference() -> dict[str, str]:
     """Return a page for each distribution with its public names, and one that lists all of them."""
     collection = public.load()
-    pages, homes, rows = {}, {}, []
+    pages = {"api/accelerator.md": _accelerator(collection)}
+    homes, rows = {_ACCELERATOR: "accelerator"}, []
     for page, names in public.public().items():
         lines = [f"# {TITLES.get(page, page)}", ""]
         for name, path in sorted(names.items(), key=lambda its: its[0].lower()):
@@ -125,6 +133,8 @@ def _reference() -> dict[str, str]:
             if one.path not in homes:
                 homes[one.path] = page
                 lines += [f"::: {one.path}", ""]
+            elif one.path == _ACCELERATOR:
+                lines[2:2] = ["[`Accelerator`](accelerator.md) has a page of its own.", ""]
             elif homes[one.path] != page or name != one.name:
                 lines += [f"## {name}", "", f"It is [`{one.name}`][{one.path}].", ""]
             rows.append((name, one.path, summary))
@@ -134,6 +144,48 @@ def _reference() -> dict[str, str]:
         ["# Every public name", "", "| name | |", "|---|---|", *table]
     )
     return pages
+
+
+def _accelerator(collection: Any) -> str:
+    """Return the page of the Accelerator: its members by topic, as its source groups them."""
+    cls = collection[_ACCELERATOR]
+    taken = {parameter.name for parameter in cls.members["__init__"].parameters}
+    lines = ["---", "search: {boost: 1.5}", "---", "", f"::: {_ACCELERATOR}"]
+    lines += ["    options: {heading_level: 1, members: false, inherited_members: false}", ""]
+    lines += ["Packages take arguments of their own:", "", "| argument | package |", "|---|---|"]
+    known = json.loads((ROOT / _KNOWN).read_text(encoding="utf-8"))["ARGUMENTS"]
+    for name in sorted(known.keys() - taken):
+        lines.append(f"| `{name}` | [accelerate-{known[name]}](accelerate-{known[name]}.md) |")
+    groups: dict[str, list[str]] = {"Processes": []}  # what it shares with `PartialState`
+    for name in cls.inherited_members:
+        if not name.startswith("_") and public.docstring(cls[name]):
+            groups["Processes"].append(name)
+    topic = "Processes"
+    for line in cls.module.filepath.read_text(encoding="utf-8").splitlines():
+        if found := _TOPIC.match(line):
+            topic = found[1].capitalize()
+        elif (found := _MEMBER.match(line)) and public.docstring(cls[found[1]]):
+            groups.setdefault(topic, []).append(found[1])
+    for topic in (*list(groups)[2:], *list(groups)[:2]):  # what one calls before what one asks
+        lines += ["", f"## {topic}", ""]
+        for name in groups[topic]:
+            lines += [f"::: {_ACCELERATOR}.{name}", "    options: {heading_level: 3}", ""]
+    view = collection["accelerate_core.contract.view.AcceleratorView"].members
+    lines += ["## Values in force", "", "| attribute | what it is |", "|---|---|"]
+    for name, one in cls.members.items():
+        if name[0] == "_" or public.docstring(one):
+            continue
+        text = f"The `{str(one.annotation).partition(' | ')[0]}` that was given, or None."
+        if name in view:
+            text = public.docstring(view[name])
+        elif one.annotation is None:
+            text = f"What the argument `{name.replace('uration', '')}` has become."
+        lines.append(f"| `{name}` | {text} |")
+    lines += ["", "## What plugins add", "", "Each is there while its plugin is active.", ""]
+    lines += ["| attribute | package |", "|---|---|"]
+    for page, name in sorted(public.served(collection), key=lambda its: its[1]):
+        lines.append(f"| `{name}` | [{page}]({page}.md) |")
+    return "\n".join(lines)
 
 
 def _by_name(row: tuple[str, str, str]) -> str:

@@ -11,6 +11,7 @@ import ast
 import copy
 import re
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,6 +233,23 @@ def resolve(collection: griffe.ModulesCollection, path: str) -> Any:
     """Return the object itself, wherever it is imported from."""
     found = collection[path]
     return found.final_target if found.is_alias else found
+
+
+def served(collection: griffe.ModulesCollection) -> Iterator[tuple[str, str]]:
+    """Yield distribution and name of each attribute that a plugin of ours gives the Accelerator."""
+    for project in PROJECTS:
+        its = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for package in sorted((project / "src").glob("*/__init__.py")):
+            for cls in _classes(collection[package.parent.name]):
+                hook = cls.members.get("state_attributes")
+                if hook is None or hook.is_alias or its["name"] == "accelerate-core":
+                    continue
+                tree = ast.parse(textwrap.dedent("\n".join(hook.lines)))
+                dicts = [one for one in ast.walk(tree) if isinstance(one, ast.Return)]
+                for one in dicts:
+                    for key in getattr(one.value, "keys", ()):
+                        if isinstance(key, ast.Constant):
+                            yield its["name"], str(key.value)
 
 
 def errors(collection: griffe.ModulesCollection) -> list[griffe.Class]:

@@ -24,14 +24,15 @@ CONTRAST = {"runOnly": ["color-contrast"], "resultTypes": ["violations"]}
 #: What a user asks -> pages of which one is among the first five found.
 QUESTIONS = {
     "resume after preemption": {"how_to/resume", "checkpoints", "launching"},
-    "gradient accumulation": {"api/accelerate-core", "how_to/accumulate_exactly", "data"},
+    "gradient accumulation": {"api/accelerator", "how_to/accumulate_exactly", "data"},
     "shard a model": {"how_to/shard_a_model", "parallelism", "how_to/big_models"},
-    "mixed precision bf16": {"concepts/precision", "configuration", "api/accelerate-core"},
+    "mixed precision bf16": {"concepts/precision", "configuration", "api/accelerator"},
     "srun": {"how_to/slurm", "launching"},
     "log to wandb": {"tracking", "how_to/several_trackers", "api/accelerate-wandb"},
     "MissingPluginError": {"errors"},
     "notebook_launcher": {"api/accelerate-launch", "how_to/notebooks", "launching"},
-    "gather_for_metrics": {"api/accelerate-core", "how_to/evaluate_exactly", "data", "quickstart"},
+    "gather_for_metrics": {"api/accelerator", "how_to/evaluate_exactly", "data", "quickstart"},
+    "accelerator.save_state": {"api/accelerator"},
     "plugins why": {"selection", "plugins", "commands", "launching"},
 }
 

@@ -74,9 +74,9 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         ConfigurationError: there is no such level.
 
     Example:
-        >>> logger = get_logger(__name__)
-        >>> logger.info("once per run")
-        >>> logger.info("once per process", main_process_only=False)
+        logger = get_logger(__name__)
+        logger.info("once per run")
+        logger.info("once per process", main_process_only=False)
     """
     logger = logging.getLogger(name)
     wanted = log_level if log_level is not None else os.environ.get(LOG_LEVEL_VARIABLE)

@@ -124,7 +124,12 @@ class ProcessVerbs:
                 self.wait_for_everyone()
 
     def main_process_first(self) -> Any:
-        """Context the main process runs through before the others enter it."""
+        """Context the main process runs through before the others enter it.
+
+        Example:
+            with accelerator.main_process_first():  # one downloads, the others find it
+                data = torch.ones(8)
+        """
         return self._in_turn(self.is_main_process)
 
     def local_main_process_first(self) -> Any:
@@ -138,6 +143,10 @@ class ProcessVerbs:
         Args:
             inputs: what to split along its first dimension.
             apply_padding: repeat the last element so that all parts are equally long.
+
+        Example:
+            with accelerator.split_between_processes(["one", "two", "three"]) as prompts:
+                lengths = [len(prompt) for prompt in prompts]
         """
         yield split_between(inputs, self.process_index, self.num_processes, apply_padding)
 
@@ -146,7 +155,15 @@ class ProcessVerbs:
     @overload
     def on_main_process(self, function: None = None) -> Callable[[F], F]: ...
     def on_main_process(self, function: Any = None) -> Any:
-        """Decorator: run on the main process only, return None elsewhere."""
+        """Decorator: run on the main process only, return None elsewhere.
+
+        Example:
+            @accelerator.on_main_process
+            def report(loss):
+                print(f"loss {loss:.3f}")
+
+            report(0.5)
+        """
         return self._only(function, lambda: self.is_main_process)
 
     @overload

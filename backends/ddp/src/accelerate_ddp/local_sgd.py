@@ -31,13 +31,13 @@ class LocalSGD:
             parameters are sharded over ranks and so have no mean.
 
     Example:
-        >>> with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
-        ...     for batch in loader:
-        ...         with accelerator.accumulate(model):
-        ...             accelerator.backward(loss(model, batch))
-        ...             optimizer.step()
-        ...             optimizer.zero_grad()
-        ...             local_sgd.step()
+        with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_function(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    local_sgd.step()
     """
 
     def __init__(

@@ -241,9 +241,7 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
         "_built.parallelism", "The sizes of the mesh's dimensions, None where there is no mesh."
     )
     multi_device: bool = attribute("use_distributed", "Whether more than one device is in use.")
-    local_process_count: int = attribute(
-        "_process.local_num_processes", "Number of processes on this machine."
-    )
+    local_process_count: int = attribute("_process.local_num_processes", "Processes on a machine.")
     group_timeout: timedelta | None = attribute(
         "_process.timeout", "How long a collective may take; None is torch's default."
     )
@@ -275,6 +273,9 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
 
         Raises:
             PrepareError: a model would be left that does not train as asked.
+
+        Example:
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         """
         result = run.prepare(self._prepared, args, device_placement)
         never = self.backend.reduces_gradients == "never" and self.num_processes > 1
@@ -349,6 +350,11 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
 
         Raises:
             MissingPluginError: accelerate-tracking, which writes the traces, is not installed.
+
+        Example:
+            with accelerator.profile() as profiler:
+                accelerator.backward(loss_function(model(x), y))
+            accelerator.print(profiler.key_averages().table(row_limit=5))
         """
         return lent("profile")(profile_handler or self.profile_handler, self.process_index)  # type: ignore[no-any-return]
 
@@ -368,9 +374,7 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
 
     checkpointer: Any = shared("_saving", Saving.checkpointer)
     project_dir: Any = attribute("project_configuration.project_dir", "Root of checkpoints.")
-    save_iteration: int = attribute(
-        "project_configuration.iteration", "Number of the next automatic checkpoint."
-    )
+    save_iteration: int = attribute("project_configuration.iteration", "Next checkpoint's number.")
     preemption_requested: bool = shared("_saving", Saving.preemption_requested)
 
     @property
@@ -473,11 +477,7 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
         return f"Accelerator(backend={getattr(self.__dict__.get('backend'), 'name', None)}{said})"
 
     def note_once(self, text: str, *, every_rank: bool = False) -> None:
-        """Warn, once per text, on the main process.
-
-        Args:
-            every_rank: warn on each of them.
-        """
+        """Warn, once per text, on the main process, or with `every_rank` on each."""
         if text not in self._noted and (every_rank or self.is_main_process):
             self._noted.add(text)
             warn(text)

@@ -63,6 +63,9 @@ class Collectives:
         A tensor [b, ...] becomes [n * b, ...], a 0-d one [n]; all ranks get the
         result. One collective for the whole structure. Ranks that work on the same
         samples are counted once.
+
+        Example:
+            losses = accelerator.gather(loss.detach())  # one for each rank
         """
         return collectives.gather(self._joined(tensor), self.data_comm)
 
@@ -77,6 +80,14 @@ class Collectives:
         Returns:
             Tensors as `gather` does; objects as `gather_object` does, in one list. All ranks
             get the result, and nobody waits for more than this one collective.
+
+        Example:
+            right = total = 0
+            for x, y in loader:
+                guesses, labels = accelerator.gather_for_metrics((model(x).argmax(1), y))
+                right += (guesses == labels).sum().item()
+                total += len(labels)
+            assert total == len(dataset)
         """
         comm = self.data_comm
         input_data = self._joined(input_data)
@@ -109,6 +120,9 @@ class Collectives:
             scale: used by backends that scale inside the reduction; else no effect.
 
         Ranks that work on the same samples are counted once.
+
+        Example:
+            mean = accelerator.reduce(loss.detach(), "mean")
         """
         return collectives.reduce(self._joined(tensor), reduction, comm=self.loss_comm)
 
@@ -122,13 +136,24 @@ class Collectives:
             dim: the dimension, or several.
             pad_index: value of the new entries.
             pad_first: put them before the old ones instead of after.
+
+        Example:
+            ids = torch.tensor([[5, 7, 2]])  # as long as this rank's longest text
+            ids = accelerator.gather(accelerator.pad_across_processes(ids, dim=1))
         """
         return collectives.pad_across_processes(
             tensor, dim, pad_index, pad_first, comm=self.data_comm
         )
 
     def set_trigger(self) -> None:
-        """Set this process's flag for `check_trigger`."""
+        """Set this process's flag for `check_trigger`.
+
+        Example:
+            if not loss.isfinite():  # on one rank, perhaps
+                accelerator.set_trigger()
+            if accelerator.check_trigger():  # on all ranks
+                accelerator.print("stop")
+        """
         self.flag_tensor = torch.ones(1, dtype=torch.int32, device=self.comm.device)
 
     def check_trigger(self) -> bool:

@@ -84,6 +84,11 @@ class Saving:
 
         Raises:
             ConfigurationError: an object lacks one of the two; all such are named.
+
+        Example:
+            average = torch.optim.swa_utils.AveragedModel(model)
+            accelerator.register_for_checkpointing(average)
+            accelerator.save_state("checkpoint")
         """
         bad = [
             f"Item at index {at} ({type(o).__name__})"

@@ -86,7 +86,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         compile_kwargs: those of `torch.compile`.
 
     Example:
-        compile_regions(gpt, backend="inductor", fullgraph=True)
+        model = compile_regions(model, backend="inductor", fullgraph=True)
     """
     root = within_wrappers(module)
     blocks = list(_repeated_blocks(root))

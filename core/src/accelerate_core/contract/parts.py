@@ -90,6 +90,14 @@ class Checkpointer(Protocol):
 
         Raises:
             CheckpointError: a rank failed to save; on every rank. Earlier checkpoints stand.
+
+        Example:
+            for epoch in range(2):
+                for x, y in loader:
+                    accelerator.backward(loss_function(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                accelerator.save_state(f"checkpoints/epoch_{epoch}")
         """
 
     def load_state(
@@ -120,6 +128,12 @@ class Checkpointer(Protocol):
 
         Raises:
             CheckpointError: something is missing, damaged or does not fit, by name.
+
+        Example:
+            accelerator.save_state("checkpoint")
+            accelerator.load_state("checkpoint")  # in the next run, after prepare
+            for x, y in loader:  # goes on where the run stood
+                loss = loss_function(model(x), y)
         """
 
     def save_model(
@@ -135,6 +149,12 @@ class Checkpointer(Protocol):
             max_shard_size: bytes, or a text such as "5MB".
             safe_serialization: safetensors; False: torch's pickle.
             save_directory: a folder, made where it is missing.
+
+        Example:
+            from safetensors.torch import load_file
+
+            accelerator.save_model(model, "trained")
+            weights = load_file("trained/model.safetensors")
         """
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -288,6 +308,12 @@ class Tracking(Protocol):
         Args:
             init_kwargs: per tracker name, arguments of its constructor.
             project_name: name of the project in each tracker.
+
+        Example:
+            accelerator = Accelerator(log_with="jsonl", project_dir="runs")
+            accelerator.init_trackers("digits", config={"lr": 1e-3, "batch_size": 8})
+            accelerator.log({"loss": 0.5}, step=1)
+            accelerator.end_training()
         """
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -300,6 +326,12 @@ class Tracking(Protocol):
 
         Args:
             log_kwargs: per tracker name, arguments of its `log`.
+
+        Example:
+            accelerator = Accelerator(log_with="jsonl", project_dir="runs")
+            accelerator.init_trackers("digits")
+            accelerator.log({"train/loss": loss, "train/lr": 1e-3}, step=1)
+            accelerator.end_training()
         """
 
     def log_images(

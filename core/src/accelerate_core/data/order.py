@@ -48,7 +48,10 @@ class SeedableRandomSampler(RandomSampler):
         generator: the generator to use; it is seeded anew at the start of every iteration.
         data_seed: the seed, `torch.initial_seed()` by default. Epoch `e` uses `data_seed + e`.
 
+    Example:
+        sampler = SeedableRandomSampler(dataset, data_seed=0)
         sampler.set_epoch(3)  # the order of epoch 3, whatever was iterated before
+        order = list(sampler)
     """
 
     def __init__(

@@ -56,7 +56,10 @@ def prepare_loader(loader: Any, options: LoaderOptions) -> CoreLoader:
         MissingPluginError: `use_stateful_dataloader` without torchdata.
 
     Example:
-        loader = prepare_loader(DataLoader(dataset, 8), LoaderOptions(num_processes=2))
+        from accelerate_core.data.loader import LoaderOptions
+
+        options = LoaderOptions(num_processes=2, process_index=1)
+        loader = prepare_loader(DataLoader(dataset, batch_size=8), options)
     """
     if isinstance(loader, CoreLoader):
         return loader
@@ -114,10 +117,12 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     and position: `num_batches` counts from the start of the epoch, also after a position was
     loaded, and the next epoch of the original is the one after.
 
-        for batch in skip_first_batches(loader, 100): ...
-
     Raises:
         ConfigurationError: `num_batches` is negative.
+
+    Example:
+        for x, y in skip_first_batches(loader, 2):  # begins with the third batch
+            loss = loss_function(model(x), y)
     """
     if num_batches < 0:
         raise ConfigurationError(f"num_batches={num_batches}: it must be 0 or more.")

@@ -48,7 +48,9 @@ def gather(tree: Any, comm: Communicator) -> Any:
     `gather_uneven` and `pad_across_processes`. One collective for the whole tree. One process
     gets its input back. Raises `TypeError` for a leaf that is not a dense tensor.
 
-        predictions, labels = gather((predictions, labels), comm)
+    Example:
+        comm = accelerator.communicator
+        guesses, labels = gather((model(x).argmax(1), y), comm)
     """
     if comm.size == 1:
         return tree
@@ -129,10 +131,11 @@ def reduce(tree: Any, reduction: str = "sum", scale: float = 1.0, *, comm: Commu
     `TypeError` for a leaf that is not a dense tensor, `ConfigurationError` (a `ValueError`) for
     another reduction.
 
-        loss = reduce(loss, "mean", comm=comm)
-
     Raises:
         ConfigurationError: an unknown `reduction`.
+
+    Example:
+        loss = reduce(loss, "mean", comm=accelerator.communicator)
     """
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(
@@ -261,7 +264,9 @@ def pad_across_processes(
     with a warning. One collective of a few integers for the whole tree. Raises `TypeError` for a
     leaf that is no tensor.
 
-        ids = pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id, comm=comm)
+    Example:
+        ids = torch.tensor([[5, 7, 2]])  # as long as this rank's longest text
+        ids = pad_across_processes(ids, dim=1, pad_index=0, comm=accelerator.communicator)
     """
     if comm.size == 1:
         return tree
@@ -310,6 +315,8 @@ def gather_object(obj: Any, comm: Communicator) -> Any:
     concatenated; of anything else the result has one per process. One process gets its input
     back.
 
+    Example:
+        comm = accelerator.communicator
         names = gather_object([f"sample {comm.rank}"], comm)
     """
     if comm.size == 1:

@@ -181,6 +181,8 @@ def once(key: str, wanted: Any, start: Callable[[], T], end: Callable[[T], objec
 
     Example:
         groups = once("vendor.groups", {"tp": 2}, lambda: vendor.start(tp=2), vendor.stop)
+        again = once("vendor.groups", {"tp": 2}, lambda: vendor.start(tp=2), vendor.stop)
+        assert again is groups
     """
     asking = sys._getframe(1).f_globals.get("__name__", "?")
     there = _globals.get(key)

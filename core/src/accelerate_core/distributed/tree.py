@@ -203,7 +203,8 @@ def send_to_device(
     What is already there is returned as the very same object, containers included. The values
     under `skip_keys` (in mappings, at any depth) stay where they are.
 
-        batch = send_to_device(batch, "cuda", non_blocking=True)
+    Example:
+        batch = send_to_device({"x": x, "y": y}, accelerator.device, non_blocking=True)
     """
     target = device if isinstance(device, torch.device) else torch.device(device)
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())

@@ -222,6 +222,9 @@ class Prepared:
             keep_fp32_wrapper: keep forward under mixed precision.
             keep_torch_compile: keep it compiled; False returns an uncompiled view over
                 the same parameters.
+
+        Example:
+            own = accelerator.unwrap_model(model)  # has its own attributes again
         """
         inner = self.inner_model(model)
         if not keep_torch_compile:
@@ -235,6 +238,10 @@ class Prepared:
 
         Args:
             unwrap: keys as the user's own model has them; False: as the wrapper has them.
+
+        Example:
+            weights = accelerator.get_state_dict(model)  # all ranks call it
+            accelerator.save(weights, "weights.pt")
         """
         if not unwrap:
             return dict(model.state_dict())
@@ -256,6 +263,13 @@ class Prepared:
         Args:
             joinables: prepared models.
             even_batches: overrides the loaders' setting inside the block.
+
+        Example:
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                for x, y in loader:
+                    accelerator.backward(loss_function(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
         """
         accelerator, stack = self.accelerator, ExitStack()
         backend, several = accelerator.backend, accelerator.num_processes > 1

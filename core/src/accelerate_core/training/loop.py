@@ -94,12 +94,20 @@ class TrainingLoop:
             ConfigurationError: `num_items` is given for some blocks of a cycle only, or the
                 backend accumulates by itself and cannot.
 
-            with accelerator.accumulate(model, num_items=(labels != -100).sum()):
-                logits = model(tokens).flatten(0, 1)
-                loss = cross_entropy(logits, labels.flatten(), reduction="sum")
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+        Example:
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_function(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            # The same with losses that are summed, here over the samples that have a label:
+            for x, y in loader:
+                with accelerator.accumulate(model, num_items=(y != -100).sum()):
+                    loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
         """
         return _MicroBatch(self, models, num_items)
 
@@ -108,6 +116,12 @@ class TrainingLoop:
 
         Args:
             model: the model it holds for; all prepared ones if none is given.
+
+        Example:
+            with accelerator.no_sync(model):
+                accelerator.backward(loss_function(model(x), y))  # stays on this rank
+            accelerator.backward(loss_function(model(x), y))  # sends both
+            optimizer.step()
         """
         return self.unsynced([model] if model is not None else self.models)
 
@@ -133,6 +147,10 @@ class TrainingLoop:
         Args:
             loss: scalar tensor.
             kwargs: passed on to `Tensor.backward`; `learning_rate` goes to `lomo_backward`.
+
+        Example:
+            loss = loss_function(model(x), y)
+            accelerator.backward(loss)  # in the place of loss.backward()
         """
         learning_rate = kwargs.pop("learning_rate", None) if kwargs else None
         if learning_rate is not None and self._fused_optimizers():
@@ -191,6 +209,11 @@ class TrainingLoop:
 
         Args:
             autocast_handler: used instead of the Accelerator's own.
+
+        Example:
+            # forward of a prepared model is in it already; what is computed beside it is not
+            with accelerator.autocast():
+                loss = loss_function(model(x), y)
         """
         handler = autocast_handler or self._accelerator.autocast_handler
         return self._hooks.autocast(self._accelerator, None, handler)  # type: ignore[no-any-return]
@@ -227,13 +250,26 @@ class TrainingLoop:
 
         Returns:
             The norm before clipping, a 0-d tensor.
+
+        Example:
+            accelerator.backward(loss_function(model(x), y))
+            if accelerator.sync_gradients:  # the last micro-batch of a cycle
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
         """
         tensors, scale = self._clippable(parameters)
         norm = self._hooks.clip_grad(self._accelerator, tensors, max_norm * scale, norm_type, None)
         return norm if scale == 1.0 else norm / scale
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip every gradient element to [-clip_value, clip_value]."""
+        """Clip every gradient element to [-clip_value, clip_value].
+
+        Example:
+            accelerator.backward(loss_function(model(x), y))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_value_(model.parameters(), 0.5)
+            optimizer.step()
+        """
         tensors, scale = self._clippable(parameters)
         self._hooks.clip_grad(self._accelerator, tensors, None, 2.0, clip_value * scale)
 

@@ -178,7 +178,9 @@ def attach_layerwise_casting_hooks(
         non_blocking: do not wait for the casts.
 
     Example:
-        >>> attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.bfloat16, "head")
+        model = nn.ModuleDict({"body": nn.Linear(8, 8), "head": nn.Linear(8, 2)}).bfloat16()
+        attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.bfloat16, "head")
+        y = model["head"](model["body"](x.bfloat16()))
     """
     patterns = (
         (skip_modules_pattern,)

@@ -155,8 +155,11 @@ def cpu_offload_with_hook(
         The model and a handle with `offload()` and `remove()`.
 
     Example:
-        >>> first, hook = cpu_offload_with_hook(first)
-        >>> second, hook = cpu_offload_with_hook(second, prev_module_hook=hook)
+        first, second = nn.Linear(8, 8), nn.Linear(8, 2)
+        first, hook = cpu_offload_with_hook(first)
+        second, hook = cpu_offload_with_hook(second, prev_module_hook=hook)
+        y = second(first(x))
+        hook.offload()
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -368,9 +371,13 @@ def load_checkpoint_and_dispatch(
         ConfigurationError, CheckpointError: as these functions do.
 
     Example:
-        >>> with init_empty_weights():
-        ...     model = Model(config)
-        >>> model = load_checkpoint_and_dispatch(model, "weights", device_map="auto")
+        from accelerate_core import init_empty_weights
+
+        accelerator.save_model(nn.Linear(8, 2), "weights")
+        with init_empty_weights():
+            model = nn.Linear(8, 2)  # takes no memory
+        model = load_checkpoint_and_dispatch(model, "weights", device_map="auto")
+        y = model(x)
     """
     no_split = no_split_module_classes
     chosen: Any = device_map

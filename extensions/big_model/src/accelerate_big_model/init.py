@@ -19,13 +19,17 @@ from accelerate_core.truth import flag
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Build models on the meta device: shapes and dtypes, no data.
 
+    A parameter has data for the moment between its making and its registration, so the largest
+    one has to fit into memory.
+
     Args:
         include_buffers: buffers too. By default `ACCELERATE_INIT_INCLUDE_BUFFERS` says, else
             they keep their data, for few checkpoints hold what a buffer was computed from.
 
     Example:
-        >>> with init_empty_weights():
-        ...     model = nn.Linear(100_000, 100_000)
+        with init_empty_weights():
+            model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(50)))
+        assert model[0].weight.device.type == "meta"
     """
     with init_on_device("meta", include_buffers):
         yield

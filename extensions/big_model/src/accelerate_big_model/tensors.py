@@ -96,8 +96,9 @@ def find_tied_parameters(model: nn.Module, **_: Any) -> list[list[str]]:
     """Return groups of names under which one parameter stands.
 
     Example:
-        >>> find_tied_parameters(model)
-        [['embed.weight', 'head.weight']]
+        model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
+        model["head"].weight = model["embed"].weight
+        assert find_tied_parameters(model) == [["embed.weight", "head.weight"]]
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,11 +1,7 @@
 """Serve the import name `accelerate` from accelerate-core, when asked.
 
-    import accelerate_drop_in
-    accelerate_drop_in.install()
-    from accelerate import Accelerator
-
-or `python -m accelerate_drop_in script.py --its arguments`; or install the package `accelerate` that
-`make drop-in` builds, which needs neither.
+Call `install`, or say `python -m accelerate_drop_in script.py --its arguments`; or install the
+package `accelerate` that `make drop-in` builds, which needs neither.
 """
 
 from __future__ import annotations
@@ -35,6 +31,12 @@ def install() -> None:
 
     Raises:
         AccelerateError: the original is imported already, or installed beside this package.
+
+    Example:
+        import accelerate_drop_in
+
+        accelerate_drop_in.install()
+        from accelerate import Accelerator
     """
     there = sys.modules.get(NAME)
     if there is not None and getattr(there, "__version__", None) != VERSION:

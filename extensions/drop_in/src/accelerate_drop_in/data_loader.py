@@ -76,6 +76,7 @@ def prepare_data_loader(
         ConfigurationError: settings that do not fit the loader or each other.
         MissingPluginError: `use_stateful_dataloader` without torchdata.
 
+    Example:
         loader = prepare_data_loader(DataLoader(dataset, 8), num_processes=2, process_index=1)
     """
     count = current_runtime().num_processes if num_processes is None else num_processes

@@ -26,7 +26,7 @@ def release_memory(*objects: Any) -> list[None]:
     """Free what `objects` hold, provided that the caller rebinds its names to the result.
 
     Example:
-        >>> model, optimizer = release_memory(model, optimizer)
+        model, optimizer = release_memory(model, optimizer)
     """
     count = len(objects)
     del objects
@@ -93,9 +93,14 @@ def find_executable_batch_size(
         RuntimeError: not even the smallest size fits; its text has the last failure.
 
     Example:
-        >>> @find_executable_batch_size(starting_batch_size=64)
-        ... def train(batch_size, epochs): ...
-        >>> train(epochs=3)
+        @find_executable_batch_size(starting_batch_size=64)
+        def train(batch_size, epochs):
+            loader = accelerator.prepare(DataLoader(dataset, batch_size))
+            for _ in range(epochs):
+                for x, y in loader:
+                    accelerator.backward(loss_function(model(x), y))
+
+        train(epochs=1)  # without the batch size
     """
     if function is None:
         return functools.partial(

@@ -21,6 +21,10 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     Raises:
         MissingPluginError: tqdm is not installed.
+
+    Example:
+        for x, y in tqdm(loader, desc="epoch 1"):
+            loss = loss_function(model(x), y)
     """
     if args and isinstance(args[0], bool):
         raise TypeError("tqdm() takes main_process_only as a keyword: tqdm(iterable, ...).")

@@ -35,10 +35,11 @@ def recursively_apply(
 
     Other leaves are kept as they are, or raise `TypeError` if `error_on_other_type`.
 
-        recursively_apply(torch.square, {"a": torch.ones(2), "name": "x"})
-
     Raises:
         TypeError: with `error_on_other_type`, a leaf is of another type.
+
+    Example:
+        squares = recursively_apply(torch.square, {"a": torch.ones(2), "name": "x"})
     """
 
     def visit(leaf: Any) -> Any:
@@ -131,10 +132,12 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     Raises `TypeError` for a leaf that is not a tensor, `ValueError` or `KeyError` for trees that
     do not fit together.
 
-        concatenate([{"x": torch.zeros(2, 3)}, {"x": torch.ones(4, 3)}])["x"].shape  # [6, 3]
-
     Raises:
         TypeError: a leaf is no tensor.
+
+    Example:
+        joined = concatenate([{"x": torch.zeros(2, 3)}, {"x": torch.ones(4, 3)}])
+        assert joined["x"].shape == (6, 3)
     """
     first = data[0]
     if len(data) == 1 and not isinstance(first, torch.Tensor):
@@ -152,7 +155,8 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     The last entry is repeated until the length of `batch_size` is the next multiple of
     `num_processes`. Tensors of another length along `dim`, and 0-d ones, are kept.
 
-        pad_input_tensors(torch.zeros(3, 4, 4), 3, 4).shape  # [4, 4, 4]
+    Example:
+        assert pad_input_tensors(torch.zeros(3, 4, 4), 3, 4).shape == (4, 4, 4)
     """
     missing = -batch_size % num_processes
 

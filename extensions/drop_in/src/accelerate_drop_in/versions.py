@@ -25,8 +25,10 @@ def compare_versions(
         importlib.metadata.PackageNotFoundError: there is no such distribution.
 
     Example:
-        >>> compare_versions(Version("2.9.1"), ">=", "2.8")
-        True
+        from packaging.version import Version
+
+        assert compare_versions(Version("2.9.1"), ">=", "2.8")
+        assert compare_versions("torch", ">", "2.0")
     """
     if operation not in STR_OPERATION_TO_FUNC:
         raise ConfigurationError(

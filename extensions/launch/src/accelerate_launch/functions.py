@@ -133,8 +133,10 @@ def patch_environment(**kwargs: object) -> Iterator[None]:
     """Set variables (names in capitals) for the length of the block, then restore them.
 
     Example:
-        >>> with patch_environment(omp_num_threads=1):
-        ...     subprocess.run(command)
+        import subprocess
+
+        with patch_environment(omp_num_threads=1):
+            subprocess.run("echo threads: $OMP_NUM_THREADS", shell=True, check=True)
     """
     values = {key.upper(): str(value) for key, value in kwargs.items()}
     before = {key: os.environ.get(key) for key in values}

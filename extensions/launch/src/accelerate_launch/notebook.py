@@ -98,6 +98,14 @@ def notebook_launcher(
             group already, which forked processes could not use.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
             failed; the text has the rank and its traceback.
+
+    Example:
+        def train(lr):
+            accelerator = Accelerator()
+            accelerator.print(f"{accelerator.num_processes} processes, lr {lr}")
+            accelerator.end_training()
+
+        notebook_launcher(train, (1e-3,), num_processes=2)
     """
     failures.install()
     if not callable(function):
@@ -159,6 +167,14 @@ def debug_launcher(
         RuntimeConflictError: see `notebook_launcher`.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
             failed; the text has the rank and its traceback.
+
+    Example:
+        def report():
+            accelerator = Accelerator()
+            print(f"rank {accelerator.process_index} of {accelerator.num_processes}")
+            accelerator.end_training()
+
+        debug_launcher(report, num_processes=2)
     """
     failures.install()
     refuse_nesting(os.environ)

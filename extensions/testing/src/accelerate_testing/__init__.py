@@ -2,8 +2,8 @@
 
 From pytest, with one class; from the shell, `accelerate-core plugins check NAME`.
 
+Example:
     from accelerate_testing import BackendSuite
-
 
     class TestRing(BackendSuite):
         plugin = "ring"

@@ -85,9 +85,11 @@ def profile(
         process_index: rank, the number in the file's name.
 
     Example:
+        from accelerate_core import ProfileKwargs
+
         with profile(ProfileKwargs(output_trace_dir="traces")) as profiler:
-            train()
-        print(profiler.key_averages().table())
+            loss_function(model(x), y).backward()
+        print(profiler.key_averages().table(row_limit=5))
     """
     settings = settings or ProfileKwargs()
     if settings.output_trace_dir is None:
