@@ -61,9 +61,9 @@ def asked(model: Any) -> dict[str, Any]:
         logits, again, plain = (one(input_ids=IDS).logits for one in (model, model, made()))
     assert torch.equal(logits, again)
     assert torch.allclose(logits.float(), plain, atol=0.2)
-    # What 4 bits give depends on the kernel, which bitsandbytes chooses by the CPU.
-    sums = {} if told["4 bits"] else {"logits": [float(logits.double().norm()), logits[0, 0, :4]]}
-    return {**told, **sums}
+    if told["4 bits"] or logits.dtype != torch.float32:
+        return told  # what kernels of 4 and 16 bits give depends on the CPU
+    return {**told, "logits": [float(logits.double().norm()), logits[0, 0, :4]]}
 
 
 @case(1)
