@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import socket
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -405,6 +407,55 @@ def test_a_hook_without_gradients_restores_the_mode() -> None:
     with pytest.raises(RuntimeError):
         module(torch.ones(1, 3))
     assert torch.is_grad_enabled()
+
+
+class Interrupts(nn.Linear):
+    """Stands for Ctrl-C: torch calls hooks after an Exception alone."""
+
+    interrupted = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_an_interrupted_model_runs_again() -> None:
+    inner = Interrupts(2, 2)
+    model = nn.Sequential(inner, nn.Linear(2, 2))
+    expected = model[1](nn.functional.linear(torch.ones(1, 2), inner.weight, inner.bias))
+    attach_align_device_hook(model, "cpu", offload=True)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 2))
+    inner.interrupted = False
+    assert torch.equal(model(torch.ones(1, 2)), expected)
+    assert on_meta(model)
+
+
+def test_each_of_several_hooks_ends_also_where_one_fails() -> None:
+    class Fails(ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            raise ArithmeticError("the first")
+
+    module = nn.Linear(2, 2)
+    add_hook_to_module(module, Fails())
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True), append=True)
+    add_hook_to_module(module, Fails(), append=True)
+    with pytest.raises(ArithmeticError, match="the first"):
+        module(torch.ones(1, 2))
+    assert module.weight.is_meta
+
+
+def test_a_model_that_is_dropped_is_freed_at_once(tmp_path: Path) -> None:
+    model = disk_offload(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), tmp_path)
+    model(torch.ones(1, 2))
+    layer = weakref.ref(model[1])
+    gc.disable()
+    try:
+        del model
+        assert layer() is None
+    finally:
+        gc.enable()
 
 
 def test_hooks_of_submodules_are_removed() -> None:

@@ -332,6 +332,38 @@ def test_gradients_flow_through_layers_on_disk(model: Both, checkpoint: Path) ->
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize(
+    "place", [{"": "disk"}, {"encoder": "cpu", "decoder": "disk", "head": "disk"}]
+)
+def test_a_model_on_disk_is_compiled(place: dict[str, str], model: Both, checkpoint: Path) -> None:
+    """Graphs end where weights come and go; a block that is in memory is one graph."""
+    torch.compiler.reset()
+    graphs: list[list[Any]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes])
+        return graph.forward
+
+    made = load_checkpoint_and_dispatch(empty(), checkpoint, device_map=place)
+    for in_place in (False, True):
+        if in_place:
+            made.compile(backend=backend)
+        compiled = made if in_place else torch.compile(made, backend=backend)
+        for _ in range(2):
+            x, theirs = INPUT.clone().requires_grad_(), INPUT.clone().requires_grad_()
+            found, wanted = compiled(x), model(theirs)
+            assert torch.equal(found, wanted)
+            found.sum().backward()
+            wanted.sum().backward()
+            assert torch.equal(x.grad, theirs.grad)
+            with torch.no_grad():
+                assert torch.equal(compiled(INPUT), wanted)
+    assert all(one.is_meta for one in made.decoder.parameters())
+    linear = [sum("linear" in str(target) for target in graph) for graph in graphs]
+    assert max(linear) == (1 if place == {"": "disk"} else 3)
+    torch.compiler.reset()
+
+
 def test_a_model_on_disk_is_dispatched_anew(model: Both, checkpoint: Path) -> None:
     loaded = dispatch_model(on_disk(checkpoint), {"": "cpu"})
     assert offload_hook(loaded.head) is None

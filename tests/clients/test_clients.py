@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 SHORT = {
     **{("trainer", on): ("basic", "accumulation", "evaluation") for on in (1, 2)},
     ("from_pretrained", 1): ("auto",),
+    ("quantized", 1): ("by_hand",),
     ("examples", 1): tuple(recorded("examples", 1)),
 }
 #: Differences on purpose: by case what is not compared (without the places in lists), and why.

@@ -310,13 +310,18 @@ def models_of_other_libraries(folder: Path) -> None:
     assert get_keys_to_not_convert(tower()) == ["2"]
     assert get_parameter_device(tower()).type == "cpu"
     from accelerate.utils import load_and_quantize_model
+    from accelerate.utils.bnb import quantize_and_offload_8bit
 
-    class Own(load_and_quantize_model):
+    class Own(quantize_and_offload_8bit):
         pass
 
-    for refused in (Own, load_and_quantize_model):
-        with pytest.raises(ImportError):
+    for refused in (Own, quantize_and_offload_8bit):
+        with pytest.raises(ImportError, match="skip_modules"):
             refused()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "bitsandbytes", None)
+        with pytest.raises(ImportError, match=r"pip install -U .bitsandbytes>="):
+            load_and_quantize_model(tower(), config)
     with pytest.raises(AttributeError, match="is not served"):
         assert optimizers.patch_optimizer_step
 

@@ -52,12 +52,10 @@ EXPECTED: dict[str, str] = {
     "test_dataclasses::TestParallelismConfig::test_cp_torch_handler": _WORDS,
     "test_dataclasses::TestParallelismConfig::test_sp_deepspeed_handler": _WORDS,
     "test_hooks::HooksModelTester::test_add_and_remove_hooks": (
-        "hooks are torch's own, so a module keeps its forward and has no _old_forward"
+        "hooks are torch's own: a module keeps its forward and has no _old_forward, which would hold "
+        "the module itself, and keep a model in memory that was dropped"
     ),
     "test_hooks::HooksModelTester::test_append_and_remove_hooks": "see test_add_and_remove_hooks",
-    "test_modeling_utils::ModelingUtilsTester::test_extract_model_from_parallel_partial": (
-        "keep_torch_compile=False removes the compilation of submodules, too"
-    ),
     "test_modeling_utils::ModelingUtilsTester::test_set_module_tensor_checks_shape": _WORDS,
     "test_sagemaker": "jobs of SageMaker are not started here",
     "test_tracking::TensorBoardTrackingTest::test_project_dir": _WORDS,

@@ -1,12 +1,15 @@
 """What happens around a module's forward: loading, moving and casting its weights.
 
 A module carries one hook, in its attribute `_hf_hook`; several are put in sequence. They run
-through torch's own forward hooks, so the module keeps its class and its `forward`.
+through torch's own forward hooks, so the module keeps its class and its `forward`, and a model that is
+dropped is freed at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +37,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 class ModelHook:
     """Code around a module's forward; subclasses override what they need.
 
-    `no_grad = True` runs the forward without gradients.
+    `no_grad = True` runs the forward without gradients. After Ctrl-C in a forward torch calls no hook:
+    `post_forward` is left out, and the mode stays.
     """
 
     no_grad = False
@@ -77,8 +81,15 @@ class SequentialHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
+        failed: BaseException | None = None
         for hook in self.hooks:
-            output = hook.post_forward(module, output)
+            # Each has something to undo, also where one before it failed.
+            try:
+                output = hook.post_forward(module, output)
+            except BaseException as error:
+                failed, output = failed or error, None
+        if failed is not None:
+            raise failed
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -158,6 +169,22 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
         remove_hook_from_module(child, recurse=True)
 
 
+def _outside_of_graphs(function: Callable[..., None]) -> Callable[..., None]:
+    """Have Dynamo leave a method alone: it ends a graph before, and begins one after it.
+
+    `torch.compiler.disable` alone would import Dynamo, which takes a second, where nothing is compiled.
+    """
+    made: list[Any] = []
+
+    @functools.wraps(function)
+    def called(*args: Any) -> None:
+        if not made and "torch._dynamo" in sys.modules:
+            made.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        (made[0] if made else function)(*args)
+
+    return called
+
+
 @dataclass(eq=False)
 class AlignDevicesHook(ModelHook):
     """Have weights and inputs on one device for the length of a forward.
@@ -226,6 +253,7 @@ class AlignDevicesHook(ModelHook):
                 )
         return module
 
+    @_outside_of_graphs
     def load(self, module: nn.Module) -> None:
         """Bring the offloaded weights to the execution device."""
         assert self.weights_map is not None
@@ -246,6 +274,7 @@ class AlignDevicesHook(ModelHook):
                 module, name, device, value=value, tied_params_map=self.tied_params_map
             )
 
+    @_outside_of_graphs
     def unload(self, module: nn.Module) -> None:
         """Drop the loaded weights; what they are stays in `weights_map`."""
         for name in self.names(module):

@@ -165,7 +165,7 @@ class _Loader:
         return self.dtype or old.dtype
 
 
-def _from_hub(checkpoint: str | Path) -> str | Path:
+def from_hub(checkpoint: str | Path) -> str | Path:
     """Return the folder of a name on the Hugging Face hub, from its cache or fetched; else what was given."""
     name = str(checkpoint)
     known = Path(name).suffix in (".safetensors", ".bin", ".pt", ".pth", ".json")
@@ -280,7 +280,7 @@ def load_checkpoint_in_model(
             remove_hook_from_module(module)
     keep = keep_in_fp32_modules or ()
     loader = _Loader(model, device_map, folder, wanted, keep, offload_buffers)
-    files = checkpoint_files(_from_hub(checkpoint))
+    files = checkpoint_files(from_hub(checkpoint))
     with reading_bar("Loading weights", sum(file.stat().st_size for file in files)) as advance:
         for file in files:
             for read in loader.read(file):
@@ -359,7 +359,7 @@ def _load_from_rank0(
         try:
             found = {
                 k: v
-                for file in checkpoint_files(_from_hub(checkpoint))
+                for file in checkpoint_files(from_hub(checkpoint))
                 for k, v in iter_state_dict(file)
             }
             for group in tied:

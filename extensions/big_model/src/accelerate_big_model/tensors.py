@@ -216,6 +216,8 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put one parameter or buffer of a module on a device, with a new value if wanted.
 
+    A weight of a layer of bitsandbytes is quantized when it leaves the meta device.
+
     Args:
         module: the module, or one that contains it.
         tensor_name: its name; dotted for a submodule's.
@@ -257,9 +259,14 @@ def set_module_tensor_to_device(
     source = (old if value is None else value).detach()
     if dtype is None or source.is_floating_point():
         source = source.to(wanted)
-    new = rebuilt(old, _move(source, target, tied_params_map, non_blocking))
+    if type(old).__module__.startswith("bitsandbytes.") and target.type != "meta":
+        # Its own `to` quantizes what is not yet, from the CPU alone, and moves the scales along.
+        source = source.to("cpu") if source.is_floating_point() else source
+        new: Any = (old if value is None and dtype is None else rebuilt(old, source)).to(target)
+    else:
+        new = rebuilt(old, _move(source, target, tied_params_map, non_blocking))
     if fp16_statistics is not None:
-        new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
+        new.SCB = fp16_statistics.to(target)
     # By attribute, not by dict: recurrent layers watch their attributes.
     setattr(owner, name, new)
     if clear_cache and target.type == "meta" and old.device.type not in ("cpu", "meta"):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-_QUANTIZED = (
-    "models with weights of bitsandbytes are made by what loads them: "
-    "transformers' from_pretrained(quantization_config=BitsAndBytesConfig(...))"
-)
 _MEGATRON = "a step of the original's prepare; the backend megatron has its own"
 _XLA = "the backend xla feeds every prepared loader itself, so there is nothing to wrap"
 _SAGEMAKER = "jobs of SageMaker are not started here; run accelerate launch within the job's script"
@@ -13,13 +9,8 @@ _SAGEMAKER = "jobs of SageMaker are not started here; run accelerate launch with
 #: Can be imported, and refuses when it is used.
 REFUSED = {
     "MpDeviceLoaderWrapper": _XLA,
-    **dict.fromkeys(
-        (
-            *("load_and_quantize_model", "replace_with_bnb_layers", "quantize_and_offload_8bit"),
-            "get_quantized_model_device_map",
-        ),
-        _QUANTIZED,
-    ),
+    "quantize_and_offload_8bit": "quantized weights are not offloaded; name what is to be offloaded in "
+    "skip_modules of BnbQuantizationConfig",
     **dict.fromkeys(
         ("SageMakerConfig", "prepare_sagemager_args_inputs", "sagemaker_launcher"), _SAGEMAKER
     ),

@@ -56,7 +56,8 @@ def extract_model_from_parallel(
     Args:
         model: wrapped or not.
         keep_fp32_wrapper: False removes the mixed precision around its forward.
-        keep_torch_compile: False removes its compilation.
+        keep_torch_compile: False removes its compilation, not that of submodules which the script
+            passed to `torch.compile` itself.
         recursive: look into submodules too; those wrapped are replaced in place.
     """
     user = current_user()
@@ -75,7 +76,11 @@ def extract_model_from_parallel(
             inner.forward = own
             if getattr(own, "__func__", None) is type(inner).forward:
                 del inner.forward
-    return inner if keep_torch_compile else strip_compiled(inner)
+    if keep_torch_compile:
+        return inner
+    inner = uncompiled(inner)
+    in_place = any(part._compiled_call_impl is not None for part in inner.modules())
+    return strip_compiled(inner) if in_place else inner
 
 
 def has_compiled_regions(module: object) -> bool:

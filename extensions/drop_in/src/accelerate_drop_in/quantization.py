@@ -1,16 +1,38 @@
-"""What scripts say about weights of 8 or 4 bits; models are quantized by what loads them."""
+"""Models whose linear layers have weights of 8 or 4 bits, by bitsandbytes."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate_big_model.tensors import find_tied_parameters
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
+from accelerate_big_model import STRATEGIES
+from accelerate_big_model.device_map import get_balanced_memory, infer_auto_device_map
+from accelerate_big_model.dispatch import dispatch_model
+from accelerate_big_model.loading import from_hub, load_checkpoint_in_model
+from accelerate_big_model.mapped import SafetensorsFile, TorchFile
+from accelerate_big_model.tensors import (
+    default_device,
+    find_tied_parameters,
+    rebuilt,
+    set_module_tensor_to_device,
+)
+from accelerate_checkpoint.weights import checkpoint_files, device_of
+from accelerate_core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MissingPluginError,
+    did_you_mean,
+    listing,
+    warn,
+)
 from accelerate_drop_in.constants import CustomDtype
+from accelerate_launch.probes import is_bitsandbytes_multi_backend_available
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -21,10 +43,13 @@ class BnbQuantizationConfig:
 
     Args:
         llm_int8_threshold: activations above it are computed in 16 bits; of 8 bits only.
-        torch_dtype: of the layers that are not quantized; float16, or with 4 bits the dtype of
-            computation.
-        skip_modules: names of modules that keep `torch_dtype`; by default the head, and tied ones.
-        keep_in_fp32_modules: names of modules in float32.
+        bnb_4bit_quant_type: "fp4" or "nf4".
+        bnb_4bit_use_double_quant: quantize the scales, too.
+        bnb_4bit_compute_dtype: that 4 bit weights are computed in; "fp32", "fp16", "bf16" or of torch.
+        torch_dtype: of what is not quantized; float16, or with 4 bits the dtype of computation.
+        skip_modules: names of modules, or ends of them, that keep `torch_dtype` with all within; by
+            default the head, and tied ones.
+        keep_in_fp32_modules: the same for modules that stay in float32.
 
     Raises:
         ConfigurationError: a value is wrong, or both widths or none were asked for.
@@ -93,3 +118,238 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 def get_parameter_device(parameter: nn.Module) -> torch.device:
     """Return the device of a module's first parameter."""
     return next(parameter.parameters()).device
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    weights_location: str | Path | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    max_memory: dict[Any, Any] | None = None,
+    offload_folder: str | Path | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """Replace the linear layers of a model by those of bitsandbytes, and load their weights.
+
+    Each weight is quantized as it is read. Weights that were saved in 8 bits are read as they are.
+
+    Args:
+        model: best built under `init_empty_weights`. Its layers are replaced in place.
+        bnb_quantization_config: how; it is not changed.
+        weights_location: see `load_checkpoint_in_model`; None quantizes the weights the model has.
+        device_map: see `get_quantized_model_device_map`. With 4 bits, parts that a dict has on the disk
+            (or on the CPU beside an accelerator) are not quantized, as if named in `skip_modules`.
+        no_split_module_classes, max_memory: see `infer_auto_device_map`.
+        offload_folder: where weights for the disk are written that cannot stay in their file.
+        offload_state_dict: accepted for compatibility; there is never a whole second copy.
+
+    Returns:
+        The same model, dispatched.
+
+    Raises:
+        MissingPluginError: bitsandbytes is not installed, or too old.
+        ConfigurationError: no weights, or quantized ones would have to be offloaded.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     model = Model(config)
+        >>> model = load_and_quantize_model(model, BnbQuantizationConfig(load_in_4bit=True), "weights/")
+    """
+    config = copy.copy(bnb_quantization_config)
+    if config.skip_modules is None:
+        config.skip_modules = get_keys_to_not_convert(model)
+    if config.load_in_4bit and isinstance(device_map, Mapping):
+        config.skip_modules = [*config.skip_modules, *filter(None, _offloaded(device_map))]
+    single = config.keep_in_fp32_modules or []
+    empty = [name for name, one in model.named_parameters() if one.is_meta]
+    if weights_location is None and empty:
+        raise ConfigurationError(
+            f"{len(empty)} weights of {type(model).__name__} ({empty[0]!r} is one) are on the meta"
+            " device: name their checkpoint with weights_location."
+        )
+    named = model.named_parameters(remove_duplicate=False)
+    whole = {name: id(one) for name, one in named if _named(name, single)}
+    model = replace_with_bnb_layers(model, config, [*config.skip_modules, *single])
+    shown: Any = model  # peft and Accelerator.prepare ask for these
+    shown.is_loaded_in_8bit, shown.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
+    places = get_quantized_model_device_map(
+        model, config, device_map, max_memory, no_split_module_classes
+    )
+    if weights_location is None:
+        for name, weight in list(model.named_parameters()):
+            dtype = torch.float32 if id(weight) in whole.values() else config.torch_dtype
+            if _is_quantized(weight):
+                on = device_of(name, places)
+                set_module_tensor_to_device(model, name, on, weight.detach(), dtype)
+            elif weight.is_floating_point():
+                weight.data = weight.data.to(dtype)
+    else:
+        weights_location = from_hub(weights_location)
+        _expect_scales(model, weights_location)
+        load_checkpoint_in_model(
+            model,
+            weights_location,
+            places,
+            offload_folder,
+            config.torch_dtype,
+            offload_state_dict,
+            keep_in_fp32_modules=[*whole, "SCB"],
+        )
+        _give_scales(model, weights_location)
+    index = getattr(model, "_offload_index", None) or None
+    return dispatch_model(model, places, offload_dir=offload_folder, offload_index=index)
+
+
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: Sequence[str] | None = None,
+    current_key_name: Sequence[str] | None = None,
+) -> nn.Module:
+    """Put layers of bitsandbytes, not yet quantized, in the place of a model's linear ones; return it.
+
+    Args:
+        modules_to_not_convert: names of modules, or ends of them, that stay with all within.
+        current_key_name: the parts of the model's own name within a larger one.
+
+    Raises:
+        MissingPluginError: bitsandbytes is not installed, or too old.
+    """
+    if not is_bitsandbytes_multi_backend_available():
+        raise MissingPluginError(
+            'Weights of 8 or 4 bits need bitsandbytes 0.46 or newer: pip install -U "bitsandbytes>=0.46"'
+        )
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    config, kept = bnb_quantization_config, modules_to_not_convert or ()
+    found = False
+    for name, layer in list(model.named_modules()):
+        # Attention reads the weights of its output layer without calling it.
+        other = nn.modules.linear.NonDynamicallyQuantizableLinear, Linear4bit, Linear8bitLt
+        if not name or not isinstance(layer, nn.Linear) or isinstance(layer, other):
+            continue
+        if _named(".".join([*(current_key_name or ()), name]), kept):
+            continue
+        sizes = (layer.in_features, layer.out_features, layer.bias is not None)
+        made: Any
+        with torch.device("meta"):
+            if config.load_in_8bit:
+                threshold = config.llm_int8_threshold
+                made = Linear8bitLt(*sizes, has_fp16_weights=False, threshold=threshold)
+            else:
+                made = Linear4bit(
+                    *sizes,
+                    config.bnb_4bit_compute_dtype,
+                    compress_statistics=config.bnb_4bit_use_double_quant,
+                    quant_type=config.bnb_4bit_quant_type,
+                )
+        made.weight, made.bias = rebuilt(made.weight, layer.weight.detach()), layer.bias
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, made.requires_grad_(False).train(layer.training))
+        found = True
+    if not found:
+        warn(f"{type(model).__name__} has no linear layer to quantize beside those to be kept.")
+    return model
+
+
+def get_quantized_model_device_map(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: dict[Any, Any] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Return where the parts of a model go whose linear layers have been replaced.
+
+    Args:
+        device_map: device by module name; "auto", "balanced", "balanced_low_0" or "sequential"; None
+            for the current accelerator, or the CPU where there is none.
+        max_memory, no_split_module_classes: see `infer_auto_device_map`.
+
+    Raises:
+        ConfigurationError: quantized weights would go to the disk, or to the CPU beside an accelerator.
+    """
+    config = bnb_quantization_config
+    if device_map is None:
+        device_map = {"": default_device()}
+    if not isinstance(device_map, Mapping):
+        if device_map not in STRATEGIES:
+            raise ConfigurationError(
+                f"device_map={device_map!r} is neither a dict nor a strategy; strategies are"
+                f" {listing(STRATEGIES)}.{did_you_mean(str(device_map), STRATEGIES)}"
+            )
+        single = config.keep_in_fp32_modules or ()
+        how: dict[str, Any] = {
+            "no_split_module_classes": no_split_module_classes,
+            "dtype": config.target_dtype,
+            "special_dtypes": {
+                name: torch.float32 if _named(name, single) else config.torch_dtype
+                for name, one in model.named_parameters()
+                if one.is_floating_point() and not _is_quantized(one)
+            },
+        }
+        if device_map != "sequential":
+            sparing = device_map == "balanced_low_0"
+            max_memory = get_balanced_memory(model, max_memory=max_memory, low_zero=sparing, **how)
+        device_map = infer_auto_device_map(model, max_memory=max_memory, **how)
+    away = _offloaded(device_map)
+    for name, one in model.named_parameters():
+        if _is_quantized(one) and any(
+            f"{name}.".startswith(f"{part}." if part else "") for part in away
+        ):
+            raise ConfigurationError(
+                f"The device map puts {name!r} on {str(device_of(name, device_map))!r}, and quantized"
+                " weights are not offloaded. Give accelerators more room (max_memory), or name what is to"
+                " be offloaded in skip_modules: it keeps torch_dtype."
+            )
+    return dict(device_map)
+
+
+def _named(name: str, parts: Sequence[str]) -> bool:
+    """Say whether one of some names is the end of this one, or of that of a module around it."""
+    return any(f"{part}." in f"{name}." for part in parts)
+
+
+def _is_quantized(weight: torch.Tensor) -> bool:
+    return type(weight).__module__.startswith("bitsandbytes.")
+
+
+def _offloaded(device_map: Mapping[str, Any]) -> list[str]:
+    """Return what a device map has on the disk, and on the CPU where there is an accelerator."""
+    places = {name: str(device) for name, device in device_map.items()}
+    lone = all(device in ("cpu", "disk") for device in places.values())
+    return [
+        name for name, device in places.items() if device in ("disk", *(() if lone else ("cpu",)))
+    ]
+
+
+def _expect_scales(model: nn.Module, checkpoint: str | Path) -> None:
+    """Have 8 bit layers take in weights that were saved quantized, and the scales beside them."""
+    for file in checkpoint_files(checkpoint):
+        opened: Any = (SafetensorsFile if file.suffix == ".safetensors" else TorchFile)(file)
+        layers = {n: one for n, one in model.named_modules() if _is_8bit(one)}
+        for name in opened.names():
+            owner, _, leaf = name.rpartition(".")
+            if owner in layers and leaf in ("SCB", "weight_format"):
+                layers[owner].register_buffer(leaf, opened.peek(name).to("meta"))
+            elif owner in layers and leaf == "weight" and opened.peek(name).dtype == torch.int8:
+                weight = layers[owner].weight
+                eight = torch.empty_like(weight, dtype=torch.int8, device="meta")
+                layers[owner].weight = rebuilt(weight, eight)
+
+
+def _give_scales(model: nn.Module, checkpoint: str | Path) -> None:
+    for name, layer in model.named_modules():
+        if _is_8bit(layer):
+            weight: Any = layer.weight
+            scale, _ = (layer._buffers.pop(leaf, None) for leaf in ("SCB", "weight_format"))
+            weight.SCB = weight.SCB if scale is None else scale
+            if weight.dtype == torch.int8 and weight.SCB is None:
+                raise CheckpointError(
+                    f"{checkpoint} has {name}.weight in 8 bits without {name}.SCB."
+                )
+
+
+def _is_8bit(layer: nn.Module) -> bool:
+    return type(layer).__name__ == "Linear8bitLt"

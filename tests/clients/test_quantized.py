@@ -1,0 +1,26 @@
+"""Weights of 8 and 4 bits through the drop-in, in the clients' environment, which has bitsandbytes."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from clients import ENVIRONMENTS, HERE
+from support import clean_environment
+
+
+@pytest.mark.skipif(
+    not (ENVIRONMENTS / "ours").exists(), reason="`make clients` makes the clients' environment"
+)
+def test_models_are_quantized_when_they_are_loaded() -> None:
+    command = "-m pytest -q -p no:cacheprovider --noconftest --timeout 200"
+    done = subprocess.run(
+        [ENVIRONMENTS / "ours/bin/python", *command.split(), HERE / "quantized_worker.py"],
+        env=clean_environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout
