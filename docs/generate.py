@@ -295,6 +295,9 @@ def commands() -> str:
         "options of `launch` that set a value have a key in [config files](launching.md), too; those of "
         "what runs in each process a [variable](configuration.md).",
         "",
+        "On a terminal tables are folded to its width, and what takes longer than two seconds has a bar. In "
+        "a pipe lines stay whole, with neither colours nor bars. `NO_COLOR` is obeyed.",
+        "",
     ]
     return "\n".join([*lines, *_command(cli, "accelerate-core", 2)])
 
@@ -467,9 +470,8 @@ def readme() -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         print_rows(shown)
-    return _filled(
-        "../README.md", "plugins", f"```\n$ accelerate-core plugins\n{printed.getvalue()}```\n"
-    )
+    table = "\n".join(line.rstrip() for line in printed.getvalue().strip("\n ").splitlines())
+    return _filled("../README.md", "plugins", f"```\n$ accelerate-core plugins\n {table}\n```\n")
 
 
 STANDARD = "accelerate-core[standard]"
@@ -515,7 +517,7 @@ def known_packages() -> str:
         lent = [*points.get("exports", ()), *own.get("not-offered-yet", ())]
         found["EXPORTS"] |= dict.fromkeys(lent, extra)
         for name, target in points.get("commands", {}).items():
-            summaries[name] = pkgutil.resolve_name(target).get_short_help_str(78)
+            summaries[name] = pkgutil.resolve_name(target).get_short_help_str(200)
         for name, target in points.get("trackers", {}).items():
             if library := re.match(r"\w*", pkgutil.resolve_name(target).library)[0]:
                 found["PROBES"][f"is_{name}_available"] = library

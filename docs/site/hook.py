@@ -196,9 +196,10 @@ def _errors() -> str:
     """Return the page of the error classes: what each means, where it comes from, what to do."""
     lines = ["# Errors", ""]
     lines += [
-        "The errors that tell of a request, a plugin or a run are an `AccelerateError`. Its text says what was "
-        "wrong, where the value came from, what is allowed, and the nearest right name. A function that is "
-        "called in a wrong way raises Python's own `TypeError`, `ValueError` or `KeyError`, as its reference says.",
+        "The errors that tell of a request, a plugin or a run are an `AccelerateError`. Its text says "
+        "what was wrong, where the value came from, what is allowed, and the nearest right name. A "
+        "function that is called in a wrong way raises Python's own `TypeError`, `ValueError` or "
+        "`KeyError`, as its reference says.",
         "",
     ]
     for one in public.errors(public.load()):

@@ -88,7 +88,7 @@ def test_the_switch_starts_torch_xlas_processes(script: str) -> None:
     assert result.output.splitlines()[0].endswith(f"{RUN} {script} --lr 1")
     for name, value in {"BACKEND": "xla", "DOWNCAST_BF16": "true", "USE_TPU": "true"}.items():
         assert f"ACCELERATE_{name} " in result.output
-        assert f"│ {value} " in result.output
+        assert f"  {value} " in result.output
     assert "PJRT_DEVICE " in result.output
     options = ("--tpu", "--num_processes", "8", "-m", "--main_training_function", "train")
     first = launch(*options, "--dry_run", "json.tool").output.splitlines()[0]

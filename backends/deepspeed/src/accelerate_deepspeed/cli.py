@@ -13,10 +13,12 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.table import Table
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
+from rich.text import Text
 
 from accelerate_checkpoint import save_weights
+from accelerate_core.builtin.console import console
 from accelerate_core.config.lookup import Sources, resolve_core, resolve_settings
 from accelerate_core.errors import AccelerateError
 from accelerate_deepspeed import automatic, library
@@ -56,10 +58,10 @@ def command() -> None:
 @click.option("--warmup_num_steps", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="the config alone, as DeepSpeed gets it")
 def show_config(config: str | None, as_json: bool, **options: Any) -> None:
-    """Show each value of the config with where it comes from, every "auto" resolved.
+    """Show each value of the config, and where it comes from.
 
-    What only the run knows (a loader's batch size, the model's hidden size, what the stand-ins
-    say) is given by options; without them such values stay "auto".
+    Every "auto" is resolved. What only the run knows (a loader's batch size, the model's hidden
+    size, what the stand-ins say) is given by options; without them such values stay "auto".
 
     CONFIG is a JSON file (or JSON, or base64 of it); without it the environment and the config
     file of the launcher decide, as they would in a run.
@@ -69,14 +71,16 @@ def show_config(config: str | None, as_json: bool, **options: Any) -> None:
     if as_json:
         click.echo(json.dumps(resolved.config, indent=2))
         return
-    table = Table("setting", "value", "because", title=f"DeepSpeed, from {resolved.origin}")
+    columns = (Column(head, overflow="fold") for head in ("setting", "value", "because"))
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, value in resolved.values():
         why = resolved.because.get(name, f"in {resolved.origin}")
-        table.add_row(name, json.dumps(value), why)
+        table.add_row(*map(Text, (name, json.dumps(value), why)))
     for name, why in resolved.because.items():
         if not resolved.has(name):
-            table.add_row(name, "", why)
-    Console().print(table)
+            table.add_row(*map(Text, (name, "", why)))
+    console().print(f"DeepSpeed, from {resolved.origin}", style="italic", markup=False)
+    console().print(table)
 
 
 def _resolve(config: str | None, options: dict[str, Any]) -> HfDeepSpeedConfig:
@@ -139,15 +143,16 @@ def _engines(directory: Path) -> list[Path]:
 @click.option("--engine", type=int, default=0, show_default=True, help="which model")
 @click.option("--max_shard_size", default="10GB", show_default=True)
 def consolidate(checkpoint: Path, output: Path, engine: int, max_shard_size: str) -> None:
-    """Write whole fp32 weights of CHECKPOINT as safetensors into OUTPUT.
+    """Write CHECKPOINT's whole fp32 weights as safetensors.
 
     Needs torch, not deepspeed. CHECKPOINT may be one that DeepSpeed alone has written.
     """
     found = _engines(checkpoint)
     if not 0 <= engine < len(found):
         raise click.ClickException(f"There is no engine {engine}; there are {len(found)}.")
-    with _errors_shown(), Console(stderr=True).status(f"merging {found[engine]}"):
-        weights = merge(found[engine])
+    with _errors_shown():
+        with console(stderr=True).status(f"Merging {found[engine]}"):
+            weights = merge(found[engine])
         save_weights(weights, output, max_shard_size=max_shard_size, safe_serialization=True)
     count = sum(value.numel() for value in weights.values())
     click.echo(f"{len(weights)} tensors, {count:,} values, in {output}")
@@ -158,7 +163,9 @@ def consolidate(checkpoint: Path, output: Path, engine: int, max_shard_size: str
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True)
 def universal(checkpoint: Path, output: Path, workers: int) -> None:
-    """Convert CHECKPOINT to DeepSpeed's universal form, for programs that use DeepSpeed alone.
+    """Convert CHECKPOINT to DeepSpeed's universal form.
+
+    It is for programs that use DeepSpeed alone.
 
     `load_state` does this by itself where the number of ranks is another one.
     """

@@ -16,8 +16,8 @@ from accelerate_fsdp2.settings import strategy_name
 
 #: Keys of FSDP1 that FSDP2 has no choice about.
 _GONE = {
-    "fsdp_backward_prefetch": "FSDP2 always gathers ahead in backward",
-    "fsdp_use_orig_params": "FSDP2 always keeps the parameters as they are",
+    "fsdp_backward_prefetch": "FSDP2 gathers ahead anyway",
+    "fsdp_use_orig_params": "FSDP2 keeps parameters as they are",
     "fsdp_sync_module_states": "rank 0's weights are sent to all",
 }
 

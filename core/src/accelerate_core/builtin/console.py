@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-#: Columns where there is no terminal: a log should not break lines as a narrow window does.
-_WIDTH = 160
+#: Columns where there is no terminal: more than any line has, as a log should not break them.
+_WIDTH = 10_000
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -25,7 +25,7 @@ from accelerate_core.contract.hooks import (
     mark_hooks,
 )
 from accelerate_core.contract.parts import Checkpointer, LoaderMaker, Tracking, check_members
-from accelerate_core.errors import PluginError, did_you_mean, warn
+from accelerate_core.errors import MissingPluginError, PluginError, did_you_mean, warn
 from accelerate_core.plugins.discovery import PluginRecord, check_api_version
 from accelerate_core.plugins.selection import Selection
 
@@ -178,8 +178,12 @@ def _written_for(plugin: Any) -> str:
 
 
 def blame(error: BaseException, hook: str, record: PluginRecord) -> None:
-    """Note on an exception which hook of which plugin let it out."""
-    error.add_note(f"accelerate-core: hook {hook!r} of plugin {record.label}")
+    """Note on an exception which hook of which plugin let it out.
+
+    That a plugin is not there is nobody's fault but its asker's.
+    """
+    if not isinstance(error, MissingPluginError):
+        error.add_note(f"accelerate-core: hook {hook!r} of plugin {record.label}")
 
 
 def blame_methods(plugin: Any, record: PluginRecord, names: Iterable[str]) -> None:
@@ -224,9 +228,9 @@ def _bind(backend: Any, record: PluginRecord, name: str, base: type) -> Callable
 def _blamed(method: Callable[..., Any], name: str, record: PluginRecord) -> Callable[..., Any]:
     """Return a method that notes its plugin on what it raises."""
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         try:
-            return method(*arguments)
+            return method(*arguments, **named)
         except BaseException as error:
             blame(error, name, record)
             raise
@@ -304,15 +308,7 @@ class Blamed:
             value = getattr(self._part, name)
         if not callable(value):
             return value
-
-        @functools.wraps(value)
-        def call(*arguments: Any, **named: Any) -> Any:
-            try:
-                return value(*arguments, **named)
-            except BaseException as error:
-                blame(error, name, record)
-                raise
-
+        call = functools.wraps(value)(_blamed(value, name, record))
         self.__dict__[name] = call  # looked up once
         return call
 

@@ -7,8 +7,9 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,8 @@ def command(
         raise click.UsageError("--png needs matplotlib: pip install matplotlib")
     if max_memory is not None and device_map is None:
         raise click.UsageError("--max_memory goes with --device_map.")
-    sizes = shapes_of(model, trust_remote_code=trust_remote_code)
+    with _waiting(f"Reading the shapes of {model}"):
+        sizes = shapes_of(model, trust_remote_code=trust_remote_code)
     if device_map is not None:
         _show_plan(model, plan_of(sizes, dtypes[0], device_map, max_memory), as_json)
         return
@@ -124,6 +126,15 @@ def command(
         click.echo(json.dumps({"model": model, "dtypes": rows, "per_rank": ranks}, indent=2))
     else:
         _print(model, sizes, rows, ranks, worlds)
+
+
+def _waiting(what: str) -> AbstractContextManager[Any]:
+    """Show on a terminal that something goes on of which nobody knows how long it takes."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.text import Text
+
+    return console(stderr=True).status(Text(what))
 
 
 def _print(
@@ -161,7 +172,7 @@ def _print_table(
     bars = min(24, shown.width - 76)
     table = Table(box=SIMPLE_HEAD, title=title, padding=(0, 1, 0, 0))
     for head in (*heads, *([""] if bars > 3 else [])):
-        table.add_column(head, no_wrap=head not in ("backend", "parts"))
+        table.add_column(head, overflow="fold")
     for value, *cells in rows:
         table.add_row(*cells, *([_bar(value, most, bars)] if bars > 3 else []))
     shown.print(table)
@@ -198,7 +209,7 @@ def _show_plan(model: str, plan: Plan, as_json: bool) -> None:
     _print_table(model, ("device", "weights", "allowed", "parts"), cells, most)
     for line in plan.log:
         if "takes no more" in line:
-            console().print(line, style="dim", markup=False, soft_wrap=True)
+            console().print(line, style="dim", markup=False, overflow="fold")
 
 
 def _spans(names: Sequence[str]) -> str:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import pickle
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +30,8 @@ from accelerate_big_model.tensors import (
     set_module_tensor_to_device,
     torch_dtype,
 )
+from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.weights import as_device, checkpoint_files, device_of, iter_state_dict
-from accelerate_core.builtin.console import console
 from accelerate_core.errors import CheckpointError, ConfigurationError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -281,7 +278,7 @@ def load_checkpoint_in_model(
     keep = keep_in_fp32_modules or ()
     loader = _Loader(model, device_map, folder, wanted, keep, offload_buffers)
     files = checkpoint_files(from_hub(checkpoint))
-    with reading_bar("Loading weights", sum(file.stat().st_size for file in files)) as advance:
+    with byte_bar("Loading weights", sum(file.stat().st_size for file in files)) as advance:
         for file in files:
             for read in loader.read(file):
                 advance(read)
@@ -292,39 +289,6 @@ def load_checkpoint_in_model(
     # For `dispatch_model`, which may be given no folder.
     model._offload_index = loader.index  # type: ignore[assignment]
     retie_parameters(model, [group for group in loader.tied if on_one_device(group, device_map)])
-
-
-@contextmanager
-def reading_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show bytes, rate and time left on a terminal, once it has taken two seconds; on one rank.
-
-    Yields:
-        A function that takes the bytes that were read since the last call.
-    """
-    if not sys.stderr.isatty() or os.environ.get("LOCAL_RANK", "0") != "0":
-        yield lambda count: None
-        return
-    from rich import progress
-
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    bar = progress.Progress(*columns, console=console(stderr=True), transient=True)
-    task, begun = bar.add_task(what, total=total), time.monotonic()
-
-    def advance(count: int) -> None:
-        bar.advance(task, count)
-        if not bar.live.is_started and time.monotonic() - begun > 2:
-            bar.start()
-
-    try:
-        yield advance
-    finally:
-        bar.stop()
 
 
 def _judge(missing: list[str], unexpected: list[str], checkpoint: Any, strict: bool) -> None:

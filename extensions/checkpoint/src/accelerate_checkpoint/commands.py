@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from functools import partial
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ import click
 from accelerate_core.builtin.console import console
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from accelerate_checkpoint.manifest import Manifest
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -73,9 +76,10 @@ def _examine(path: Path, **how: Any) -> tuple[Manifest | None, str, list[str]]:
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
 def list_command(directory: Path, as_json: bool) -> None:
-    """List the checkpoints in DIR: a project_dir, its `checkpoints`, or one checkpoint.
+    """List the checkpoints in DIR.
 
-    Sizes are compared, contents are not: see verify.
+    DIR is a project_dir, its `checkpoints`, or one checkpoint. Sizes are compared, contents are
+    not: see verify.
     """
     rows: list[dict[str, Any]] = []
     for path in _found(directory):
@@ -89,20 +93,32 @@ def list_command(directory: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    from rich.table import Table
+    from rich.text import Text
 
-    table = Table("checkpoint", "state", "saved", "step", "epoch", "processes", "files", "size")
+    out = console()
+    table = _table("checkpoint", "state", "saved", "step", "epoch", "ranks", "files", "size")
+    if out.width < 100:
+        table.columns[2].max_width = 10  # the hour below the day leaves room for the name
     for row in rows:
         colour = {"whole": "green", "damaged": "red"}.get(row["state"], "yellow")
-        cells = [Path(row["path"]).name, f"[{colour}]{row['state']}[/]"]
+        cells: list[Any] = [Path(row["path"]).name, Text(row["state"], colour)]
         if "saved_at" in row:
             counts = [str(row[key]) for key in ("step", "epoch", "world_size", "files")]
             cells += [_when(row["saved_at"]), *counts, _size(row["bytes"])]
         table.add_row(*cells)
-    console().print(table)
+    out.print(table, markup=False)
     for row in rows:
         if row["why"]:
-            console().print(row["why"], style="red", markup=False)
+            out.print(row["why"], style="red", markup=False)
+
+
+def _table(*heads: str) -> Table:
+    """Return a table whose cells are folded where they are too wide, never cut."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Column, Table
+
+    columns = (Column(head, overflow="fold") for head in heads)
+    return Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 @checkpoints_command.command("verify")
@@ -110,20 +126,23 @@ def list_command(directory: Path, as_json: bool) -> None:
 @_JSON
 @click.pass_context
 def verify_command(ctx: click.Context, directory: Path, as_json: bool) -> None:
-    """Compare every file's checksum, of one checkpoint or of all in DIR; status 1 if any differs."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    """Compare every file's checksum. Status 1 if any differs.
+
+    DIR is one checkpoint, or holds some.
+    """
+    from accelerate_checkpoint.progress import byte_bar
 
     rows = []
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-    shown = console(stderr=True)
-    with Progress(*columns, console=shown, disable=as_json, transient=True) as bar:
+    for path in _found(directory):
+        with ExitStack() as bars:
 
-        def begin(path: Path, manifest: Manifest) -> partial[None]:
-            return partial(bar.advance, bar.add_task(path.name, total=manifest.size))
+            def begin(
+                manifest: Manifest, name: str = path.name, bars: ExitStack = bars
+            ) -> Callable[[int], None]:
+                return bars.enter_context(byte_bar(f"Verifying {name}", manifest.size))
 
-        for path in _found(directory):
-            _, state, wrong = _examine(path, progress=partial(begin, path))
-            rows.append({"path": str(path), "state": state, "problems": wrong})
+            _, state, wrong = _examine(path, progress=begin)
+        rows.append({"path": str(path), "state": state, "problems": wrong})
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:
@@ -141,7 +160,7 @@ def verify_command(ctx: click.Context, directory: Path, as_json: bool) -> None:
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @_JSON
 def show_command(directory: Path, as_json: bool) -> None:
-    """Show what one checkpoint holds and what wrote it; of several in DIR the newest."""
+    """Show what a checkpoint holds and what wrote it. Of several in DIR: the newest."""
     from accelerate_checkpoint.manifest import read_manifest
 
     path = _found(directory)[-1]
@@ -153,9 +172,7 @@ def show_command(directory: Path, as_json: bool) -> None:
 
 
 def _print(path: Path, manifest: Manifest) -> None:
-    from rich.table import Table
-
-    facts = Table("", str(path), show_edge=False)
+    facts = _table("", str(path))
     for name, value in manifest.facts.items():
         if name == "written_by":
             packages = {key: text for key, text in value.items() if key != "plugins"}
@@ -169,14 +186,14 @@ def _print(path: Path, manifest: Manifest) -> None:
             facts.add_row(name, ", ".join(f"{key} {count}" for key, count in value.items()))
         else:
             facts.add_row(name.replace("_", " "), str(value))
-    console().print(facts)
-    table = Table("file", "size", "xxh3-128")
+    console().print(facts, markup=False)
+    table = _table("file", "size", "xxh3-128")
     table.columns[1].justify = "right"
     for name, entry in sorted(manifest.files.items()):
         table.add_row(name, _size(entry.size), entry.checksum)
     table.add_section()
     table.add_row(f"{len(manifest.files)} files", _size(manifest.size), "")
-    console().print(table)
+    console().print(table, markup=False)
 
 
 def _when(seconds: Any) -> str:
@@ -214,11 +231,10 @@ def merge_weights_command(
     """
     from accelerate_checkpoint.merging import merge_weights
 
-    with console(stderr=True).status(f"Merging {checkpoint}"):
-        made = merge_weights(
-            checkpoint,
-            output,
-            safe_serialization=not unsafe_serialization,
-            remove=remove_checkpoint_dir,
-        )
+    made = merge_weights(
+        checkpoint,
+        output,
+        safe_serialization=not unsafe_serialization,
+        remove=remove_checkpoint_dir,
+    )
     click.echo(f"Merged weights: {made}")

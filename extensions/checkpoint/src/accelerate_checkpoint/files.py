@@ -27,6 +27,9 @@ SCALER, RNG, CUSTOM = "scaler.pt", "random_states", "custom_checkpoint"
 #: Bytes hashed and written, or read and hashed, at a time: they stay in the processor's cache.
 _CHUNK = 1 << 20
 
+#: Takes the bytes since the last call.
+Progress = Callable[[int], None]
+
 
 @dataclass(frozen=True)
 class FileEntry:
@@ -42,9 +45,14 @@ def numbered(stem: str, index: int, suffix: str) -> str:
 
 
 class HashingFile:
-    """A new file for writing that keeps size and checksum of what goes through it."""
+    """A new file for writing that keeps size and checksum of what goes through it.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        progress: told the bytes that have been written.
+    """
+
+    def __init__(self, path: Path, progress: Progress | None = None) -> None:
+        self._progress = progress
         self._file: BinaryIO = path.open("wb")
         self._hash = xxhash.xxh3_128()
         self._size = 0
@@ -63,6 +71,8 @@ class HashingFile:
                 # A copy: with its traceback it would hold torch's writer, which holds this file.
                 self.failure = OSError(error.errno, error.strerror)
                 raise
+            if self._progress is not None:
+                self._progress(len(part))
         self._size += len(view)
         return len(view)
 
@@ -80,10 +90,12 @@ class HashingFile:
             self._file.close()
 
 
-def write(path: Path, put: Callable[[HashingFile], object]) -> FileEntry:
+def write(
+    path: Path, put: Callable[[HashingFile], object], progress: Progress | None = None
+) -> FileEntry:
     """Write one file by `put(file)`, to the disk; return its size and checksum."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = HashingFile(path)
+    file = HashingFile(path, progress)
     try:
         put(file)
         return file.finish()
@@ -96,8 +108,8 @@ def write(path: Path, put: Callable[[HashingFile], object]) -> FileEntry:
         file.close()
 
 
-def write_torch(path: Path, state: Any) -> FileEntry:
-    return write(path, lambda file: torch.save(state, cast(Any, file)))
+def write_torch(path: Path, state: Any, progress: Progress | None = None) -> FileEntry:
+    return write(path, lambda file: torch.save(state, cast(Any, file)), progress)
 
 
 def write_text(path: Path, text: str) -> FileEntry:
@@ -124,7 +136,10 @@ _DTYPES = {
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    progress: Progress | None = None,
 ) -> FileEntry:
     """Write tensors in the safetensors format, one after the other, without a copy of them all.
 
@@ -145,7 +160,7 @@ def write_safetensors(
                 # Its memory, without NumPy.
                 file.write((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr()))
 
-    return write(path, put)
+    return write(path, put, progress)
 
 
 def _header(
@@ -197,7 +212,7 @@ def map_safetensors(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, t
     return made
 
 
-def checksum(path: Path, progress: Callable[[int], None] | None = None) -> FileEntry:
+def checksum(path: Path, progress: Progress | None = None) -> FileEntry:
     """Read a file and return its size and checksum; `progress` is told the bytes read."""
     digest, size = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(_CHUNK))

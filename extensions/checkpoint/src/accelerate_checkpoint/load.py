@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Container, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from accelerate_checkpoint import files
 from accelerate_checkpoint.manifest import MARK, Manifest, examine, numpy_globals
 from accelerate_checkpoint.model import load_weights, weights_layout
+from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.save import named_objects
 from accelerate_core.errors import CheckpointError
 
@@ -96,7 +98,14 @@ def examine_together(
         ]
     elif directory.is_dir():
         part = state.process.local_process_index, state.process.local_num_processes
-        manifest, wrong = examine(directory, contents=verify, part=part)
+        with ExitStack() as bars:
+
+            def begin(manifest: Manifest) -> files.Progress:
+                # Of the ranks' shares, which are nearly equal, one is shown.
+                bar = byte_bar(f"Verifying {directory.name}", manifest.size // part[1])
+                return bars.enter_context(bar)
+
+            manifest, wrong = examine(directory, contents=verify, part=part, progress=begin)
     said = state.collectives.gather_object(wrong[0] if wrong else "")
     return manifest, next((text for text in said if text), "")
 

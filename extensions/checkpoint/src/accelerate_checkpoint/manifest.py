@@ -18,7 +18,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from accelerate_checkpoint import files
-from accelerate_checkpoint.files import FileEntry, checksum
+from accelerate_checkpoint.files import FileEntry, Progress, checksum
 from accelerate_core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -101,9 +101,6 @@ def read_manifest(directory: Path) -> Manifest:
         if parts.is_absolute() or ".." in parts.parts:
             raise CheckpointError(f"{path} names {name!r}, which is outside of the checkpoint.")
     return manifest
-
-
-Progress = Callable[[int], None]
 
 
 def problems(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from accelerate_checkpoint.files import map_safetensors, sync_directory, write_beside, write_torch
 from accelerate_checkpoint.manifest import MANIFEST, problems, read_manifest
 from accelerate_checkpoint.model import read_files, save_weights
+from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.shards import METADATA, SafeReader, read_metadata
 from accelerate_checkpoint.weights import checkpoint_files, load_state_dict
 from accelerate_core.errors import CheckpointError
@@ -42,8 +45,11 @@ def merge_weights(
     target = output / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
     distributed = _distributed(source)
     manifest = read_manifest(source) if (source / MANIFEST).exists() else None
-    if manifest is not None and (wrong := problems(source, manifest)):
-        raise CheckpointError(wrong[0])
+    if manifest is not None:
+        with byte_bar(f"Verifying {source.name}", manifest.size) as advance:
+            wrong = problems(source, manifest, progress=advance)
+        if wrong:
+            raise CheckpointError(wrong[0])
     if distributed is not None:
         _merge_distributed(distributed, target, safe_serialization)
     else:
@@ -90,6 +96,10 @@ def _merge_distributed(directory: Path, target: Path, safe_serialization: bool) 
         if name.startswith(prefix)
     }
 
+    class Counting(dcp.DefaultLoadPlanner):
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+            advance(tensor.nbytes)
+
     def put(path: Path) -> None:
         merged = (
             map_safetensors(path, empty)
@@ -98,7 +108,10 @@ def _merge_distributed(directory: Path, target: Path, safe_serialization: bool) 
         )
         try:
             state = {f"{prefix}{name}": tensor for name, tensor in merged.items()}
-            dcp.load(state, storage_reader=SafeReader(directory, metadata), no_dist=True)
+            reader = SafeReader(directory, metadata)
+            with warnings.catch_warnings():  # one process is what was asked for
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                dcp.load(state, storage_reader=reader, planner=Counting(), no_dist=True)
         except Exception as error:
             raise CheckpointError(f"{directory} cannot be read: {error}") from error
         if not safe_serialization:
@@ -109,7 +122,8 @@ def _merge_distributed(directory: Path, target: Path, safe_serialization: bool) 
             os.fsync(file.fileno())
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_beside(target, put)
+    with byte_bar(f"Merging {directory.name}", sum(t.nbytes for t in empty.values())) as advance:
+        write_beside(target, put)
     sync_directory(target.parent)
 
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from accelerate_checkpoint import files
 from accelerate_checkpoint.files import FileEntry
 from accelerate_checkpoint.manifest import MARK
+from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.weights import (
     checkpoint_files,
     clean_state_dict_for_safetensors,
@@ -45,7 +46,10 @@ def save_weights(
     directory.mkdir(parents=True, exist_ok=True)
     whole = clean_state_dict_for_safetensors(state) if safe_serialization else dict(state)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as beside:
-        made = write_weights(Path(beside), whole, files.MODEL, max_shard_size, safe_serialization)
+        size = sum(one.nbytes for one in whole.values() if isinstance(one, torch.Tensor))
+        how = files.MODEL, max_shard_size, safe_serialization
+        with byte_bar(f"Writing {directory.name}", size) as advance:
+            made = write_weights(Path(beside), whole, *how, advance)
         # The index comes last: it is what makes shards a model.
         for name in sorted(made, key=lambda name: name.endswith(".json")):
             os.replace(Path(beside, name), directory / name)
@@ -59,7 +63,12 @@ _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bi
 
 
 def write_weights(
-    directory: Path, state: Mapping[str, Any], stem: str, max_shard_size: int | str, safe: bool
+    directory: Path,
+    state: Mapping[str, Any],
+    stem: str,
+    max_shard_size: int | str,
+    safe: bool,
+    progress: files.Progress | None = None,
 ) -> dict[str, FileEntry]:
     """Write a state dict as `model.safetensors`, or in shards of at most `max_shard_size` bytes.
 
@@ -76,9 +85,9 @@ def write_weights(
     for filename, shard in shards.items():
         if safe:
             mark = {"format": "pt", MARK: "1"}
-            made[filename] = files.write_safetensors(directory / filename, shard, mark)
+            made[filename] = files.write_safetensors(directory / filename, shard, mark, progress)
         else:
-            made[filename] = files.write_torch(directory / filename, dict(shard))
+            made[filename] = files.write_torch(directory / filename, dict(shard), progress)
     if index is not None:
         filename = f"{name}{suffix}.index.json"
         text = json.dumps(index, indent=2, sort_keys=True)

@@ -47,7 +47,7 @@ def _file_option(function: C) -> C:
 @click.option("--yes", "-y", is_flag=True, help="Ask nothing: take what fits this machine.")
 @click.pass_context
 def command(ctx: click.Context, config_file: str | None, yes: bool) -> None:
-    """Set up this machine by a few questions, and write what was answered into a file.
+    """Set up this machine by a few questions, and write a config file.
 
     Only what the installed plugins need is asked. Without a terminal the answers are read from
     the input, one per line; an empty line takes what is offered.
@@ -72,9 +72,10 @@ def default_command(config_file: str | None, mixed_precision: str | None) -> Non
 @click.argument("file", required=False)
 @_file_option
 def import_command(file: str | None, config_file: str | None) -> None:
-    """Take over FILE of Hugging Face Accelerate, by default the one that its own launches use.
+    """Take over a config FILE of Hugging Face Accelerate.
 
-    What it says is written into a file of ours, which launches use from then on.
+    Without FILE it is the one that its own launches use. What it says is written into a file of
+    ours, which launches use from then on.
     """
     path = _path(config_file)
     if path.exists():
@@ -89,7 +90,7 @@ def import_command(file: str | None, config_file: str | None) -> None:
 @click.argument("value")
 @_file_option
 def set_command(key: str, value: str, config_file: str | None) -> None:
-    """Set KEY, or SECTION.KEY, to VALUE; the rest of the file stays as it is, comments too."""
+    """Set KEY, or SECTION.KEY, to VALUE. All else stays, comments too."""
     from accelerate_launch.editing import with_value
 
     path = _path(config_file)
@@ -104,7 +105,7 @@ def set_command(key: str, value: str, config_file: str | None) -> None:
 @_file_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def show_command(config_file: str | None, as_json: bool) -> None:
-    """Show every value a launch would take now, and where it comes from."""
+    """Show every value a launch would take, and why."""
     environ = dict(os.environ)
     made = decide({}, environ, find_config(config_file, environ))
     rows = {**made.chosen, **said_to_plugins(environ), **made.contributed}
@@ -124,7 +125,7 @@ def show_command(config_file: str | None, as_json: bool) -> None:
 @click.argument("file", required=False)
 @_file_option
 def validate_command(file: str | None, config_file: str | None) -> None:
-    """Check FILE as a run would, with the settings of its plugins; status 2 if anything is wrong."""
+    """Check FILE as a run would. Status 2 if anything is wrong."""
     path = Path(file or _path(config_file))
     config = read_config(path)
     _check(config)
@@ -140,7 +141,7 @@ def validate_command(file: str | None, config_file: str | None) -> None:
 @command.command("update", context_settings=CONTEXT)
 @_file_option
 def update_command(config_file: str | None) -> None:
-    """Rewrite a file of an older version in today's keys; the old one is kept beside it."""
+    """Rewrite an older file in today's keys. The old one is kept beside it."""
     path = _path(config_file)
     config = read_config(path)
     _check(config)

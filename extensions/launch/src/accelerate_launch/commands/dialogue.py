@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,8 @@ class Asker:
 
     def __init__(self, ask: bool = True) -> None:
         self.ask = ask
-        self.keys = ask and sys.stdin.isatty() and sys.stdout.isatty()
+        here = sys.stdin.isatty() and sys.stdout.isatty()
+        self.keys = ask and here and os.environ.get("TERM") != "dumb"  # which cannot draw a menu
 
     def text(self, question: str, default: str, read: Callable[[str], Any] = str) -> Any:
         """Return what `read` makes of a line; what it refuses is asked again."""

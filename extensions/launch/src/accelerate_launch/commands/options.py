@@ -45,7 +45,7 @@ class PluginOption(GroupedOption):
         super().__init__(
             [*(f"--{name}" for name in field.cli), "value"],
             group=f"{group} ({schema.release})",
-            help=f"{field.help}{default}",
+            help=f"{field.help}{_unsaid(field)}{default}",
             default=None,
             hidden=field.help.startswith(OLDER),
             **more,
@@ -190,10 +190,25 @@ def _decorate(option: SettingField, function: C) -> C:
     )(function)
 
 
+#: Choices joined to more than this stand in the help instead, which is folded.
+_LONG = 32
+
+
 def _metavar(option: SettingField) -> str:
     if option.choices:
-        return "|".join(option.choices)
-    return {"bool": "[true|false]", "int": "N", "float": "X"}.get(option.kind, "TEXT")
+        joined = "|".join(option.choices)
+        return joined if len(joined) <= _LONG else "NAME"
+    return {"bool": "true|false", "int": "N", "float": "X"}.get(option.kind, "TEXT")
+
+
+def _unsaid(option: SettingField) -> str:
+    """Return the choices that neither the placeholder nor the help has."""
+    if _metavar(option) != "NAME":
+        return ""
+    choices = option.choices or ()
+    missing = [one for one in choices if one not in option.help]
+    between = ": " if len(missing) == len(choices) else "; also "
+    return between + ", ".join(missing) if missing else ""
 
 
 def _one_of(option: SettingField) -> Callable[[click.Context, click.Parameter, Any], Any]:

@@ -14,7 +14,7 @@ from accelerate_core.builtin.console import console
 from accelerate_core.cli import Commands
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import GROUPS
-from accelerate_launch.commands.tables import print_table
+from accelerate_launch.commands.tables import print_table, print_terms
 from accelerate_launch.explain.planned_run import planned_run
 from accelerate_launch.explain.report import problems, rows
 from accelerate_launch.explain.why import Explanation, why
@@ -23,6 +23,9 @@ from accelerate_launch.planning import find_config
 _STYLES = dict.fromkeys(("broken", "refused", "undecided"), "red")
 _STYLES |= {"active": "green", "disabled": "yellow"}
 _COLUMNS = ("kind", "name", "state", "distribution", "version", "api_version", "because")
+#: Columns of a terminal below which the last ones share one.
+_ROOM = 120
+_BOTH = "because, distribution (api)"
 
 
 @click.group("plugins", cls=Commands, prefix="plugins.", invoke_without_command=True)
@@ -31,7 +34,7 @@ _COLUMNS = ("kind", "name", "state", "distribution", "version", "api_version", "
 @click.option("--config_file", metavar="FILE", help="Decide with this config file, as launch.")
 @click.pass_context
 def command(ctx: click.Context, as_json: bool, kind: str | None, config_file: str | None) -> None:
-    """Show which plugins are installed, which are active in this environment, and why."""
+    """Show which plugins are installed, which are active here, and why."""
     if ctx.invoked_subcommand is not None:
         return
     if kind is not None and kind not in GROUPS.values():
@@ -57,9 +60,13 @@ def command(ctx: click.Context, as_json: bool, kind: str | None, config_file: st
 def print_rows(rows: Iterable[Mapping[str, str]], title: str | None = None) -> None:
     """Print one line per plugin."""
     styled = ({**row, "state": (row["state"], _STYLES.get(row["state"], ""))} for row in rows)
-    cells = ([row[column] for column in _COLUMNS] for row in styled)
-    columns = [column.replace("api_version", "api") for column in _COLUMNS]
-    print_table(columns, cells, title=title)
+    columns: tuple[str, ...] = _COLUMNS
+    if console().width < _ROOM:
+        told = "{because}\n{distribution} {version} ({api_version})"
+        styled = ({**row, _BOTH: told.format(**row).replace("()", "")} for row in styled)
+        columns = ("kind", "name", "state", _BOTH)
+    cells = ([row[column] for column in columns] for row in styled)
+    print_table([column.replace("api_version", "api") for column in columns], cells, title=title)
 
 
 @click.command("why")
@@ -70,10 +77,10 @@ def print_rows(rows: Iterable[Mapping[str, str]], title: str | None = None) -> N
 def why_command(
     name: str, num_processes: int | None, config_file: str | None, as_json: bool
 ) -> None:
-    """Tell the whole decision about the plugin NAME, for this environment and configuration.
+    """Tell the whole decision about the plugin NAME.
 
-    Exits with 1, as the table does, if nothing of its kind can be chosen here, or what is chosen
-    cannot be used.
+    It is that of this environment and configuration. Exits with 1, as the table does, if nothing
+    of its kind can be chosen here, or what is chosen cannot be used.
     """
     environ = dict(os.environ)
     # What `launch` would hand on: a file named here or by the environment, or the default one.
@@ -89,18 +96,15 @@ def why_command(
 
 
 def _print(one: Explanation, config: str | None) -> None:
-    from rich.table import Table
+    from rich.padding import Padding
     from rich.text import Text
 
     out = console()
     head = Text(f"{one.kind} {one.name}: ")
     head.append(one.state, style=_STYLES.get(one.state, "bold"))
     out.print(head.append(f", {one.because}"))
-    table = Table.grid(padding=(0, 2))
-    for what, said in one.steps:
-        table.add_row(Text(f"  {what}"), Text(said, overflow="fold"))
-    out.print(table)
-    if config is not None:
-        out.print(Text(f"  config file: {config}"))
-    if one.state != "active":
-        out.print(Text(f"  to have it: {one.advice}"))
+    print_terms(one.steps)
+    last = [] if config is None else [f"config file: {config}"]
+    last += [] if one.state == "active" else [f"to have it: {one.advice}"]
+    for line in last:
+        out.print(Padding(Text(line, overflow="fold"), (0, 0, 0, 2), expand=False))

@@ -164,10 +164,12 @@ CHECKS: dict[str, Callable[[Accelerator], str]] = {
 
 
 def main(output: str) -> int:
-    """Run all checks; the main process appends one JSON line per check to `output`."""
+    """Run all checks; the main process writes their names, then a line per check, to `output`."""
     # One step per batch, whatever is configured: the training check counts them.
     accelerator = Accelerator(gradient_accumulation_steps=1)
     failed = 0
+    if accelerator.is_main_process:
+        Path(output).write_text(json.dumps([*CHECKS]) + "\n", encoding="utf-8")
     for name, check in CHECKS.items():
         start = time.perf_counter()
         detail, problem = "", ""

@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
+from accelerate_core.builtin.console import console
 from accelerate_core.plugins.discovery import disabled_names, installed
 from accelerate_launch.commands.launch import print_reasons
 from accelerate_launch.commands.options import CONTEXT, GroupedCommand, launch_options
@@ -34,10 +37,10 @@ _SELF_CHECK = "accelerate_launch.commands.self_check"
 def command(
     config_file: str | None, timeout: float, matrix: bool, as_json: bool, **given: Any
 ) -> None:
-    """Run a short self-check with the options of launch; by default two processes on the CPU.
+    """Run a short self-check, with the options of launch.
 
-    Checks ranks, collectives on nested data, exactly-once data loading, training
-    against plain PyTorch, and saving. Exits with 1 if anything failed.
+    By default in two processes on the CPU. Checks ranks, collectives on nested data, exactly-once
+    data loading, training against plain PyTorch, and saving. Exits with 1 if anything failed.
     """
     environ = dict(os.environ)
     config = find_config(config_file, environ)
@@ -106,19 +109,48 @@ def _check(
             stderr=subprocess.STDOUT,
             text=True,
         )
+        output = _watched(child, file, timeout)
+        _, results = _written(file)
+    return Outcome(results, child.returncode, output)
+
+
+def _watched(child: subprocess.Popen[str], file: Path, timeout: float) -> str:
+    """Return what the processes print; until they end a bar shows the checks on a terminal."""
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    shown, hidden = console(stderr=True), not sys.stderr.isatty()
+    deadline = time.monotonic() + timeout
+    with progress.Progress(*columns, console=shown, transient=True, disable=hidden) as bar:
+        task = bar.add_task("starting", total=None)
+        while time.monotonic() < deadline:
+            with suppress(subprocess.TimeoutExpired):
+                return child.communicate(timeout=0.2)[0]
+            names, results = _written(file)
+            if len(results) < len(names):
+                what = names[len(results)]
+                bar.update(task, description=what, total=len(names), completed=len(results))
+        child.terminate()  # torch's agent ends its ranks on this signal
         try:
-            output, _ = child.communicate(timeout=timeout)
+            output, _ = child.communicate(timeout=40)
         except subprocess.TimeoutExpired:
-            child.terminate()  # torch's agent ends its ranks on this signal
-            try:
-                output, _ = child.communicate(timeout=40)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                output, _ = child.communicate()
-            output += f"\nGiven up after {timeout:g} seconds."
-        # The file grows line by line.
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return Outcome([json.loads(line) for line in lines], child.returncode, output)
+            child.kill()
+            output, _ = child.communicate()
+    return f"{output}\nGiven up after {timeout:g} seconds."
+
+
+def _written(file: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the names of the checks, and the results there are so far: one line each."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    whole = text[: text.rfind("\n") + 1].splitlines()  # the last one may still be written
+    names, *results = [json.loads(line) for line in whole] or [[]]
+    return names, results
 
 
 def _print(one: Outcome) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelerate_core.builtin.console import console
+from accelerate_launch.commands.tables import print_table, print_terms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +27,8 @@ _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 @click.command("check")
 @click.argument("name")
 @click.option(
-    "--kind", metavar="backend|precision|tracker|launcher|extension|checkpointer|loaders",
-    help="The kind of plugin, where several have the name.",
+    "--kind", metavar="KIND", help="The kind of plugin, where several have the name: backend, "
+    "precision, tracker, launcher, extension, checkpointer or loaders.",
 )  # fmt: skip
 @click.option("--only", multiple=True, metavar="CHECK", help="Run this check only; repeatable.")
 @click.option("--env", "env", multiple=True, metavar="NAME=VALUE", help="Set for the checks.")
@@ -62,8 +63,7 @@ def command(
 
     record = choose_plugin(name, kind)
     if as_list:
-        for one in checks_of(record.kind).values():
-            click.echo(f"{one.name:20} {one.doc}")
+        print_terms((one.name, one.doc) for one in checks_of(record.kind).values())
         return
     if junit is not None and not Path(junit).resolve().parent.is_dir():
         raise click.UsageError(f"--junit {junit}: there is no directory {Path(junit).parent}.")
@@ -126,18 +126,20 @@ def _run(record: PluginRecord, total: int, quiet: bool, how: dict[str, Any]) -> 
 
 
 def _print(record: PluginRecord, results: Sequence[Result]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
+    rows = (
+        (
+            result.name,
+            (result.state, _STYLES[result.state]),
+            f"{result.seconds:.2f}" if result.seconds else "",
+            result.error if result.state == "failed" else result.detail,
+        )
+        for result in results
+    )
+    title = f"{record.kind} {record.label}"
+    print_table(("check", "result", "seconds", "detail"), rows, title=title)
     out = console()
-    table = Table("check", "result", "seconds", "detail", title=f"{record.kind} {record.label}")
-    table.title_justify = "left"
-    for result in results:
-        said = result.error if result.state == "failed" else result.detail
-        seconds = f"{result.seconds:.2f}" if result.seconds else ""
-        state = Text(result.state, style=_STYLES[result.state])
-        table.add_row(result.name, state, seconds, Text(said, overflow="fold"))
-    out.print(table)
     counts = {state: sum(r.state == state for r in results) for state in _STYLES}
     out.print(Text(", ".join(f"{n} {state}" for state, n in counts.items() if n)))
     failed = next((result for result in results if result.state == "failed"), None)

@@ -11,8 +11,8 @@ import click
 @click.command("new")
 @click.argument("name")
 @click.option(
-    "--kind", required=True, metavar="backend|precision|tracker|launcher|extension",
-    help="What it is to be.",
+    "--kind", required=True, metavar="KIND",
+    help="What it is to be: backend, precision, tracker, launcher or extension.",
 )  # fmt: skip
 @click.option("--directory", metavar="DIR", help="Where; default: accelerate-NAME.")
 def command(name: str, kind: str, directory: str | None) -> None:

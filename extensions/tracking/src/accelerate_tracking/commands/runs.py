@@ -32,7 +32,7 @@ def command() -> None:
 def show(
     directory: Path, keys: tuple[str, ...], png: Path | None, with_config: bool, as_json: bool
 ) -> None:
-    """Print the last values and the curves of the runs in DIRECTORY or below."""
+    """Print last values and curves of the runs in DIRECTORY or below."""
     runs = [read_run(path) for path in find_runs(directory)]
     _choose(directory, runs, keys)
     if png is not None:  # first: where it fails nothing is printed
@@ -65,7 +65,8 @@ def _choose(directory: Path, runs: list[RecordedRun], keys: tuple[str, ...]) -> 
 
 
 def _print(run: RecordedRun, with_config: bool) -> None:
-    from rich.table import Table
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Column, Table
     from rich.text import Text
 
     out = console()
@@ -74,11 +75,14 @@ def _print(run: RecordedRun, with_config: bool) -> None:
     if with_config:
         for key, value in run.config.items():
             out.print(Text(f"  {key} = {value!r}"))
-    table = Table("value", "last", "at step", "smallest", "largest", "logged", "curve")
+    heads = ("value", "last", "at step", "smallest", "largest", "logged", "curve")
+    columns = (Column(head, overflow="fold") for head in heads)
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    width = 40 if out.width >= 120 else 10
     for key, facts in run.summary().items():
         numbers = [facts["last"], facts["step"], facts["min"], facts["max"], facts["count"]]
         cells = [str(n) if isinstance(n, int) else f"{n:.6g}" for n in numbers]
-        table.add_row(Text(key), *cells, sparkline(run.curves[key]))
+        table.add_row(Text(key), *cells, sparkline(run.curves[key], width))
     if run.curves:
         out.print(table)
     else:
