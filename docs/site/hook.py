@@ -202,9 +202,12 @@ def _errors() -> str:
         "`KeyError`, as its reference says.",
         "",
     ]
-    for one in public.errors(public.load()):
+    collection = public.load()
+    paths = {path for page in public.public().values() for path in page.values()}
+    shown = {public.resolve(collection, path).path for path in paths}
+    for one in public.errors(collection):
         bases = ", ".join(f"`{base}`" for base in one.bases)
-        lines += [f"## {one.name} {{ #{one.path} }}", ""]
+        lines += [f"## {one.name}" if one.path in shown else f"## {one.name} {{ #{one.path} }}", ""]
         if one.module.path == "accelerate_core.errors":
             lines += [f"`from accelerate_core.errors import {one.name}`; its bases: {bases}.", ""]
         else:  # a module that only its own package may import

@@ -34,7 +34,9 @@ _FILLING = {"of", "to", "is", "in", "has", "num"}
 _ENTRY = re.compile(r"^ {4}((?:\w+,\s+)+\w+):\s+(.*\n(?: {5,}.*\n)*)", re.M)
 _EXAMPLE = re.compile(r"^Example:\n((?: {4}(?!>>>|```).*\n|\n(?= {4}))+)", re.M)
 #: Errors that the lines of a function itself raise.
-_RAISE = re.compile(r"^\s+raise (?!Attribute|NotImplemented|Assertion)(\w+Error)\b", re.M)
+_RAISE = re.compile(
+    r"^\s+raise (?:\w+\.)*(?!Attribute|NotImplemented|Assertion)(\w+(?:Error|Exception))\b", re.M
+)
 
 
 class Members(griffe.Extension):
@@ -114,8 +116,12 @@ def _show_settings(cls: griffe.Class) -> None:
         default = said.get("default")
         if "default_factory" in said:
             default = f"{said['default_factory']}()"
-        if "help" in said:
-            member.docstring = griffe.Docstring(_text(said["help"]), parent=member)
+        member.extra["accelerate"]["help"] = True
+        texts = [
+            one for one in member.value.arguments if isinstance(one, str)
+        ]  # of a maker of options
+        if text := _text(said.get("help", *texts[:1] or ["''"])):
+            member.docstring = griffe.Docstring(text, parent=member)
         member.value = default
         kind = griffe.ParameterKind.keyword_only
         made = griffe.Parameter(name, annotation=member.annotation, kind=kind, default=default)
@@ -168,6 +174,7 @@ def _copy(cls: griffe.Class, name: str, source: Any, member: Any) -> None:
         return
     made = copy.copy(source.final_target if source.is_alias else source)
     made.name, made.parent = name, cls
+    made.written = getattr(source, "written", source)  # its lines are those of another file
     cls.set_member(name, made)
 
 
@@ -271,11 +278,13 @@ def undocumented(collection: griffe.ModulesCollection) -> Iterator[str]:
             if not name.startswith("_") and not member.is_alias:
                 where = f"{member.filepath.relative_to(ROOT)}:{member.lineno}: {one.path}.{name}"
                 yield from (f"{where}{lack}" for lack in _lacking(member, docstring(member), text))
+                if "help" in member.extra["accelerate"] and not docstring(member):
+                    yield f"{where} has no help text"
 
 
 def _untold(collection: griffe.ModulesCollection) -> Iterator[str]:
     for one in errors(collection):
-        if not {"Cause:", "Mend:"} <= {*docstring(one).split()}:
+        if not all(re.search(rf"^{word}: \S", docstring(one), re.M) for word in ("Cause", "Mend")):
             yield f"{one.path} does not say its `Cause:` and how to `Mend:` it"
 
 
@@ -286,6 +295,8 @@ def _lacking(one: Any, text: str, around: str) -> Iterator[str]:
     if not text:
         yield " has no docstring"
         return
+    if "property" in one.labels:
+        yield from _unsaid_errors(one, text)
     function = one.members.get("__init__") if one.is_class else one
     if function is None or function.is_alias or not function.is_function or not function.lineno:
         return  # the fields of a dataclass have docstrings of their own
@@ -300,8 +311,13 @@ def _lacking(one: Any, text: str, around: str) -> Iterator[str]:
             and not _says(f"{text} {around}", name)
         ):
             yield f" does not say what `{name}` is"
-    raised = _RAISE.findall("\n".join(function.lines)) if one.is_function else []
-    if raised and "Raises:" not in text and not inherited:
+    if not one.is_class and not inherited:
+        yield from _unsaid_errors(getattr(one, "written", one), text)
+
+
+def _unsaid_errors(one: Any, text: str) -> Iterator[str]:
+    raised = _RAISE.findall("\n".join(one.lines))
+    if raised and "Raises:" not in text:
         yield f" does not say that it raises {', '.join(sorted({*raised}))}"
 
 

@@ -93,9 +93,9 @@ class Sizes(NamedTuple):
     vp: int = 1
 
 
-def _of_code(default: Any = None) -> Any:
+def _of_code(what: str, default: Any = None) -> Any:
     """Declare a field that only a script can fill: a function, a class, their arguments."""
-    return option(default=default, help="set in the script", cli=(), key="")
+    return option(default=default, help=what, cli=(), key="")
 
 
 @settings(
@@ -268,8 +268,8 @@ class MegatronLMPlugin(BackendSettings):
     consumed_samples: list[int] | None = option(
         default=None, help="indexed data: samples of train, valid, test that are used up"
     )
-    no_wd_decay_cond: Any = _of_code()
-    scale_lr_cond: Any = _of_code()
+    no_wd_decay_cond: Any = _of_code("not offered: give groups of the optimizer a weight decay")
+    scale_lr_cond: Any = _of_code("not offered: give groups of the optimizer an lr")
     lr_mult: float = option(default=1.0, help="not offered: give groups of the optimizer an lr")
     megatron_dataset_flag: bool = option(default=False, help="without effect")
     seq_length: int | None = option(default=None, help="without effect", ge=1)
@@ -282,13 +282,21 @@ class MegatronLMPlugin(BackendSettings):
         default=1000, help="indexed data: optimizer steps from one validation to the next", ge=1
     )
     return_logits: bool = option(default=False, help="steps return logits beside the loss")
-    custom_train_step_class: Any = _of_code()
-    custom_train_step_kwargs: dict[str, Any] | None = _of_code()
-    custom_model_provider_function: Any = _of_code()
-    custom_prepare_model_function: Any = _of_code()
-    custom_megatron_datasets_provider_function: Any = _of_code()
-    custom_get_batch_function: Any = _of_code()
-    custom_loss_function: Any = _of_code()
+    custom_train_step_class: Any = _of_code(
+        "in the script: class derived from AbstractTrainStep, the forward step"
+    )
+    custom_train_step_kwargs: dict[str, Any] | None = _of_code(
+        "in the script: further arguments of that class"
+    )
+    custom_model_provider_function: Any = _of_code("not offered: pass the function to prepare")
+    custom_prepare_model_function: Any = _of_code("not offered: pass the function to prepare")
+    custom_megatron_datasets_provider_function: Any = _of_code(
+        "in the script: makes indexed data sets, of their sizes"
+    )
+    custom_get_batch_function: Any = _of_code(
+        "in the script: makes of a batch what the model takes"
+    )
+    custom_loss_function: Any = _of_code("in the script: makes of outputs the loss")
     other_megatron_args: dict[str, Any] | None = option(
         default=None, help="further fields of megatron-core's TransformerConfig", cli=()
     )

@@ -37,7 +37,7 @@ def _enabled(name: str) -> Any:
 
 
 def _size(what: str) -> Any:
-    return option(default=1, help=f"ranks {what}", ge=1)
+    return option(default=1, help=what, ge=1)
 
 
 @settings(
@@ -57,12 +57,12 @@ class ParallelismConfig(KwargsHandler):
         ConfigurationError: both `cp_size` and `sp_size` are greater than 1.
     """
 
-    dp_replicate_size: int | None = _size("that hold copies of the same shards")
-    dp_shard_size: int | None = _size("over which parameters are sharded")
-    tp_size: int | None = _size("that compute one layer together (tensor parallel)")
-    cp_size: int | None = _size("that share a sequence by ring attention (context parallel)")
+    dp_replicate_size: int | None = _size("ranks that hold copies of the same shards")
+    dp_shard_size: int | None = _size("ranks over which parameters are sharded")
+    tp_size: int | None = _size("ranks that compute one layer together (tensor parallel)")
+    cp_size: int | None = _size("ranks that share a sequence by ring attention (context parallel)")
     cp_backend: Literal["torch"] | None = option(default=None, help="who does ring attention")
-    sp_size: int | None = _size("that share a sequence by exchanging heads (Ulysses)")
+    sp_size: int | None = _size("ranks that share a sequence by exchanging heads (Ulysses)")
     sp_backend: str | None = option(
         default=None, help="who does Ulysses: torch, or the name of a backend"
     )
@@ -70,7 +70,7 @@ class ParallelismConfig(KwargsHandler):
     tp_handler: Any = option(default=None, help="details of tp")
     cp_handler: Any = option(default=None, help="details of cp")
     sp_handler: Any = option(default=None, help="details of sp")
-    pp_size: int | None = _size("that hold consecutive parts of the model (pipeline)")
+    pp_size: int | None = _size("ranks that hold consecutive parts of the model (pipeline)")
 
     #: Outermost first: neighbours in the last dimension are neighbours in rank, too.
     DIMENSIONS: ClassVar[tuple[str, ...]] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")

@@ -109,8 +109,10 @@ def copy_tensor_to_devices(
 ) -> torch.Tensor:
     """Give every process of `comm`, or of the world, the tensor that one has; others pass None.
 
-    Unlike `broadcast`, the others need to know neither its shape nor who has it. Raises
-    `DistributedOperationException` on every process unless exactly one passes a tensor.
+    Unlike `broadcast`, the others need to know neither its shape nor who has it.
+
+    Raises:
+        DistributedOperationException: on every process, unless exactly one passes a tensor.
     """
     comm = comm or current_communicator()
     infos = comm.gather_object(get_data_structure(tensor))
