@@ -140,6 +140,16 @@ def _reference() -> dict[str, str]:
             rows.append((name, one.path, summary))
         pages[f"api/{page}.md"] = "\n".join(lines)
     table = [f"| [`{name}`][{path}] | {text} |" for name, path, text in sorted(rows, key=_by_name)]
+    known = ROOT / "core/src/accelerate_core/plugins/known_packages.json"
+    probes = json.loads(known.read_text(encoding="utf-8"))["PROBES"].items()
+    table += [
+        "",
+        "## Whether a library is installed",
+        "",
+        "| name | true if there is |",
+        "|---|---|",
+    ]
+    table += [f"| `{name}()` | `{library}` |" for name, library in probes]
     pages["api/index.md"] = "\n".join(
         ["# Every public name", "", "| name | |", "|---|---|", *table]
     )

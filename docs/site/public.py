@@ -228,9 +228,11 @@ def public() -> dict[str, dict[str, str]]:
     authors = pages["authors"] = {}
     whole = policy.partition("`__all__` of")[2].partition("in the table below")[0]
     for module in re.findall(r"`(accelerate_core\.[\w.]+)`", whole):
-        if module != "accelerate_core.errors":  # they have a page of their own
-            file = ROOT / "core/src" / f"{module.replace('.', '/')}.py"
-            authors |= {name: f"{module}.{name}" for name in _exported(file)}
+        file = ROOT / "core/src" / f"{module.replace('.', '/')}.py"
+        names = _exported(file)
+        if module == "accelerate_core.errors":  # the classes have a page of their own
+            names = [name for name in names if name.islower()]
+        authors |= {name: f"{module}.{name}" for name in names}
     for module, names in re.findall(r"^\| `(accelerate_[\w.]+)` \| (`.*?`) \|", policy, re.M):
         authors |= {name: f"{module}.{name}" for name in re.findall(r"`(\w+)`", names)}
     return pages

@@ -148,7 +148,11 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 
 
 def listing(options: Iterable[object]) -> str:
-    """Join the allowed values for an error text: `'a', 'b', 'c'`."""
+    """Join the allowed values for an error text: `'a', 'b', 'c'`.
+
+    Args:
+        options: the values; of none it is "(none)".
+    """
     return ", ".join(repr(str(option)) for option in options) or "(none)"
 
 
@@ -164,7 +168,12 @@ def of_the_user(frame: FrameType) -> bool:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the user's that led here, from however deep it is called."""
+    """Warn at the line of the user's that led here, from however deep it is called.
+
+    Args:
+        text: what is warned of, and what to do.
+        category: the class of the warning.
+    """
     stack = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
     # A thread of ours has no such line: it is said where we are.
     level = next((at for at, frame in enumerate(stack) if of_the_user(frame)), 0)
