@@ -136,13 +136,32 @@ def compatibility() -> str:
             _accepted(backend.supports),
             backend.reduces_gradients,
             ", ".join(backend.supports.get("mesh") or ()),
+            ", ".join(backend.supports.get("devices") or ["any"]),
+            backend.compile_at,
             *("yes" if backend.supports.get(key, key in _BY_DEFAULT) else "" for key in _ABILITIES),
+            "yes" if backend.needs_group else "",
             ", ".join(sorted(backend.owns)),
         ]
         for name, backend in backends.items()
     ]
-    header = ["backend", "`accepts`", "`reduces_gradients`", "`mesh`"]
-    lines += table([*header, *(f"`{key}`" for key in _ABILITIES), "`owns`"], rows)
+    header = ["accepts", "reduces_gradients", "mesh", "devices", "compile_at"]
+    header += [*_ABILITIES, "needs_group", "owns"]
+    lines += table(["backend", *(f"`{key}`" for key in header)], rows)
+    lines += ["## What else precisions declare", ""]
+    lines += [
+        "The column `fp8` above is that of torchao, the usual library; what the others can do is on the "
+        "page [fp8](fp8.md).",
+        "",
+    ]
+    rows = [
+        [
+            f"`{name}`",
+            "yes" if one.supports.get("compile", True) else "",
+            ", ".join(one.supports.get("mesh", ["any"])) or "none",
+        ]
+        for name, one in precisions.items()
+    ]
+    lines += table(["precision", "`compile`", "`mesh`"], rows)
     lines += ["## What trackers declare", ""]
     lines += [
         "A tracker goes with every backend and every precision: the main process feeds it, beside the "
@@ -160,8 +179,9 @@ def compatibility() -> str:
     return "\n".join(lines)
 
 
-_ABILITIES = ("no_sync", "join", "compile", "several_models", "exact")
-_BY_DEFAULT = ("compile", "several_models", "exact")
+_WORDS = "no_sync join compile several_models exact gradients own_mesh"
+_ABILITIES = tuple(_WORDS.split())
+_BY_DEFAULT = ("compile", "several_models", "exact", "gradients")
 #: Name -> kind of what stands for plugins that are written with the kit.
 _WRITTEN = {"level": "backend", "grid": "precision", "diary": "tracker"}
 
