@@ -44,8 +44,8 @@ FUNCTIONS = (
     "load_checkpoint_and_dispatch notebook_launcher set_seed skip_first_batches tqdm"
 )
 
-#: Example -> why it is not run.
-NOT_RUN: dict[str, str] = {}
+#: Example -> the package without which it is not run.
+NEEDS = {"accelerate_drop_in.quantization.load_and_quantize_model": "bitsandbytes"}
 
 _SECTION = re.compile(r"(?m)^Example:\n((?: {4}.*\n|\n)+)")
 
@@ -119,8 +119,8 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 )
 def test_an_example_runs(example: Example) -> None:
     where = f"{example.module}.{example.name}".strip(".")
-    if where in NOT_RUN:
-        pytest.skip(NOT_RUN[where])
+    if where in NEEDS:
+        pytest.importorskip(NEEDS[where])
     names = given()
     if "Accelerator(" not in example.code and "accelerator" in example.code:
         names["accelerator"] = accelerator = Accelerator(gradient_accumulation_steps=2)

@@ -152,9 +152,14 @@ def load_and_quantize_model(
         ConfigurationError: no weights, or quantized ones would have to be offloaded.
 
     Example:
-        >>> with init_empty_weights():
-        ...     model = Model(config)
-        >>> model = load_and_quantize_model(model, BnbQuantizationConfig(load_in_4bit=True), "weights/")
+        from accelerate_core import init_empty_weights
+        from accelerate_core.utils import BnbQuantizationConfig
+
+        accelerator.save_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)), "weights")
+        with init_empty_weights():
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+        config = BnbQuantizationConfig(load_in_8bit=True)
+        model = load_and_quantize_model(model, config, "weights", device_map={"": "cpu"})
     """
     config = copy.copy(bnb_quantization_config)
     if config.skip_modules is None:
