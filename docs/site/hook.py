@@ -222,7 +222,9 @@ def _errors() -> str:
             lines += [f"`from accelerate_core.errors import {one.name}`; its bases: {bases}.", ""]
         else:  # a module that only its own package may import
             lines += [f"Of `{one.package.name}`; catch it as {bases}.", ""]
-        text = re.sub(r"^(Cause|Mend): ", r"\n**\1.** ", public.docstring(one), flags=re.M)
+        text = public.docstring(one)
+        for word, shown_as in (("Cause", "Cause"), ("Mend", "What to do")):
+            text = re.sub(rf"^{word}: ", f"\n**{shown_as}.** ", text, flags=re.M)
         lines += [text, ""]
     return "\n".join(lines)
 
