@@ -206,6 +206,18 @@ def test_a_parameter_that_nobody_would_train_is_told():
         accelerator.prepare(net, partial)
 
 
+def test_an_optimizer_of_another_model_is_told(recwarn):
+    """It would step, and the model that was prepared would stay as it is."""
+    net, other = Net(), Net()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, other, other)]
+    with Accelerator(**CPU) as accelerator:
+        accelerator.prepare(optimizers[1])  # before its model, which may come later
+        accelerator.prepare(net, optimizers[0])
+        assert not [one for one in recwarn if "holds no parameter" in str(one.message)]
+        with pytest.warns(UserWarning, match="SGD passed to prepare holds no parameter of a prep"):
+            accelerator.prepare(Net(), optimizers[2])
+
+
 def test_parameters_made_anew_on_the_way_are_followed():
     """`downcast_bf16` replaces what parameters hold; the optimizer has to train the new ones."""
     net = Net()

@@ -108,7 +108,7 @@ class PrepareError(AccelerateError, RuntimeError):
 
     Cause: on several ranks a model is spread by a device map; a backend that changes weights finds the
     optimizer or the model prepared apart, wrapped already or of other parameters; or a plugin's hook gives
-    back something else. Without such a backend an optimizer of other parameters is not noticed.
+    back something else. Without such a backend an optimizer of other parameters is a warning.
     Mend: pass the plain model and the optimizer of its parameters to one call of `prepare`.
     """
 

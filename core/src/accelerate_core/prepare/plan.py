@@ -220,6 +220,13 @@ class PreparePlan:
                         f"The optimizer still holds {self._before[id(old)][1]!r} as it was before "
                         "prepare; the model would not be trained."
                     )
+        for one in self.values("optimizer") if tell and self.values("model") else ():
+            its = {id(p) for group in getattr(one, "param_groups", ()) for p in group["params"]}
+            if its and not its & current:
+                warn(
+                    f"The {type(one).__name__} passed to prepare holds no parameter of a prepared model: "
+                    "it changes none of them, and ranks share nothing of what it does change."
+                )
         for entry in self.of_kind("model"):
             self._verify_model(entry, held, tell)
 
