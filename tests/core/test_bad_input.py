@@ -181,6 +181,8 @@ def test_constructor(arguments: dict[str, Any], kind: type[Exception], said: lis
         Accelerator(**arguments)
     for part in said:
         assert part in str(failure.value)
+    if kind is MissingPluginError:
+        assert not hasattr(failure.value, "__notes__"), "no installed plugin is to blame"
 
 
 OWN = ("accelerate-core", "accelerate-tracking")
