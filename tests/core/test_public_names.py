@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from accelerate_core import Accelerator
+from accelerate_core.config.shown import Shown
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.state import ProcessVerbs
 
@@ -68,4 +69,4 @@ def test_public_members_are_documented_and_methods_typed() -> None:
 
 
 def test_the_accelerator_is_made_of_parts() -> None:
-    assert Accelerator.__mro__ == (Accelerator, ProcessVerbs, object)
+    assert Accelerator.__mro__ == (Accelerator, ProcessVerbs, Shown, object)
