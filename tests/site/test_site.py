@@ -54,7 +54,11 @@ def opened(browser: Browser, width: int, scheme: Any) -> tuple[Page, list[str]]:
     said: list[str] = []
     page.on("console", lambda one: said.append(one.text) if one.type == "error" else None)
     page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("requestfailed", lambda one: said.append(f"failed: {one.url}"))
+    # Leaving a page breaks off what it still loads, its icon mostly.
+    page.on(
+        "requestfailed",
+        lambda one: None if "ABORTED" in one.failure else said.append(f"failed: {one.url}"),
+    )
     page.on(
         "request",
         lambda one: None if one.url[:5] in ("file:", "data:", "blob:") else said.append(one.url),
