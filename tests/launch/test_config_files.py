@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from accelerate_core.cli import cli
 from accelerate_core.config.files import parse_config, read_config
 from accelerate_core.errors import AccelerateError
 from accelerate_core.plugins import catalog
+from accelerate_launch import devices
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.planning import decide, make_plan
 
@@ -445,12 +447,23 @@ VALUES = st.one_of(
 )
 
 
+@pytest.fixture(scope="module")
+def counted_once() -> Iterator[None]:
+    """A torch for accelerators is imported to count them, which 300 examples need not do."""
+    count = devices.count_accelerators(os.environ)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "count_accelerators", lambda environ: count)
+        yield
+
+
+@pytest.mark.usefixtures("counted_once")
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.one_of(st.sampled_from(KEYS), st.text(max_size=8)), VALUES, max_size=5))
 def test_any_mapping_is_taken_or_refused(values: dict[str, Any]) -> None:
     _taken_or_refused(yaml.safe_dump(values, allow_unicode=True))
 
 
+@pytest.mark.usefixtures("counted_once")
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.text(alphabet="abn_u:{}[]-'\"#&*!|>%@` \n\t0123456789é\x00\x85", max_size=60))
 def test_any_text_is_taken_or_refused(text: str) -> None:
