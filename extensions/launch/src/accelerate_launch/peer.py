@@ -20,8 +20,8 @@ _SAGEMAKER = (
 REFUSED_OPTIONS = {
     "aws_access_key_id": _SAGEMAKER,
     "aws_secret_access_key": _SAGEMAKER,
-    "use_xpu": "It was dropped by the peer too; the device is found by torch.accelerator.",
-    "ipex": "It was dropped by the peer too; torch itself has what it added.",
+    "use_xpu": "Hugging Face Accelerate dropped it, too; the device is found by torch.accelerator.",
+    "ipex": "Hugging Face Accelerate dropped it, too; torch itself has what it added.",
 }
 
 #: Keys of older config files that say nothing today, with the reason.
