@@ -141,6 +141,26 @@ def test_pages_come_and_go(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert resident() == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each mapping keeps a file open")
+def test_more_weights_than_files_may_be_open(tmp_path: Path) -> None:
+    import resource
+
+    save_file(
+        {f"{i}.weight": torch.full((1, 1), float(i)) for i in range(300)},
+        tmp_path / "m.safetensors",
+    )
+    with init_empty_weights():
+        model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(300)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 32
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        load_checkpoint_and_dispatch(model, tmp_path / "m.safetensors", device_map={"": "cpu"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [one.weight.item() for one in model] == list(range(300))
+
+
 def test_what_is_not_aligned_is_read_and_not_mapped(tmp_path: Path) -> None:
     # Other writers than safetensors' own leave a header of any length.
     header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()

@@ -9,6 +9,7 @@ import math
 import mmap
 import os
 import sys
+import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,18 +46,48 @@ def stamp(path: Path) -> tuple[int, int, int]:
     return about.st_ino, about.st_size, about.st_mtime_ns
 
 
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+if _libc is not None:
+    _libc.mmap.restype = ctypes.c_void_p
+    _numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *_numbers)
+    _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _pages(path: Path, begin: int, length: int) -> Any:
+    """Map a part of a file, for as long as the buffer that is returned is in use.
+
+    Not by Python's own `mmap` where that can be: it keeps a file open for each mapping, and a process
+    may have some thousand of these, which a model's weights can be more than.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is shorter.
+    """
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))  # `open` takes thrice the time
+    try:
+        if _libc is None:
+            return mmap.mmap(file, length, access=mmap.ACCESS_COPY, offset=begin)
+        if os.fstat(file).st_size < begin + length:
+            raise ValueError("the file is shorter than it says")
+        how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
+        address = _libc.mmap(None, length, *how, file, begin)
+    finally:
+        os.close(file)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    pages = (ctypes.c_char * length).from_address(address)
+    weakref.finalize(pages, _libc.munmap, address, length).atexit = False  # the process's end does
+    return pages
+
+
 def _map(path: Path, begin: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """Map a part of a file. Each call has pages of its own: writing changes neither file nor others."""
     count = math.prod(shape)
     if not count:
         return torch.empty(list(shape), dtype=dtype)
     skipped = begin % mmap.ALLOCATIONGRANULARITY
-    length = skipped + count * dtype.itemsize
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))  # `open` takes thrice the time
-    try:
-        pages = mmap.mmap(file, length, access=mmap.ACCESS_COPY, offset=begin - skipped)
-    finally:
-        os.close(file)
+    pages = _pages(path, begin - skipped, skipped + count * dtype.itemsize)
     # The tensor holds the pages, and lets them go when it goes.
     return torch.frombuffer(pages, dtype=dtype, count=count, offset=skipped).reshape(list(shape))
 
@@ -196,9 +227,6 @@ class PlainFile:
     def read(self, name: str = "") -> torch.Tensor:
         """Return the tensor, whatever its name."""
         return _map(self.path, 0, self._dtype, self._shape)
-
-
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def read_in(tensor: torch.Tensor) -> None:
