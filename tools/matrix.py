@@ -31,7 +31,9 @@ TESTS = (
 #: Those that need nothing heavier than torch, and the others, which come without their libraries: the
 #: core's tests ask for what they declare.
 MEMBERS = ("core", "backends/ddp", "backends/fsdp2", "extensions/*")
-WITHOUT_LIBRARIES = ("backends/deepspeed", "backends/fp8", "backends/megatron", "backends/xla")
+WITHOUT_LIBRARIES = (
+    *("backends/deepspeed", "backends/fp8", "backends/megatron", "backends/xla", "trackers/*"),
+)
 #: What uv resolves: the tested versions, the highest there are, or the lowest that we declare.
 TESTED = ("--constraints", str(ROOT / "constraints.txt"))
 LOWEST = ("--resolution", "lowest-direct")
@@ -112,7 +114,8 @@ def make(name: str, row: Row, folder: Path) -> Path:
     frozen = uv("pip", "freeze", "--python", python, "--exclude-editable")
     held.write_text(frozen, encoding="utf-8")
     uv(*install, "--constraints", held, "--group", "suite", "import-linter")
-    bare = [word for member in WITHOUT_LIBRARIES for word in ("--editable", f"./{member}")]
+    others = [path for one in WITHOUT_LIBRARIES for path in ROOT.glob(f"{one}/pyproject.toml")]
+    bare = [word for path in others for word in ("--editable", path.parent)]
     uv(*install, "--no-deps", *bare)
     return python
 
