@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +23,7 @@ from typing import IO, Any
 import pool
 import pytest
 
-__all__ = ["Run", "case_names", "check_case", "clean_environment", "run_workers"]
+__all__ = ["Run", "case_names", "check_case", "clean_environment", "on_terminal", "run_workers"]
 
 TESTS = Path(__file__).parent
 
@@ -230,3 +234,24 @@ def check_case(run: Run, name: str) -> None:
     if failed:
         lost = "" if any(run.results) else run.story
         pytest.fail("\n".join([*failed, lost]), pytrace=False)
+
+
+def on_terminal(
+    command: Sequence[str], folder: Path, environ: Mapping[str, str], columns: int = 80
+) -> str:
+    """Run a command in a pseudo-terminal; return all that it wrote there."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    process = subprocess.Popen(
+        command, stdin=its, stdout=its, stderr=its, cwd=folder, env=dict(environ)
+    )
+    os.close(its)
+    said = b""
+    try:
+        while got := os.read(ours, 65536):
+            said += got
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    assert process.wait(timeout=60) == 0, said.decode()
+    return said.decode()

@@ -31,9 +31,8 @@ TESTS = (
 #: Those that need nothing heavier than torch, and the others, which come without their libraries: the
 #: core's tests ask for what they declare.
 MEMBERS = ("core", "backends/ddp", "backends/fsdp2", "extensions/*")
-WITHOUT_LIBRARIES = (
-    *("backends/deepspeed", "backends/fp8", "backends/megatron", "backends/xla", "trackers/*"),
-)
+ENGINES = ("backends/deepspeed", "backends/fp8", "backends/megatron", "backends/xla")
+WITHOUT_LIBRARIES = (*ENGINES, "trackers/*")
 #: What uv resolves: the tested versions, the highest there are, or the lowest that we declare.
 TESTED = ("--constraints", str(ROOT / "constraints.txt"))
 LOWEST = ("--resolution", "lowest-direct")

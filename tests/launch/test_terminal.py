@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import support
 from rich.cells import cell_len
 from support import clean_environment
 
@@ -106,26 +102,9 @@ def on_terminal(
     folder: Path, code: str = MAIN, arguments: Sequence[str] = LISTINGS, **more: str
 ) -> str:
     """Run Python code, all listings, in a pseudo-terminal and return what is written to it."""
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdin=its,
-        stdout=its,
-        stderr=its,
-        cwd=folder,
-        env=environment(folder, TERM="xterm-256color", **more),
-    )
-    os.close(its)
-    said = b""
-    try:
-        while got := os.read(ours, 65536):
-            said += got
-    except OSError:  # the other end is closed
-        pass
-    os.close(ours)
-    assert process.wait(timeout=60) == 0, said.decode()
-    return said.decode()
+    command = [sys.executable, "-c", code, *arguments]
+    environ = environment(folder, TERM="xterm-256color", **more)
+    return support.on_terminal(command, folder, environ, COLUMNS)
 
 
 BAR = """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import support
 from support import clean_environment
 
 SUITE = """
@@ -42,25 +42,7 @@ def command(tmp_path: Path) -> list[str]:
 
 
 def on_terminal(command: list[str], folder: Path) -> str:
-    ours, its = pty.openpty()
-    process = subprocess.Popen(
-        command,
-        stdout=its,
-        stderr=its,
-        stdin=its,
-        cwd=folder,
-        env=clean_environment(COLUMNS="100"),
-    )
-    os.close(its)
-    said = b""
-    try:
-        while got := os.read(ours, 4096):
-            said += got
-    except OSError:  # the other end is closed
-        pass
-    os.close(ours)
-    assert process.wait(60) == 0, said.decode()
-    return said.decode()
+    return support.on_terminal(command, folder, clean_environment(COLUMNS="100"), 100)
 
 
 def shown(said: str) -> str:
