@@ -141,6 +141,76 @@ def test_pages_come_and_go(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert resident() == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="what the cache has is asked of Linux")
+def test_what_is_not_in_the_cache_is_fetched(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(1 << 20), "b": torch.ones(3), "none": torch.ones(0)}, path)
+    file = SafetensorsFile(path)
+    assert file.is_cached("a") is not None
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert not file.is_cached("a")
+    for name in file.names():
+        file.fetch(name)
+    if not file.is_cached("a"):
+        pytest.skip("this Linux does not tell what its cache has")
+    assert file.is_cached("b")
+    assert file.is_cached("none")
+    maps = Path("/proc/self/smaps").read_text().split("a.safetensors\n")[1:]
+    assert sum(int(one.split("Rss:")[1].split()[0]) for one in maps) == 0
+    os.truncate(path, 4096)
+    with pytest.raises(OSError, match="Input/output"):
+        file.fetch("a")
+
+
+@pytest.mark.parametrize("cached", [True, False, None])
+def test_a_thread_reads_what_the_cache_does_not_have(
+    cached: bool | None, checkpoint: Path, model: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def note(file: SafetensorsFile, name: str) -> bool | None:
+        asked.append(name)
+        return cached
+
+    monkeypatch.setattr(SafetensorsFile, "is_cached", note)
+    loaded = on_disk(checkpoint)
+    assert torch.equal(generate(loaded), generate(model))
+    assert "head.weight" in asked
+    assert (offload_hook(loaded.head).ahead._pool is None) is (cached is True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
+def test_a_file_larger_than_the_addresses_a_process_may_have(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({f"{i}.weight": torch.full((1024, 8192), float(i)) for i in range(8)}, path)
+    script = f"""
+import resource, torch
+from torch import nn
+from accelerate_core import init_empty_weights, load_checkpoint_and_dispatch
+with init_empty_weights():
+    model = nn.Sequential(*(nn.Linear(8192, 1024, bias=False) for _ in range(8)))
+model = load_checkpoint_and_dispatch(model, {str(path)!r}, {{str(i): "disk" for i in range(8)}})
+weights = model[0]._hf_hook.weights_map
+weights["weight"]  # opens the file
+used = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20),) * 2)
+with torch.no_grad():
+    for i, layer in enumerate(model):
+        assert layer(torch.ones(1, 8192))[0, 0] == i * 8192, i
+assert weights.dataset.is_cached("0.weight") is None
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each mapping keeps a file open")
 def test_more_weights_than_files_may_be_open(tmp_path: Path) -> None:
     import resource

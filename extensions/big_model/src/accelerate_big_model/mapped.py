@@ -12,6 +12,7 @@ import sys
 import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ _DTYPES = {
 }
 #: Since Linux 5.14: map all pages of a range now, reading those that are not in the cache.
 _MADV_POPULATE_READ = 22
+_MADV_HUGEPAGE = 14
+_LARGE = 2 << 20  # bytes of a large page; on other processors than x86 it may be another
+_PIECE = 8 << 20  # of a file, mapped while it is read
+_CACHESTAT = 451  # since Linux 6.5; one number for all processors
 
 
 def stamp(path: Path) -> tuple[int, int, int]:
@@ -46,16 +51,22 @@ def stamp(path: Path) -> tuple[int, int, int]:
     return about.st_ino, about.st_size, about.st_mtime_ns
 
 
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 if _libc is not None:
     _libc.mmap.restype = ctypes.c_void_p
     _numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
     _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *_numbers)
     _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def _pages(path: Path, begin: int, length: int) -> Any:
+def _pages(
+    path: Path, begin: int, length: int, file: int | None = None, shared: bool = False
+) -> Any:
     """Map a part of a file, for as long as the buffer that is returned is in use.
+
+    To be written to, which does not change the file, or shared and to be read alone. A file that is
+    open, and known to be long enough, is not opened again.
 
     Not by Python's own `mmap` where that can be: it keeps a file open for each mapping, and a process
     may have some thousand of these, which a model's weights can be more than.
@@ -64,16 +75,19 @@ def _pages(path: Path, begin: int, length: int) -> Any:
         OSError: the file cannot be read.
         ValueError: it is shorter.
     """
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))  # `open` takes thrice the time
+    # `open` takes thrice the time.
+    opened = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)) if file is None else file
     try:
         if _libc is None:
-            return mmap.mmap(file, length, access=mmap.ACCESS_COPY, offset=begin)
-        if os.fstat(file).st_size < begin + length:
+            return mmap.mmap(opened, length, access=mmap.ACCESS_COPY, offset=begin)
+        if file is None and os.fstat(opened).st_size < begin + length:
             raise ValueError("the file is shorter than it says")
-        how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
-        address = _libc.mmap(None, length, *how, file, begin)
+        access = mmap.PROT_READ | (0 if shared else mmap.PROT_WRITE)
+        kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        address = _libc.mmap(None, length, access, kind, opened, begin)
     finally:
-        os.close(file)
+        if file is None:
+            os.close(opened)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     pages = (ctypes.c_char * length).from_address(address)
@@ -81,13 +95,59 @@ def _pages(path: Path, begin: int, length: int) -> Any:
     return pages
 
 
-def _map(path: Path, begin: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+class _Cache:
+    """A file in Linux's cache: what of it is there, and how it comes there.
+
+    The file is mapped as a whole: for mappings of single tensors Linux reads small pages, and mapping
+    those takes seven times as long as mapping large ones.
+
+    Raises:
+        OSError: this cannot be had: by an old Linux, or within a limit on the process's addresses.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._pages = _pages(path, 0, size, shared=True)
+        self._begin, self.size = ctypes.addressof(self._pages), size
+        if mmap.PAGESIZE == 4096:  # of larger pages a large one is half a gigabyte
+            _libc.madvise(self._begin, size, _MADV_HUGEPAGE)
+        if not _populate(self._begin, 1):
+            raise OSError(errno.ENOSYS, "this Linux cannot map pages ahead")
+        self.file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.file).atexit = False
+
+    def read(self, begin: int, end: int) -> None:
+        for at in range(begin, end, _PIECE):
+            _populate(self._begin + at, min(_PIECE, end - at))
+            # With what the system mapped around it.
+            first = max(at - _PIECE, 0) // mmap.PAGESIZE * mmap.PAGESIZE
+            last = min(at + 2 * _PIECE, self.size)
+            _libc.madvise(self._begin + first, last - first, mmap.MADV_DONTNEED)
+
+    def holds(self, begin: int, end: int) -> bool:
+        """Ask the system, which answers since Linux 6.5, and for one's own files alone."""
+        part = (ctypes.c_uint64 * 2)(begin, end - begin)
+        found = (ctypes.c_uint64 * 5)()
+        failed = _libc.syscall(_CACHESTAT, self.file, part, found, 0)
+        return not failed and found[0] > (end - 1) // mmap.PAGESIZE - begin // mmap.PAGESIZE
+
+
+def _map(
+    path: Path, begin: int, dtype: torch.dtype, shape: Sequence[int], cache: _Cache | None = None
+) -> torch.Tensor:
     """Map a part of a file. Each call has pages of its own: writing changes neither file nor others."""
     count = math.prod(shape)
     if not count:
         return torch.empty(list(shape), dtype=dtype)
+    size = count * dtype.itemsize
     skipped = begin % mmap.ALLOCATIONGRANULARITY
-    pages = _pages(path, begin - skipped, skipped + count * dtype.itemsize)
+    length, file = skipped + size, None
+    if cache is not None:
+        file = cache.file
+        if size >= _LARGE:  # whole large pages, also at its edges, which are mapped at once
+            skipped = begin % _LARGE
+            end = math.ceil((begin + size) / _LARGE) * _LARGE
+            length = min(end, cache.size) - begin + skipped
+    pages = _pages(path, begin - skipped, length, file)
     # The tensor holds the pages, and lets them go when it goes.
     return torch.frombuffer(pages, dtype=dtype, count=count, offset=skipped).reshape(list(shape))
 
@@ -115,6 +175,7 @@ class SafetensorsFile:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"Cannot read the weights of {path}: {error}.") from None
         self._start = 8 + length
+        self._cache: _Cache | None = None
         self._entries = {name: about for name, about in header.items() if name != "__metadata__"}
 
     def names(self) -> list[str]:
@@ -146,7 +207,7 @@ class SafetensorsFile:
             if name in self._entries and self.can_map(name):
                 about = self._entries[name]
                 begin = self._start + about["data_offsets"][0]
-                return _map(self.path, begin, _DTYPES[about["dtype"]], about["shape"])
+                return _map(self.path, begin, _DTYPES[about["dtype"]], about["shape"], self._cache)
             with safe_open(self.path, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
         except (OSError, ValueError, SafetensorError) as error:
@@ -155,6 +216,26 @@ class SafetensorsFile:
 
     #: To look at a tensor's content nothing is copied either.
     peek = read
+
+    def is_cached(self, name: str) -> bool | None:
+        """Say whether the system's cache has a tensor, as far as is known; None if `fetch` cannot be."""
+        if self._cache is None:
+            with suppress(OSError, ValueError):
+                self._cache = _libc and _Cache(self.path, self.stamp[1])
+        return None if self._cache is None else self._cache.holds(*self._range(name))
+
+    def fetch(self, name: str) -> None:
+        """Read a tensor's part of the file into the system's cache.
+
+        Raises:
+            OSError: the disk failed, or the file was cut off meanwhile.
+        """
+        if self.is_cached(name) is False and self._cache is not None:
+            self._cache.read(*self._range(name))
+
+    def _range(self, name: str) -> tuple[int, int]:
+        begin, end = self._entries[name]["data_offsets"]
+        return self._start + begin, self._start + end
 
 
 class TorchFile:
@@ -229,22 +310,29 @@ class PlainFile:
         return _map(self.path, 0, self._dtype, self._shape)
 
 
+def _populate(begin: int, length: int) -> bool:
+    """Map the pages of a range of addresses, reading what is not in the cache; say whether it could be.
+
+    By ctypes, which lets other threads run meanwhile.
+
+    Raises:
+        OSError: the disk failed, or the file was cut off meanwhile.
+    """
+    if _libc is None:
+        return False
+    first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+    failed = _libc.madvise(first, begin + length - first, _MADV_POPULATE_READ)
+    if failed and ctypes.get_errno() == errno.EFAULT:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return not failed
+
+
 def read_in(tensor: torch.Tensor) -> None:
     """Read the pages of a mapped tensor and map them; other threads run meanwhile.
 
     Raises:
         OSError: the disk failed, or the file was cut off meanwhile.
     """
-    if not tensor.nbytes:
-        return
-    if _libc is not None:
-        page = mmap.PAGESIZE
-        begin = tensor.data_ptr() // page * page
-        length = tensor.data_ptr() + tensor.nbytes - begin
-        # By ctypes, which lets other threads run meanwhile.
-        if not _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_READ):
-            return
-        if ctypes.get_errno() == errno.EFAULT:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-    # Elsewhere by touching each page once.
-    tensor.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].max()
+    if tensor.nbytes and not _populate(tensor.data_ptr(), tensor.nbytes):
+        # By touching each page once.
+        tensor.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].max()

@@ -180,6 +180,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index = index
         self.device = torch.device("cpu") if device is None else as_device(device)
         self._files: dict[Path, Any] = {}
+        self._found: dict[str, tuple[Any, str]] = {}
         self.all_keys = [*self.state_dict, *(key for key in index if key not in self.state_dict)]
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -187,6 +188,23 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return self.state_dict[key]
         if key not in self.index:
             raise KeyError(f"No offloaded weight {key!r}.{did_you_mean(key, self.all_keys)}")
+        file, name = self._file(key)
+        try:
+            now = stamp(file.path)
+        except OSError:
+            now = None
+        if file.stamp != now:
+            raise CheckpointError(
+                f"{file.path} was changed since {key!r} was loaded from it first. Load the model again."
+            )
+        found: torch.Tensor = file.read(name)
+        dtype = self.index[key].get("dtype")
+        return found.to(self.device, found.dtype if dtype is None else torch_dtype(dtype))
+
+    def _file(self, key: str) -> tuple[Any, str]:
+        """Return the file of a weight, as it was when it was used first, and the name it has there."""
+        if key in self._found:
+            return self._found[key]
         info = self.index[key]
         kind = next((one for one in MAPPED if info.get(one) is not None), None)
         if kind is None and self.save_folder is None:
@@ -194,16 +212,24 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         # A tied weight's entry points to the file of the name it was stored under.
         plain = str(info.get("file", f"{key}.dat"))
         path = Path(info[kind]) if kind else Path(self.save_folder or "", plain)
-        file = self._files.get(path)
-        if file is None:
-            file = self._files[path] = MAPPED[kind](path) if kind else PlainFile(path, info)
-        elif not path.is_file() or file.stamp != stamp(path):
-            raise CheckpointError(
-                f"{path} was changed since {key!r} was loaded from it first. Load the model again."
-            )
-        found: torch.Tensor = file.read(str(info.get("weight_name", key)))
-        dtype = torch_dtype(info["dtype"]) if "dtype" in info else found.dtype
-        return found.to(self.device, dtype)
+        if path not in self._files:
+            self._files[path] = MAPPED[kind](path) if kind else PlainFile(path, info)
+        self._found[key] = self._files[path], str(info.get("weight_name", key))
+        return self._found[key]
+
+    def is_cached(self, key: str) -> bool | None:
+        """Say whether the system's cache has a weight, as far as is known; None if it cannot be fetched."""
+        file, name = self._file(key)
+        return file.is_cached(name) if isinstance(file, SafetensorsFile) else None
+
+    def fetch(self, key: str) -> None:
+        """Read a weight into the system's cache; in large pages, which are mapped faster.
+
+        Raises:
+            OSError: the disk failed, or the file was cut off meanwhile.
+        """
+        file, name = self._file(key)
+        file.fetch(name)
 
     def on_disk(self, key: str) -> bool:
         """Say whether a weight comes from a file."""
@@ -211,7 +237,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles name the files, and map them when they use them.
-        return {**self.__dict__, "_files": {}}
+        return {**self.__dict__, "_files": {}, "_found": {}}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)

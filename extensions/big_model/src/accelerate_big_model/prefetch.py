@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +35,16 @@ class _Layer:
     tied: TiedMap | None
     bytes: int = 0
 
+    @cached_property
+    def _full(self) -> list[tuple[str, Any, str]]:
+        return [(name, *_whole(self.weights, name)) for name in self.names]
+
+    def parts(self) -> Iterator[tuple[str, Any, str, bool]]:
+        """Yield for each weight: its name, the whole model's weights, its name there, if on disk."""
+        for name, whole, full in self._full:
+            on_disk = isinstance(whole, OffloadedWeightsLoader) and whole.on_disk(full)
+            yield name, whole, full, on_disk
+
 
 class ReadAhead:
     """Has the weights of the layers that run next ready, as far as free memory allows.
@@ -42,7 +53,8 @@ class ReadAhead:
     that was seen, by the two that ran before. A wrong guess costs what was read for it.
 
     A thread reads the pages of mapped files, and for an accelerator copies them through pinned memory
-    on a stream of its own.
+    on a stream of its own. On the CPU it leaves out what the system has in its cache: there is nothing
+    to wait for, and the thread would take its time from what computes.
 
     Args:
         device: where the layers run.
@@ -65,7 +77,7 @@ class ReadAhead:
     def _reset(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._stream: Any = None
-        self._begun: dict[int, Future[Any]] = {}
+        self._begun: dict[int, Future[Ready | None] | None] = {}
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,7 +103,7 @@ class ReadAhead:
         self._after[last] = self._after_two[before, last] = at
         self._last = (last, at)
         begun = self._begun.pop(at, None)
-        ready, done = self._read(at) if begun is None else begun.result()
+        ready, done = (begun and begun.result()) or self._read(at)
         if done is not None:
             stream = torch.accelerator.current_stream(self.device)
             stream.wait_event(done)
@@ -125,27 +137,39 @@ class ReadAhead:
             del self._begun[at]
         for at in coming:
             if at not in self._begun:
-                self._pool = self._pool or ThreadPoolExecutor(1, "read-ahead")
-                # While the interpreter ends no thread begins, and layers read for themselves.
-                with suppress(RuntimeError):
-                    self._begun[at] = self._pool.submit(self._read, at)
+                # A layer that could not be begun with reads for itself, and tells what is wrong: a file
+                # was changed, or the interpreter ends, where no thread begins.
+                with suppress(RuntimeError, CheckpointError):
+                    self._begun[at] = self._begin(at)
+
+    def _begin(self, at: int) -> Future[Ready | None] | None:
+        """Begin to read a layer; None if there is nothing to wait for."""
+        cached = [
+            self._copies or not on_disk or whole.is_cached(full)
+            for _, whole, full, on_disk in self.layers[at].parts()
+        ]
+        fetch = not self._copies and None not in cached
+        if fetch and all(cached):
+            return None
+        self._pool = self._pool or ThreadPoolExecutor(1, "read-ahead")
+        return self._pool.submit(self._fetch if fetch else self._read, at)
+
+    def _fetch(self, at: int) -> None:
+        for _, whole, full, on_disk in self.layers[at].parts():
+            with _named(full):
+                if on_disk:
+                    whole.fetch(full)
 
     def _read(self, at: int) -> Ready:
         layer = self.layers[at]
         ready = {}
-        for name in layer.names:
-            tensor = layer.weights[name]
+        for name, whole, full, on_disk in layer.parts():
+            tensor = whole[full]
             if layer.tied is not None and tensor.data_ptr() in layer.tied:
                 continue
-            whole, full = _whole(layer.weights, name)
-            if isinstance(whole, OffloadedWeightsLoader) and whole.on_disk(full):
-                try:
+            if on_disk:
+                with _named(full):
                     read_in(tensor)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"Cannot read the offloaded weight {full!r}: {error}."
-                        " Was its file changed or cut off?"
-                    ) from None
             ready[name] = tensor
         if not self._copies:
             return ready, None
@@ -154,6 +178,16 @@ class ReadAhead:
             for name, tensor in ready.items():
                 ready[name] = tensor.pin_memory().to(self.device, non_blocking=True)
         return ready, self._stream.record_event()
+
+
+@contextmanager
+def _named(weight: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot read the offloaded weight {weight!r}: {error}. Was its file changed or cut off?"
+        ) from None
 
 
 def _whole(weights: Any, name: str) -> tuple[Any, str]:
