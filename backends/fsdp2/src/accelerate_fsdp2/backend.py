@@ -431,7 +431,8 @@ class FSDP2Backend(Backend):
             for group in groups_of(model):
                 group._partial_reduce_output = None
                 for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
+                    if "unsharded_accumulated_grad" in vars(parameter):  # until torch 2.14
+                        parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = None
             self._waiting.discard(model)
