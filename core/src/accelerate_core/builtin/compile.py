@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
@@ -219,14 +220,14 @@ def _compile_in_place(module: nn.Module, keywords: dict[str, Any]) -> None:
         return
     # The compiler starts no graph in a file of torch, but follows calls into it:
     # a frame outside is needed to start from.
-    module._compiled_call_impl = torch.compile(_outside_call(module), **keywords)
+    # Not a frame that holds the module: torch 2.8 would make a graph for each.
+    compiled = torch.compile(_outside_call(module), **keywords)
+    module._compiled_call_impl = functools.partial(compiled, module)
 
 
 def _outside_call(module: nn.Module) -> Callable[..., Any]:
-    call = module._call_impl
-
-    def compiled_call(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def compiled_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # Graphs are kept per code object, up to a limit: one for each class, so that
     # classes do not crowd each other out and instances still share.
