@@ -119,16 +119,21 @@ def _safe_globals() -> list[Any]:
     except ImportError:
         return []
     return [
-        *(numpy._core.multiarray._reconstruct, numpy.ndarray, numpy.dtype),
+        *(_numpy_core().multiarray._reconstruct, numpy.ndarray, numpy.dtype),
         *(codecs.encode, numpy.dtypes.UInt32DType),
     ]
+
+
+def _numpy_core() -> Any:
+    new = importlib.import_module("numpy").__version__ >= "2"
+    return importlib.import_module("numpy._core" if new else "numpy.core")
 
 
 def __getattr__(name: str) -> Any:
     if name == "TORCH_SAFE_GLOBALS":
         return _safe_globals()
     if name == "np_core":
-        return importlib.import_module("numpy._core")
+        return _numpy_core()
     raise AttributeError(name)
 
 
