@@ -28,11 +28,9 @@ TESTS = (
     *("tests/core", "tests/backends/ddp", "tests/checkpoint", "tests/tracking", "tests/launch"),
     "tests/big_model",
 )
-#: Those that need nothing heavier than torch, and the others, which come without their libraries: the
-#: core's tests ask for what they declare.
+#: Those that need nothing heavier than torch. The others, and those that need another torch, come without
+#: their libraries: the core's tests ask for what they declare.
 MEMBERS = ("core", "backends/ddp", "backends/fsdp2", "extensions/*")
-ENGINES = ("backends/deepspeed", "backends/fp8", "backends/megatron", "backends/xla")
-WITHOUT_LIBRARIES = (*ENGINES, "trackers/*")
 #: What uv resolves: the tested versions, the highest there are, or the lowest that we declare.
 TESTED = ("--constraints", str(ROOT / "constraints.txt"))
 LOWEST = ("--resolution", "lowest-direct")
@@ -113,8 +111,10 @@ def make(name: str, row: Row, folder: Path) -> Path:
     frozen = uv("pip", "freeze", "--python", python, "--exclude-editable")
     held.write_text(frozen, encoding="utf-8")
     uv(*install, "--constraints", held, "--group", "suite", "import-linter")
-    others = [path for one in WITHOUT_LIBRARIES for path in ROOT.glob(f"{one}/pyproject.toml")]
-    bare = [word for path in others for word in ("--editable", path.parent)]
+    left_out = [
+        one for one in sorted(ROOT.glob("backends/*")) if f"backends/{one.name}" not in members
+    ]
+    bare = [word for one in (*left_out, *ROOT.glob("trackers/*")) for word in ("--editable", one)]
     uv(*install, "--no-deps", *bare)
     return python
 

@@ -223,8 +223,11 @@ def test_the_table_and_why_decide_as_launch_does_with_the_same_file(
     assert (ddp["state"], ddp["steps"]["processes"]) == ("active", f"2, {config} line 1")
     starter = "torchrun" if key == "neither" else "rope"
     assert active["launcher"] == starter
-    said = "ddp\nddp" if key == "neither" else "rope starts 2"
-    assert done.stdout.strip() == said, done.stderr
+    said = ["ddp", "ddp"] if key == "neither" else ["rope starts 2"]
+    # Gloo of older torch writes there, too.
+    assert [line for line in done.stdout.splitlines() if "peer ranks" not in line] == said, (
+        done.stderr
+    )
     rope = decision(tmp_path, "rope", *file, **environ)
     because = {
         "launcher": f"{config} line 3",
