@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,6 +104,17 @@ def test_one_place_is_shown_once_and_what_was_printed_is_not_repeated(tmp_path: 
     text, _ = describe(printed)
     assert "ValueError: shown by a hook (its traceback stands above)" in text
     assert HEAD not in text
+
+
+def test_a_rank_that_the_agent_ended_on_its_way_out_failed_by_its_exception(tmp_path: Path) -> None:
+    file = record(tmp_path, 0, raised("mine"), True).error_file
+    text, status = describe({0: ProcessFailure(0, 100, -signal.SIGTERM, file)})
+    assert status == 1
+    assert "failed: exit status 1, process 100" in text
+    wrote_nothing = str(tmp_path / "1" / "error.json")
+    text, status = describe({1: ProcessFailure(1, 101, -signal.SIGTERM, wrote_nothing)})
+    assert status == 128 + signal.SIGTERM
+    assert "killed by SIGTERM; process 101" in text
 
 
 BAD = {

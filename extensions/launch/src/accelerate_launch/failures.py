@@ -56,7 +56,7 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
     """
     rank = min(failures, key=lambda one: failures[one].timestamp)
     failure = failures[rank]
-    status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    status = _status(failure)
     lines, alike, ended = [], [], []
     trace = _left(failure.message)
     shown = [*_shown, trace]
@@ -82,13 +82,21 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
     if ended:
         lines.append(f"Ended after it: rank {', '.join(ended)}.")
     _shown.clear()  # they may be started again
-    return "\n".join(lines) + "\n", status
+    return "\n".join(lines) + "\n", status if status > 0 else 128 - status
+
+
+def _status(failure: Any) -> int:
+    """Return how a rank ended; minus the signal's number if one killed it."""
+    # A rank that wrote down its exception was on its way out when the agent ended all of them.
+    left = failure.exitcode == -signal.SIGTERM and _said(failure)
+    return 1 if left else int(failure.exitcode)
 
 
 def _how(failure: Any) -> str:
-    if failure.exitcode >= 0:
-        return f"exit status {failure.exitcode}, process {failure.pid}"
-    name = signal.Signals(-failure.exitcode).name
+    status = _status(failure)
+    if status >= 0:
+        return f"exit status {status}, process {failure.pid}"
+    name = signal.Signals(-status).name
     hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}; process {failure.pid}"
 
