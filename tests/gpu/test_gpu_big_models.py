@@ -85,11 +85,13 @@ def test_layers_on_disk_come_to_the_device_ahead_of_use(
     with torch.no_grad():
         for _ in range(3):  # the second time the order is known
             torch.testing.assert_close(made(inputs).cpu(), outputs, rtol=1e-4, atol=1e-5)
-    ahead = offload_hook(made[0][0]).ahead
-    assert ahead._begun
-    ready, _ = next(iter(ahead._begun.values())).result(timeout=60)
-    places = {tensor.device for tensor in ready.values()}
-    assert places == {device}
+    begun = offload_hook(made[0][0]).ahead._begun
+    assert begun
+    for one in begun.values():
+        read = one.result(timeout=60) if one else None
+        if read is not None or device.type != "cpu":  # there, what is cached is not waited for
+            ready, _ = read
+            assert {tensor.device for tensor in ready.values()} == {device}
 
 
 @pytest.mark.device
