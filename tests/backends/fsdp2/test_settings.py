@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
+from torch.torch_version import TorchVersion
 
 from accelerate_core import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate_core.config.lookup import Sources, resolve_settings
@@ -101,6 +102,12 @@ def test_names_and_texts(given, field, value):
 def test_what_is_refused_says_what_to_do(given, text):
     with pytest.raises((ConfigurationError, TypeError), match=text):
         FullyShardedDataParallelPlugin(**given)
+
+
+def test_a_torch_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.0"))
+    with pytest.raises(ConfigurationError, match=r"2.11 or newer, and torch here is 2.10.0"):
+        FSDP2Backend()
 
 
 def test_the_state_dicts_of_fsdp1_are_mapped():

@@ -72,6 +72,11 @@ class FSDP2Backend(Backend):
     handlers = (FullyShardedDataParallelPlugin,)
 
     def __init__(self, settings: Any = None, handlers: Sequence[Any] = ()) -> None:
+        if torch.__version__ < "2.11":
+            raise ConfigurationError(
+                f"The backend 'fsdp2' needs torch 2.11 or newer, and torch here is {torch.__version__}, "
+                "under which it would train to other weights. Run: pip install 'torch>=2.11'."
+            )
         super().__init__(settings or FullyShardedDataParallelPlugin(), handlers)
         self.options: FullyShardedDataParallelPlugin = self.settings
         sharded = self.options.state_dict_type == "SHARDED_STATE_DICT"
