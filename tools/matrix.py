@@ -111,11 +111,11 @@ def make(name: str, row: Row, folder: Path) -> Path:
     frozen = uv("pip", "freeze", "--python", python, "--exclude-editable")
     held.write_text(frozen, encoding="utf-8")
     uv(*install, "--constraints", held, "--group", "suite", "import-linter")
-    left_out = [
-        one for one in sorted(ROOT.glob("backends/*")) if f"backends/{one.name}" not in members
-    ]
-    bare = [word for one in (*left_out, *ROOT.glob("trackers/*")) for word in ("--editable", one)]
-    uv(*install, "--no-deps", *bare)
+    ours = (
+        one.parent for kind in ("backends", "trackers") for one in ROOT.glob(f"{kind}/*/*.toml")
+    )
+    left_out = [one for one in ours if str(one.relative_to(ROOT)) not in members]
+    uv(*install, "--no-deps", *(word for one in left_out for word in ("--editable", one)))
     return python
 
 
