@@ -450,7 +450,7 @@ def test_a_model_on_disk_is_compiled(place: dict[str, str], model: Both, checkpo
                 assert torch.equal(compiled(INPUT), wanted)
     assert all(one.is_meta for one in made.decoder.parameters())
     linear = [sum("linear" in str(target) for target in graph) for graph in graphs]
-    one = 0 if torch.__version__.startswith("2.8.") else 1  # torch 2.8 leaves layers on disk eager
+    one = int(torch.__version__ >= "2.13")  # 2.8 and 2.11 leave layers on disk eager
     assert max(linear, default=0) == (one if place == {"": "disk"} else 3)
     torch.compiler.reset()
 
