@@ -24,10 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-TESTS = (
-    *("tests/core", "tests/backends/ddp", "tests/checkpoint", "tests/tracking", "tests/launch"),
-    "tests/big_model",
-)
+#: Beside those of the core and of the row's backends.
+TESTS = ("tests/checkpoint", "tests/tracking", "tests/launch", "tests/big_model")
 #: Those that need nothing heavier than torch. The others, and those that need another torch, come without
 #: their libraries: the core's tests ask for what they declare.
 MEMBERS = ("core", "backends/ddp", "backends/fsdp2", "extensions/*")
@@ -168,7 +166,8 @@ def main(only: tuple[str, ...], folder: Path, jobs: int, tests: tuple[str, ...])
         report.unlink(missing_ok=True)
         options = ["-n", str(jobs), "--dist", "loadfile", "-q", "-m", "not soak"]
         command = [str(python), "-m", "pytest", *options, f"--junit-xml={report}"]
-        done = subprocess.run([*command, *(tests or TESTS)], cwd=ROOT)
+        own = [f"tests/{one}" for one in packages(row)[0] if (ROOT / "tests" / one).is_dir()]
+        done = subprocess.run([*command, *(tests or (*own, *TESTS))], cwd=ROOT)
         red |= done.returncode != 0
         found = counts(report) if report.exists() else {"": f"pytest ended with {done.returncode}"}
         table.add_row(name, *versions, *map(str, found.values()))
