@@ -13,7 +13,7 @@ from torch.distributed import run as agent
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 
@@ -96,6 +96,15 @@ def _pass_signals_on(parsed: Any) -> None:
     signal.signal(signal.SIGTERM, send)
 
 
+def _add_ended(failures: dict[int, ProcessFailure], processes: Any, group: WorkerGroup) -> None:
+    """Add the ranks that ended after the first failure: torch 2.8 forgets them, and what they left."""
+    for local_rank, handler in getattr(processes, "subprocess_handlers", {}).items():
+        rank, status = group.workers[local_rank].global_rank, handler.proc.returncode
+        if status and rank not in failures:
+            file = processes.error_files[local_rank]
+            failures[rank] = ProcessFailure(local_rank, handler.proc.pid, status, file)
+
+
 class _Agent(LocalElasticAgent):
     """An agent whose ranks may be preempted, and whose rendezvous may be lost."""
 
@@ -111,6 +120,7 @@ class _Agent(LocalElasticAgent):
         if processes is not None:
             if result.failures:
                 remember(processes)
+                _add_ended(result.failures, processes, worker_group)
             else:
                 sys.stderr.write(held(processes))
         if any(failure.exitcode == _AGAIN for failure in (result.failures or {}).values()):
