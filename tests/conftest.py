@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
+from packaging.requirements import Requirement
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,6 +23,8 @@ def _each_file_begins_with_no_accelerator() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for name in (name for mark in item.iter_markers("needs") for name in mark.args):
-        if find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
+    for mark in item.iter_markers("needs"):
+        wanted = Requirement(mark.args[0])
+        found = find_spec(wanted.name) and version(wanted.name)
+        if not found or not wanted.specifier.contains(found, prereleases=True):
+            pytest.skip(f"{wanted} is not installed")

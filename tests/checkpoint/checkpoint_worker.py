@@ -305,7 +305,7 @@ def a_rank_that_comes_late_is_told() -> None:
 
 @case
 def a_part_of_the_state_is_not_saved_alone() -> None:
-    if SIZE == 1:
+    if SIZE == 1 or torch.__version__ < "2.11":  # fsdp2 needs that
         return
     rendezvous.SHARDED, folder = 0.5, scratch("sharded")
     accelerator = Accelerator(

@@ -130,7 +130,7 @@ else:
         ("single", 1, "", ["never"]),
         ("declares", 2, "", ["step"]),
         ("ddp", 2, "", ["backward"]),
-        ("fsdp2", 2, "", ["backward"]),
+        pytest.param("fsdp2", 2, "", ["backward"], marks=pytest.mark.needs("torch>=2.11")),
         ("deepspeed", 2, "", ["engine"]),
         ("mute", 1, "PluginError", ["mute", "dummy-capable 1.0", "reduces_gradients=None"]),
         ("mute", 3, "PluginError", ["'backward': when", "'step': when", "'engine': ", "'never': "]),

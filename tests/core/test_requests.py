@@ -185,6 +185,7 @@ def test_a_section_of_its_own_asks_for_a_backend(root: Path, tmp_path: Path) -> 
     assert made(root, tmp_path, file=with_trigger)[0] == "PluginConflictError"
 
 
+@pytest.mark.needs("torch>=2.11")  # fsdp2 does
 def test_who_was_not_asked_for_outbids_nobody_and_says_so(root: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     code = """
@@ -432,6 +433,7 @@ class Looks:
 """
 
 
+@pytest.mark.needs("torch>=2.11")  # fsdp2 does
 @pytest.mark.parametrize("trigger", ["HOME", "num_processes", "always"])
 def test_what_asks_for_nothing_outbids_no_request_and_is_told(tmp_path: Path, trigger: str) -> None:
     groups = {"backends": {"greedy": "Greedy"}, "triggers": {trigger: "Greedy"}}

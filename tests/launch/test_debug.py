@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import run_workers
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.needs("torch>=2.11")]  # fsdp2 does
 WORKER = Path(__file__).with_name("debug_worker.py")
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from launched import run_cli
 from support import clean_environment
 
@@ -624,8 +623,7 @@ def test_the_rank_that_failed_is_named_with_its_traceback_and_log(
     done = run_cli("launch", "--cpu", "--num_processes", "2", *more, "train.py", how, cwd=tmp_path)
     assert done.returncode == status
     assert f"Rank 1 on {socket.gethostname()} {said}" in done.stderr
-    # An older torch says nothing of the ranks that it ended.
-    assert "Ended after it: rank 0" in done.stderr or torch.__version__ < "2.11"
+    assert "Ended after it: rank 0" in done.stderr
     assert "torch/distributed/run.py" not in done.stderr  # the agent's own traceback helps nobody
     if how == "raise":
         log = Path(done.stderr.split("Log: ")[1].splitlines()[0])
