@@ -69,11 +69,20 @@ def test_the_loss_scale_comes_along_to_another_number_of_ranks(tmp_path):
 
 
 def test_on_other_numbers_of_ranks_nearly(tmp_path, straight):
-    found = run(tmp_path, (1, 5), (2, 10), (1, 16))
+    found = run(tmp_path, (1, 6), (2, 10), (1, 16))
     for stage, losses in straight.items():
         assert found[stage].keys() == losses.keys()
         for step, loss in losses.items():
             assert abs(found[stage][step] - loss) <= 1e-5, (stage, step, loss, found[stage][step])
+
+
+def test_gradients_of_a_cycle_are_refused_on_another_number_of_ranks(tmp_path):
+    run(tmp_path, (2, 5), stages=("2",))
+    worker = HERE / "deepspeed_resume_worker.py"
+    refused = run_workers(worker, 1, [tmp_path, 10, "2"], timeout=150)
+    assert not refused.ok
+    assert "in the middle of an accumulation cycle on 2 process(es)" in refused.stderr
+    assert "cannot move its gradients to 1 process(es)" in refused.stderr
 
 
 def test_damage_to_every_file_is_refused_and_passed_over(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from accelerate_core.builtin.compile import compile_model
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
 from accelerate_core.training.forward import wrap_forward
-from accelerate_deepspeed import automatic, checkpoint, library
+from accelerate_deepspeed import automatic, checkpoint, library, pending
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 from accelerate_deepspeed.engines import (
     DeepSpeedEngineWrapper,
@@ -63,7 +63,7 @@ class DeepSpeedBackend(Backend):
         "no_sync": False,
         "join": False,
         "compile": True,
-        "gradients": False,
+        "gradients": "same_layout",
         "several_models": True,
     }
     owns: ClassVar[frozenset[str]] = frozenset({"device_placement", "optimizer", "checkpoint"})
@@ -263,6 +263,8 @@ class DeepSpeedBackend(Backend):
         self, accelerator: AcceleratorView, batches: Iterator[Any], non_blocking: bool
     ) -> Iterator[Any]:
         """Move batches to the device, cut along the sequence with `sp_size`."""
+        if self._ulysses is None and accelerator.device.type == "cpu":
+            return batches  # they are in place already
         moved = super().feed_device(accelerator, batches, non_blocking)
         return moved if self._ulysses is None else self._ulysses.shard(moved)
 
@@ -376,12 +378,16 @@ class DeepSpeedBackend(Backend):
         if self._ulysses is not None and found[0].stage < 3:
             # Stages 0 to 2 add the parts of a sequence up, stage 3 takes their mean, as here.
             loss = loss / self._ulysses.size
-        agree_on_scale(found)
+        if len(found) > 1:
+            agree_on_scale(found)
         for one in found:
-            one.begun()
+            if not one.dirty or one.finished:
+                one.begun()
             one.backward_ended = False
         # The first engine scales the loss; the hooks of the others know that it is done.
-        first, *others = sorted(found, key=lambda one: one.stage)
+        first, *others = found
+        if others:
+            first, *others = sorted(found, key=lambda one: one.stage)
         if first.stage == 0 and (scale := first.loss_scale) != 1.0:
             loss = loss.float() * scale  # DeepSpeed divides gradients by it, and has not multiplied
         with ExitStack() as stack:
@@ -491,7 +497,7 @@ class DeepSpeedBackend(Backend):
         one = self.engines.of(optimizer)
         if one is None:
             super().zero_grad(accelerator, optimizer, set_to_none)
-        else:
+        elif one.dirty:
             one.drop()
 
     # --- keep ---------------------------------------------------------------------------------
@@ -515,6 +521,29 @@ class DeepSpeedBackend(Backend):
         for one in self.engines.trained:
             one.drop()
         checkpoint.load(accelerator, directory, options)
+
+    def pending_gradients(
+        self, accelerator: AcceleratorView, model: nn.Module, parameters: Collection[torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return what the engine has accumulated on this rank."""
+        one = self.engines.of(model)
+        if one is None:
+            return super().pending_gradients(accelerator, model, parameters)
+        return pending.read(one)
+
+    def load_pending_gradients(
+        self,
+        accelerator: AcceleratorView,
+        model: nn.Module,
+        gradients: Mapping[str, torch.Tensor],
+        factor: float,
+    ) -> None:
+        """Put it back into the engine."""
+        one = self.engines.of(model)
+        if one is None:
+            super().load_pending_gradients(accelerator, model, gradients, factor)
+        else:
+            pending.write(one, gradients)
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, with stage 3 an empty one elsewhere."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ import torch.distributed as dist
 
 from accelerate_core.errors import ConfigurationError
 from accelerate_deepspeed.settings import DeepSpeedPlugin
+
+#: Where stage 3 has this rank's part of each parameter's gradient.
+STAGE_3_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 class TrainedEngine:
@@ -48,11 +51,17 @@ class TrainedEngine:
         epilogue = engine._backward_epilogue
 
         def noted() -> None:
-            self.begun()
+            if not self.dirty or self._finished:
+                self.begun()
             self.backward_ended = True
             epilogue()
 
         engine.__dict__["_backward_epilogue"] = noted
+
+    @property
+    def finished(self) -> bool:
+        """Whether gradients were reduced before the step, to be measured or changed."""
+        return self._finished or bool(self._carried)
 
     def begun(self) -> None:
         """Note a backward: what was finished is so no more."""
@@ -156,6 +165,13 @@ class TrainedEngine:
     def step(self) -> bool:
         """Step the engine; tell whether the step was taken."""
         engine, optimizer = self.engine, self.engine.optimizer
+        if not self._finished and not self._carried and self._clip is None:
+            # The script has neither measured nor changed gradients, so there is nothing to undo.
+            engine.step()
+            self.dirty = False
+            if self.stage == 3:
+                self._zero_parts()
+            return bool(engine.was_step_applied())
         with ExitStack() as stack:
             if self._carried:
                 self.finish()
@@ -204,11 +220,15 @@ class TrainedEngine:
     def _cleared(self) -> None:
         self.dirty, self._finished, self._norm, self._clip = False, False, None, None
         self._carried = {}
-        if self.stage == 3:  # a layer that is not used next would keep its last gradient
-            name = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-            with torch.no_grad():
-                for part in getattr(self.engine.optimizer, name, {}).values():
-                    part.zero_()
+        if self.stage == 3:
+            self._zero_parts()
+
+    def _zero_parts(self) -> None:
+        """Zero the gradients of stage 3: a layer that is not used next would keep its last one."""
+        parts = getattr(self.engine.optimizer, STAGE_3_PARTS, {})
+        with torch.no_grad():
+            for part in parts.values():
+                part.zero_()
 
     # --- where they are ---------------------------------------------------------------------------
 
@@ -314,11 +334,15 @@ class Engines:
 
     def of(self, held: Any) -> TrainedEngine | None:
         """Return the engine that is, or holds, a prepared model, its module or its optimizer."""
-        for one in self.trained:
-            engine = one.engine
-            parts = (engine, engine.module, engine.optimizer, engine.basic_optimizer)
-            if any(held is part for part in parts):
-                return one
+        # Asked several times in every step, so without a generator.
+        for reference in self._engines:
+            engine = reference()
+            if engine is None:
+                continue
+            if held is engine.optimizer or held is engine.basic_optimizer:
+                return engine.accelerate_trained  # type: ignore[no-any-return]
+            if held is engine or held is engine.module:
+                return engine.accelerate_trained  # type: ignore[no-any-return]
         return None
 
     def of_loss(self, loss: torch.Tensor) -> list[TrainedEngine]:
@@ -327,9 +351,14 @@ class Engines:
         With one engine that is it; of several the graph says which: a generator's forward may be
         older than its discriminator's last backward.
         """
+        if loss.grad_fn is None:
+            return []
+        if len(self._engines) == 1:
+            engine = self._engines[0]()
+            return [] if engine is None else [engine.accelerate_trained]
         trained = self.trained
-        if len(trained) <= 1 or loss.grad_fn is None:
-            return trained if loss.grad_fn is not None else []
+        if len(trained) <= 1:
+            return trained
         found: set[int] = set()
         seen: set[Any] = set()
         waiting: list[Any] = [loss.grad_fn]
@@ -367,7 +396,7 @@ def agree_on_scale(engines: Sequence[TrainedEngine]) -> None:
 
     Gradients that are there already are brought to it.
     """
-    if len({one.loss_scale for one in engines}) <= 1:
+    if len({one.loss_scale for one in engines}) == 1:
         return
     static = {one.loss_scale for one in engines if not one.engine.dynamic_loss_scale()}
     if len(static) > 1:
@@ -386,13 +415,20 @@ def _as_it_is(grad: Any) -> Any:
     return grad
 
 
-@contextmanager
-def _set(obj: Any, name: str, value: Any) -> Iterator[None]:
+class _set:
     """Have an attribute of one object inside of the block."""
-    before = {name: vars(obj)[name]} if name in vars(obj) else {}
-    setattr(obj, name, value)
-    try:
-        yield
-    finally:
-        delattr(obj, name)
-        vars(obj).update(before)
+
+    __slots__ = ("_before", "_name", "_obj", "_value")
+
+    def __init__(self, obj: Any, name: str, value: Any) -> None:
+        self._obj, self._name, self._value = obj, name, value
+
+    def __enter__(self) -> None:
+        held = vars(self._obj)
+        self._before = {self._name: held[self._name]} if self._name in held else {}
+        held[self._name] = self._value
+
+    def __exit__(self, *error: Any) -> None:
+        held = vars(self._obj)
+        del held[self._name]
+        held.update(self._before)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,12 +26,11 @@ from accelerate_core import AcceleratorView, Backend, Claim, Request
 from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.contract.capabilities import NEEDS
 from accelerate_core.errors import ConfigurationError, PrepareError
-from accelerate_fsdp2 import sequence, states, tensor_parallel, testing, units, weights
+from accelerate_fsdp2 import pending, sequence, states, tensor_parallel, testing, units, weights
 from accelerate_fsdp2.gradients import (
+    Layouts,
     average,
     clip_norm,
-    groups_of,
-    has_unreduced,
     local,
     local_with_grad,
     scale,
@@ -41,6 +40,7 @@ from accelerate_fsdp2.settings import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accelerate_fsdp2.sharded_model import ShardedModel, Synced, add_up
 
 #: Optimizers that need whole parameters: silently wrong, or an error deep inside of torch.
 _WHOLE_ONLY = ("LBFGS", "Adafactor")
@@ -63,7 +63,6 @@ class FSDP2Backend(Backend):
         "no_sync": True,
         "join": False,
         "compile": True,
-        "gradients": False,
         "several_models": True,
     }
     needs_group = True
@@ -83,13 +82,13 @@ class FSDP2Backend(Backend):
         self.owns = frozenset({"device_placement", *(["checkpoint"] if sharded else [])})  # type: ignore[misc]
         #: Weights of models on meta: rank 0's by name, "rank 0" elsewhere, None where nobody has any.
         self._sources: _OfModels[Any] = weakref.WeakKeyDictionary()
-        self._ignored: _OfModels[list[nn.Parameter]] = weakref.WeakKeyDictionary()
-        self._unsynced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        #: Models with gradients that are not reduced yet.
-        self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        #: Parameters whose gradients the ranks of `tp` have parts of: by name, and then sharded.
+        #: What is sharded, in the order of `prepare`. A list: weak containers cost calls per step.
+        self._models: list[ShardedModel] = []
+        #: Parameters whose gradients the ranks of `tp` have parts of, by name.
         self._added_names: _OfModels[list[str]] = weakref.WeakKeyDictionary()
-        self._added: _OfModels[list[nn.Parameter]] = weakref.WeakKeyDictionary()
+        self._layouts = Layouts()
+        #: Whether there are several copies of each shard (HSDP).
+        self._replicates = False
         self._sharded = states.Sharded()
         self._loss_parallel: Any = None
         self._shards: Any = None
@@ -329,8 +328,10 @@ class FSDP2Backend(Backend):
         whole = [now[name] for name in ignored]
         for parameter in whole:
             parameter.data = parameter.data.to(accelerator.device)
-        self._ignored[model] = [parameter for parameter in whole if parameter.requires_grad]
-        self._added[model] = [now[name] for name in self._added_names.get(model, ())]
+        trained = [parameter for parameter in whole if parameter.requires_grad]
+        added = [now[name] for name in self._added_names.get(model, ())]
+        self._replicates = sizes.dp_replicate_enabled
+        self._remember(model, trained, added)
         if self.options.forward_prefetch:
             _prefetch_forward([group[0] for group in groups], model)
         for method in self._methods(model):
@@ -395,104 +396,80 @@ class FSDP2Backend(Backend):
 
     def no_sync(self, accelerator: AcceleratorView, model: Any) -> AbstractContextManager[Any]:
         """Keep whole gradients on their ranks: nothing is reduced."""
-        return self._synced(model, False) if isinstance(model, FSDPModule) else nullcontext()
+        sharded = self._sharded_model(model)
+        return nullcontext() if sharded is None else Synced(sharded, False)
 
     def trigger_sync_in_backward(
         self, accelerator: AcceleratorView, model: Any
     ) -> AbstractContextManager[Any]:
         """Reduce in the next backward, although its forward ran under `no_sync`."""
-        return self._synced(model, True) if isinstance(model, FSDPModule) else nullcontext()
+        sharded = self._sharded_model(model)
+        return nullcontext() if sharded is None else Synced(sharded, True)
 
-    @contextmanager
-    def _synced(self, model: Any, sync: bool) -> Iterator[None]:
-        was = model not in self._unsynced
-        self._set_sync(model, sync)
-        try:
-            yield
-        finally:
-            self._set_sync(model, was)
+    def _sharded_model(self, model: Any) -> ShardedModel | None:
+        """Return what is kept for a model, None if it is not sharded."""
+        for sharded in self._models:
+            if sharded._model() is model:
+                return sharded
+        if not isinstance(model, FSDPModule):
+            return None
+        return self._remember(model)
 
-    def _set_sync(self, model: Any, sync: bool) -> None:
-        model.set_requires_gradient_sync(sync)
-        (self._unsynced.discard if sync else self._unsynced.add)(model)
+    def _remember(self, model: Any, *kept: Sequence[nn.Parameter]) -> ShardedModel:
+        sharded = ShardedModel(model, *kept)
+        self._layouts.forget()
+        self._models = [one for one in self._models if one.model is not None]
+        self._models.append(sharded)
+        return sharded
 
-    def _are_unsynced(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether gradients of some of them are not reduced, and so not in the parameters."""
-        waiting = {*self._unsynced, *self._waiting}
-        given = {id(parameter) for parameter in parameters} if waiting else ()
-        return any(id(p) in given for model in waiting for p in model.parameters())
+    def _unreduced(self, parameters: Iterable[torch.Tensor]) -> list[ShardedModel]:
+        """Return the models of these parameters that have gradients which are not reduced."""
+        found = [one for one in self._models if one.has_unreduced]
+        if not found:
+            return found
+        ids = {id(parameter) for parameter in parameters}
+        return [one for one in found if one.model is not None and one.holds_any(ids)]
 
-    def _refuse_unsynced(self, what: str, parameters: Iterable[torch.Tensor]) -> None:
-        if self._are_unsynced(parameters):
+    def _refuse_unreduced(self, what: str, parameters: Iterable[torch.Tensor]) -> None:
+        if self._unreduced(parameters):
             raise ConfigurationError(
                 f"{what} after a backward under no_sync: the gradients are not reduced and not in "
                 "the parameters, so nothing would happen. Do the last backward of a cycle outside "
                 "of the block, or use accumulate."
             )
 
-    def _forget_gradients(self, models: Iterable[nn.Module]) -> None:
-        """Drop what was computed under no_sync: it is where zero_grad does not reach."""
-        for model in models:
-            for group in groups_of(model):
-                group._partial_reduce_output = None
-                for parameter in group.fsdp_params:
-                    if "unsharded_accumulated_grad" in vars(parameter):  # until torch 2.14
-                        parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
-            self._waiting.discard(model)
-
     def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
-        """Clear gradients, those that are not reduced yet, too."""
-        super().zero_grad(accelerator, optimizer, set_to_none)
-        if self._waiting:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            mine = [m for m in self._waiting if any(id(p) in held for p in m.parameters())]
-            self._forget_gradients(mine)
+        """Clear gradients, including those that are not reduced yet."""
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for sharded in self._models:
+            if sharded.waiting:
+                held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                if sharded.holds_any(held):
+                    sharded.forget_gradients()
 
     def backward(
         self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
         """Compute gradients; average those of parameters that stay whole."""
-        replicated = accelerator.parallelism_config.dp_replicate_enabled
-        if replicated and accelerator.gradient_state.sync_each_batch:
+        models = self._models
+        if self._replicates and accelerator.gradient_state.sync_each_batch:
             # Shards are reduced at each batch, copies of them when the optimizer steps.
-            for model in accelerator.models:
-                if isinstance(model, FSDPModule):
-                    model.set_requires_all_reduce(accelerator.sync_gradients)
-        before = self._added_gradients()
-        super().backward(accelerator, loss, kwargs)
-        self._add_up(before, accelerator)
-        if self._unsynced or self._waiting:
-            for model in {*self._unsynced, *self._waiting}:
-                (self._waiting.add if has_unreduced(model) else self._waiting.discard)(model)
-        for model, parameters in self._ignored.items():
-            if parameters and model not in self._unsynced:
-                average(parameters, self._shard_mesh(accelerator))
-
-    def _added_gradients(self) -> dict[nn.Parameter, torch.Tensor | None]:
-        """Return what the parameters have so far whose gradients are added up over `tp`."""
-        found: dict[nn.Parameter, torch.Tensor | None] = {}
-        for model, parameters in self._added.items():
-            if model not in self._unsynced:
-                for parameter in parameters:
-                    grad = parameter.grad
-                    found[parameter] = None if grad is None else local(grad).clone()
-        return found
-
-    @torch.no_grad()
-    def _add_up(
-        self, before: dict[nn.Parameter, torch.Tensor | None], accelerator: AcceleratorView
-    ) -> None:
-        for parameter, earlier in before.items():
-            if parameter.grad is None:
-                continue
-            grad = local(parameter.grad)
-            if earlier is not None:
-                grad.sub_(earlier)
-            dist.all_reduce(grad, group=accelerator.torch_device_mesh["tp"].get_group())
-            if earlier is not None:
-                grad.add_(earlier)
+            all_reduce = accelerator.sync_gradients
+            for sharded in models:
+                for group in sharded.groups:
+                    group.all_reduce_grads = all_reduce
+        before: dict[nn.Parameter, torch.Tensor | None] = {}
+        for sharded in models:
+            if sharded.added:
+                before.update(sharded.added_gradients())
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        if before:
+            add_up(before, accelerator.torch_device_mesh["tp"].get_group())
+        for sharded in models:
+            if sharded.waiting or not sharded.synced:
+                sharded.look_for_unreduced()
+            if sharded.whole and sharded.synced:
+                average(sharded.whole, self._shard_mesh(accelerator))
 
     def scale_gradients(
         self, accelerator: AcceleratorView, models: Sequence[nn.Module], factor: torch.Tensor
@@ -514,11 +491,11 @@ class FSDP2Backend(Backend):
         Inside of a cycle of `accumulate` there is nothing to clip yet.
         """
         if accelerator.sync_gradients:
-            self._refuse_unsynced("Clipping", parameters)
-        elif self._are_unsynced(parameters):
+            self._refuse_unreduced("Clipping", parameters)
+        elif self._unreduced(parameters):
             return None if max_norm is None else torch.zeros((), device=accelerator.device)
         if max_norm is not None:
-            return clip_norm(parameters, max_norm, norm_type)
+            return clip_norm(parameters, max_norm, norm_type, self._layouts)
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -543,8 +520,11 @@ class FSDP2Backend(Backend):
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Step, unless gradients are not there."""
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        self._refuse_unsynced("optimizer.step()", held)
+        for sharded in self._models:
+            if sharded.has_unreduced:
+                held = (p for group in optimizer.param_groups for p in group["params"])
+                self._refuse_unreduced("optimizer.step()", held)
+                break
         scaler: Any = accelerator.scaler
         if scaler is not None and closure is None:
             entry = scaler._per_optimizer_states[id(optimizer)]
@@ -608,10 +588,35 @@ class FSDP2Backend(Backend):
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
         """Read the shards of any number of ranks and any mesh."""
-        self._forget_gradients(accelerator.models)
+        for sharded in self._models:
+            sharded.forget_gradients()
         if "checkpoint" in self.owns:
             strict = bool(options.get("strict", True))
             self._sharded.load(*_unwrapped(accelerator), directory, strict)
+
+    def pending_gradients(
+        self, accelerator: AcceleratorView, model: nn.Module, parameters: Collection[torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return reduced gradients in shards, and whole ones that are not reduced yet."""
+        sharded = self._sharded_model(model)
+        if sharded is None:
+            return super().pending_gradients(accelerator, model, parameters)
+        return pending.read(model, sharded.groups, parameters)
+
+    def load_pending_gradients(
+        self,
+        accelerator: AcceleratorView,
+        model: nn.Module,
+        gradients: Mapping[str, torch.Tensor],
+        factor: float,
+    ) -> None:
+        """Put them back where the next backward adds to them."""
+        sharded = self._sharded_model(model)
+        if sharded is None:
+            super().load_pending_gradients(accelerator, model, gradients, factor)
+            return
+        pending.write(model, sharded.groups, gradients, factor)
+        sharded.look_for_unreduced()
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict on rank 0, an empty one elsewhere."""

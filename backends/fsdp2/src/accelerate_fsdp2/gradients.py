@@ -37,13 +37,12 @@ def groups_of(model: nn.Module) -> Iterator[Any]:
                 yield state._fsdp_param_group
 
 
-def has_unreduced(model: nn.Module) -> bool:
-    return any(
-        parameter.unsharded_accumulated_grad is not None
-        or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
-        for group in groups_of(model)
-        for parameter in group.fsdp_params
-    )
+def unreduced(parameter: Any) -> torch.Tensor | None:
+    """Return what a parameter of torch's FSDP has accumulated on this rank alone, None if nothing."""
+    accumulated: torch.Tensor | None = parameter.unsharded_accumulated_grad
+    if accumulated is not None:
+        return accumulated
+    return getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
 
 
 @torch.no_grad()
@@ -71,26 +70,62 @@ def average(parameters: list[nn.Parameter], mesh: Any) -> None:
             grad.copy_(part.view_as(grad))
 
 
+class Layouts:
+    """Numbers for the meshes and placements of parameters, asked of torch once per parameter.
+
+    Comparing them for every gradient of every step costs more than clipping.
+    """
+
+    def __init__(self) -> None:
+        #: Id of a parameter -> number of its layout, from 1 on; 0 is a plain tensor.
+        self.of_parameter: dict[int, int] = {}
+        self._layouts: list[tuple[Any, Any]] = []
+
+    def learn(self, parameter: torch.Tensor, grad: DTensor) -> int:
+        """Return the number of a gradient's layout and keep it for the parameter."""
+        layout = (grad.device_mesh, grad.placements)
+        if layout not in self._layouts:
+            self._layouts.append(layout)
+        number = self._layouts.index(layout) + 1
+        self.of_parameter[id(parameter)] = number
+        return number
+
+    def mesh(self, number: int) -> Any:
+        """Return the mesh of a layout, None for plain tensors."""
+        return self._layouts[number - 1][0] if number else None
+
+    def forget(self) -> None:
+        """Forget the parameters: others may get their ids."""
+        self.of_parameter.clear()
+
+
 @torch.no_grad()
 def clip_norm(
-    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, layouts: Layouts
 ) -> torch.Tensor:
     """Clip the gradients by their joint norm; return it, on every rank, as a plain tensor.
 
     Those of one mesh are reduced together; the norms of the meshes are then joined.
     """
     norm_type = float(norm_type)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads: list[torch.Tensor] = []
+    groups: dict[int, list[torch.Tensor]] = {}
+    known = layouts.of_parameter
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        number = 0
+        if isinstance(grad, DTensor):
+            number = known.get(id(parameter), 0) or layouts.learn(parameter, grad)
+        grads.append(grad)
+        groups.setdefault(number, []).append(grad)
     if not grads:
         return torch.zeros(())
-    groups: dict[Any, list[torch.Tensor]] = {}
-    for grad in grads:
-        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-        groups.setdefault(key, []).append(grad)
     norms = []
-    for key, together in groups.items():
+    for number, together in groups.items():
         if norm_type == math.inf:
-            norms.append(_largest(together, key[0] if key else None))
+            norms.append(_largest(together, layouts.mesh(number)))
             continue
         norm = torch.nn.utils.get_total_norm(together, norm_type)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -116,7 +151,8 @@ def _largest(grads: Sequence[torch.Tensor], mesh: Any) -> torch.Tensor:
 def scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply gradients in place, those of one device and dtype together."""
     groups: dict[Any, list[torch.Tensor]] = {}
-    for grad in map(local, grads):
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    for grad in grads:
+        part = grad._local_tensor if isinstance(grad, DTensor) else grad
+        groups.setdefault((part.device, part.dtype), []).append(part)
     for (device, dtype), together in groups.items():
         torch._foreach_mul_(together, factor.to(device, torch.promote_types(dtype, torch.float32)))

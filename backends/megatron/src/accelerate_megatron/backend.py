@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ class MegatronBackend(Backend):
         "no_sync": True,
         "join": False,
         "compile": False,
-        "gradients": False,
+        "gradients": "same_layout",
         "several_models": True,
     }
     owns: ClassVar[frozenset[str]] = frozenset(
@@ -382,11 +382,17 @@ class MegatronBackend(Backend):
             "prepare returned."
         )
 
+    def _engine_stepped_by(self, optimizer: Any) -> Engine | None:
+        for engine in self.engines:
+            if engine.inner is optimizer:
+                return engine
+        return None
+
     def optimizer_step(
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Reduce gradients, if clipping has not, and step; False if they overflowed."""
-        engine = next((one for one in self.engines if one.inner is optimizer), None)
+        engine = self._engine_stepped_by(optimizer)
         if engine is None:
             return super().optimizer_step(accelerator, optimizer, closure)
         if closure is not None:
@@ -398,7 +404,7 @@ class MegatronBackend(Backend):
 
     def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
         """Clear megatron's buffers."""
-        engine = next((one for one in self.engines if one.inner is optimizer), None)
+        engine = self._engine_stepped_by(optimizer)
         if engine is None:
             super().zero_grad(accelerator, optimizer, set_to_none)
         else:
@@ -442,6 +448,27 @@ class MegatronBackend(Backend):
         optimizers = options.get("load_optimizer", not self.plugin.no_load_optim)
         strict = bool(options.get("strict", True))
         checkpoint.load(self.engines, directory, optimizers=bool(optimizers), strict=strict)
+
+    def pending_gradients(
+        self, accelerator: AcceleratorView, model: nn.Module, parameters: Collection[torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return megatron's gradient buffers."""
+        if not isinstance(model, MegatronModel):
+            return super().pending_gradients(accelerator, model, parameters)
+        return model.engine.pending_gradients()
+
+    def load_pending_gradients(
+        self,
+        accelerator: AcceleratorView,
+        model: nn.Module,
+        gradients: Mapping[str, torch.Tensor],
+        factor: float,
+    ) -> None:
+        """Fill megatron's gradient buffers."""
+        if isinstance(model, MegatronModel):
+            model.engine.load_pending_gradients(gradients)
+        else:
+            super().load_pending_gradients(accelerator, model, gradients, factor)
 
     def consolidate(self, accelerator: AcceleratorView, model: nn.Module) -> dict[str, Any]:
         """Return the whole state dict, a converted model's with Transformers' names, on rank 0."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate_core import GradScalerKwargs
-from accelerate_core.errors import ConfigurationError, PrepareError, warn
+from accelerate_core.errors import CheckpointError, ConfigurationError, PrepareError, warn
 from accelerate_megatron.library import imported
 from accelerate_megatron.settings import Sizes
 from accelerate_megatron.shards import Part, parts_of, parts_of_plain
@@ -213,6 +213,37 @@ class Engine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.begun = self.ready = self.overflowed = self.clipped = self.called = False
+
+    def pending_gradients(self) -> dict[str, torch.Tensor]:
+        """Return megatron's gradient buffers of this rank, if a backward has run since the step."""
+        if not self.begun:
+            return {}
+        found = {}
+        for number, chunk in enumerate(self.chunks):
+            for index, buffer in enumerate([*chunk.buffers, *chunk.expert_parallel_buffers]):
+                found[f"{number}.{index}"] = buffer.grad_data
+        return found
+
+    @torch.no_grad()
+    def load_pending_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `pending_gradients` returned.
+
+        Raises:
+            CheckpointError: another layout saved it.
+        """
+        self.begun = True
+        here = self.pending_gradients()
+        sizes = {name: buffer.numel() for name, buffer in here.items()}
+        saved = {name: gradient.numel() for name, gradient in gradients.items()}
+        if sizes != saved:
+            self.begun = False
+            raise CheckpointError(
+                "The checkpoint was saved in the middle of an accumulation cycle by another layout of "
+                "tensor, pipeline or expert ranks. Load it with that layout, or load a checkpoint "
+                "that was saved after an optimizer step."
+            )
+        for name, buffer in here.items():
+            buffer.copy_(gradients[name])
 
     # --- what the optimizer holds ---------------------------------------------------------------
 

@@ -222,9 +222,10 @@ class MegatronModel(nn.Module):
         """
         if self.run_step is not None:
             return self.run_step(kwargs if not args else args[0])
-        if self.engine.sizes.pp > 1:
+        engine = self._engine[0]
+        if engine.sizes.pp > 1:
             self._refuse()
-        self.engine.called = torch.is_grad_enabled()
+        engine.called = torch.is_grad_enabled()
         return self.call(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -241,7 +242,7 @@ class MegatronModel(nn.Module):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the only chunk as it is."""
-        return self.chunks[0](*args, **kwargs)
+        return self._engine[0].chunks[0](*args, **kwargs)
 
     def check(self, batch: Any, training: bool) -> None:
         """Refuse a batch that the model cannot take; every rank calls it before a step."""

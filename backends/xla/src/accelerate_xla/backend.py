@@ -58,8 +58,6 @@ class XLABackend(XLACollectives, Backend):
         GENERATORS["xla"] = library.Generator()
         if self.settings.state_dict_type == "SHARDED_STATE_DICT":
             self.owns = frozenset({"checkpoint"})  # type: ignore[misc]
-            # Those of a cycle that has begun are no part of it: what is saved is the cycle's start.
-            self.supports = {**type(self).supports, "gradients": False}  # type: ignore[misc]
         self._sharding: Sharding | None = None
         self._compilations: Compilations | None = None
         self._reduced: set[int] = set()

@@ -153,7 +153,6 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
             self.backend.check(self)
         # One that is named is made at once: what is impossible is told before anything is trained.
         needed = self.because["checkpointer"].value is not None
-        needed = needed or not self.backend.supports.get("gradients", True)
         signals = self.because["preemption_signals"]
         self._saving = Saving(built.parts["checkpointer"], built.project, signals, needed)
         # Made before the ranks compare: its settings have to be alike.

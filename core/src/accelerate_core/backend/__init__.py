@@ -8,7 +8,7 @@ a step, and `distributed.torch_collectives` those that communicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -46,9 +46,9 @@ class Backend(StepHooks, TorchCollectives):
       whatever they need), `mesh` (dimension names),
       `devices` (types such as "cuda", or None for all: on another one the core does not start
       it), `no_sync`, `join`, `compile`, `num_items` (of one that owns accumulation: whether it
-      can divide by a number of items), `gradients`
-      (True unless False: gradients of a begun cycle are in `parameter.grad`, or saved by a
-      backend that owns checkpoints; without them the last step boundary is what is saved),
+      can divide by a number of items), `gradients` (what `pending_gradients` can give in the
+      middle of an accumulation cycle: True, the default; "same_layout", if only a run on
+      as many ranks and the same mesh can load it; False, and such a save is refused),
       `several_models`, `exact` (True unless False: a step is that of one process on the samples
       of all ranks). The conformance suite checks what is declared and skips the rest by name.
     * `owns`: what the core leaves to this backend: `precision` (autocast of forward, scaling),
@@ -388,6 +388,56 @@ class Backend(StepHooks, TorchCollectives):
         Default: load into the optimizer.
         """
         optimizer.load_state_dict(state)
+
+    @owner
+    def pending_gradients(
+        self,
+        accelerator: AcceleratorView,
+        model: torch.nn.Module,
+        parameters: Collection[torch.Tensor],
+    ) -> Mapping[str, torch.Tensor]:
+        """Return this rank's gradients that no optimizer has stepped with yet.
+
+        Called by a save in the middle of an accumulation cycle, once per model and without a
+        collective between the ranks. `parameters` are those whose optimizer has not stepped since
+        the last backward. The names are the backend's own: only `load_pending_gradients` reads them.
+
+        Default: return the `grad` of each of these parameters, by the parameter's name.
+        """
+        wanted = {id(parameter) for parameter in parameters}
+        named = accelerator.unwrap_model(model).named_parameters()
+        return {
+            name: parameter.grad
+            for name, parameter in named
+            if parameter.grad is not None and id(parameter) in wanted
+        }
+
+    @owner
+    def load_pending_gradients(
+        self,
+        accelerator: AcceleratorView,
+        model: torch.nn.Module,
+        gradients: Mapping[str, torch.Tensor],
+        factor: float,
+    ) -> None:
+        """Put back what `pending_gradients` returned, on a model without gradients.
+
+        Called once, with a factor of 1, if as many ranks on the same mesh load as saved.
+        Otherwise every rank is called with the gradients of each rank that saved, in order, and
+        adds them up, each multiplied by `factor`, so that the mean over the ranks stays the same.
+
+        Default: add to the `grad` of each parameter of that name.
+        """
+        inner = accelerator.unwrap_model(model)
+        for name, gradient in gradients.items():
+            parameter = inner.get_parameter(name)
+            value = gradient.to(parameter.device)
+            if factor != 1.0:
+                value = value * factor
+            if parameter.grad is None:
+                parameter.grad = value
+            else:
+                parameter.grad += value
 
     @owner
     def rng_state(self, accelerator: AcceleratorView) -> Mapping[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -144,8 +144,7 @@ class StepHooks:
             return True
         if closure is not None:
             raise ConfigurationError("A closure cannot be used with a gradient scaler (fp16).")
-        with _steps_counted(optimizer) as taken:
-            scaler.step(optimizer)
+        taken = _step_through(scaler, optimizer)
         overflowed = False
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # A fused optimizer is always called and leaves the step out by itself.
@@ -153,7 +152,7 @@ class StepHooks:
                 bool(found.item()) for found in scaler._found_inf_per_device(optimizer).values()
             )
         accelerator.scaler_stepped(optimizer)
-        return bool(taken) and not overflowed
+        return taken and not overflowed
 
     @owner
     def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
@@ -197,13 +196,25 @@ class StepHooks:
         )
 
 
-@contextmanager
-def _steps_counted(optimizer: Any) -> Iterator[list[None]]:
-    """Yield a list that gets an entry whenever the optimizer really steps.
+def _step_through(scaler: Any, optimizer: Any) -> bool:
+    """Step by `GradScaler.step`, which does not say whether it did; return whether it did.
 
-    `GradScaler.step` calls `optimizer.step` only when no gradient overflowed, and says nothing
-    about it.
+    torch calls an optimizer's post hook after each real step.
     """
+    if not getattr(type(optimizer).step, "hooked", False):
+        return _step_through_unhooked(scaler, optimizer)
+    taken: list[None] | None = vars(optimizer).get("_accelerate_taken")
+    if taken is None:
+        taken = []
+        optimizer._accelerate_taken = taken
+        optimizer.register_step_post_hook(lambda *_: taken.append(None))
+    taken.clear()
+    scaler.step(optimizer)
+    return bool(taken)
+
+
+def _step_through_unhooked(scaler: Any, optimizer: Any) -> bool:
+    """Do the same with an optimizer that is not built on torch's and has no hooks."""
     taken: list[None] = []
     step, patched = optimizer.step, "step" in vars(optimizer)
 
@@ -214,9 +225,10 @@ def _steps_counted(optimizer: Any) -> Iterator[list[None]]:
 
     optimizer.step = counted
     try:
-        yield taken
+        scaler.step(optimizer)
     finally:
         if patched:  # by a scheduler
             optimizer.step = step
         else:
             del optimizer.step
+    return bool(taken)

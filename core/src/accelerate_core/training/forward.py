@@ -13,6 +13,8 @@ import torch
 from accelerate_core.delegation import itself
 from accelerate_core.distributed.tree import convert_to_fp32
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 class MixedForward:
     """A model's `forward` under autocast, its outputs converted to fp32 if asked for.
@@ -37,7 +39,11 @@ class MixedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._context():
             output = self._function(self._module, *args, **kwargs)
-        return convert_to_fp32(output) if self._upcast else output
+        if not self._upcast:
+            return output
+        if type(output) is torch.Tensor and output.dtype in _HALVES:
+            return output.float()  # what most models return, without walking a structure
+        return convert_to_fp32(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedForward:
         import copy

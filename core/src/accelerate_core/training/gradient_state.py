@@ -60,10 +60,8 @@ class GradientState(metaclass=_Current):
     steps: int = field(default=0, init=False)
     #: Called by a loader when the body of its loop has run; None costs nothing.
     loop_body_end: Callable[[], None] | None = field(default=None, init=False)
-    #: Whether one of the two is running, or has raised: what it raises is not the loader's.
+    #: Whether it is running, or has raised: what it raises is not the loader's.
     in_listener: bool = field(default=False, init=False)
-    #: Called by a loader before it reads a batch, where a cycle may begin with it.
-    before_cycle: Callable[[], None] | None = field(default=None, init=False)
     _open: list[tuple[weakref.ref[Any], Served]] = field(default_factory=list, init=False)
     _touched: Served | None = field(default=None, init=False)
 
@@ -88,10 +86,6 @@ class GradientState(metaclass=_Current):
                 in which `last` and `real` have to be set when a batch comes out.
             whole: samples of a full global batch, None if that is not known.
         """
-        self.in_listener = True
-        if self.before_cycle is not None:
-            self.before_cycle()
-        self.in_listener = False
         served = Served(whole=whole)
         return self._serve(loader, start(served), served)
 
@@ -102,12 +96,10 @@ class GradientState(metaclass=_Current):
             for batch in batches:
                 self._touched = served
                 yield batch
-                self.in_listener = True
                 if self.loop_body_end is not None:
+                    self.in_listener = True
                     self.loop_body_end()
-                if self.before_cycle is not None:
-                    self.before_cycle()
-                self.in_listener = False
+                    self.in_listener = False
             exhausted = True
         finally:
             self._open = [one for one in self._open if one[1] is not served]

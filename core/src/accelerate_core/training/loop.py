@@ -127,8 +127,12 @@ class TrainingLoop:
 
     def unsynced(self, models: Sequence[torch.nn.Module]) -> AbstractContextManager[Any]:
         """Return `no_sync` of several models."""
+        if not self.distributed:
+            return nullcontext()
+        if len(models) == 1:
+            return self._hooks.no_sync(self._accelerator, models[0])  # type: ignore[no-any-return]
         stack = ExitStack()
-        for model in models if self.distributed else ():
+        for model in models:
             stack.enter_context(self._hooks.no_sync(self._accelerator, model))
         return stack
 
@@ -163,7 +167,8 @@ class TrainingLoop:
         elif self._divides_loss and state.num_steps > 1:
             loss = loss / state.num_steps
         if self.scaler is not None:
-            self.scaler.settle()
+            if self.scaler.stepped:
+                self.scaler.settle()
             loss = self._hooks.scale_loss(self._accelerator, loss)
         self._hooks.backward(self._accelerator, loss, kwargs)
         state.backwards += 1

@@ -40,13 +40,11 @@ class LossScaler:
     def unscale_owners(self, parameters: Sequence[torch.Tensor]) -> None:
         """Unscale the optimizers of these parameters only: another may be mid-cycle."""
         wanted = {id(parameter) for parameter in parameters}
-        self.unscale(
-            [
-                one.optimizer
-                for one in self._optimizers
-                if any(id(p) in wanted for group in one.param_groups for p in group["params"])
-            ]
-        )
+        owners = []
+        for one in self._optimizers:
+            if _holds_any(one.optimizer, wanted):
+                owners.append(one.optimizer)
+        self.unscale(owners)
 
     def note_step(self, optimizer: Any) -> None:
         """Note that the scaler stepped an inner optimizer."""
@@ -80,5 +78,18 @@ class LossScaler:
         return float(self.scaler.get_scale())
 
 
+# Plain loops: a generator would cost a call per parameter in every step.
 def _has_gradients(optimizer: Any) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
+    return False
+
+
+def _holds_any(optimizer: Any, parameter_ids: set[int]) -> bool:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in parameter_ids:
+                return True
+    return False

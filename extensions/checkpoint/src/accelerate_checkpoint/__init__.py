@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.preemption import Preempted as Preempted
     from accelerate_checkpoint.preemption import Preemption as Preemption
     from accelerate_checkpoint.preemption import read_signals as read_signals
-    from accelerate_checkpoint.replay import CycleStart as CycleStart
     from accelerate_checkpoint.shards import SafeReader as SafeReader
     from accelerate_checkpoint.shards import read_metadata as read_metadata
     from accelerate_checkpoint.training_state import TrainingState as TrainingState
@@ -32,7 +31,6 @@ _OF_MODULE = {
     "accelerate_checkpoint.merging": ("merge_weights",),
     "accelerate_checkpoint.model": ("load_weights", "save_object", "save_weights"),
     "accelerate_checkpoint.preemption": ("Preempted", "Preemption", "read_signals"),
-    "accelerate_checkpoint.replay": ("CycleStart",),
     "accelerate_checkpoint.shards": ("SafeReader", "read_metadata"),
     "accelerate_checkpoint.training_state": ("TrainingState",),
 }

@@ -10,7 +10,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +33,6 @@ from accelerate_checkpoint.model import save_object, save_weights
 from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.preemption import Preemption, read_signals
 from accelerate_checkpoint.rendezvous import Call, Rendezvous, synchronize
-from accelerate_checkpoint.replay import CycleStart
 from accelerate_checkpoint.save import Writer, write_state
 from accelerate_checkpoint.training_state import TrainingState
 from accelerate_core.errors import CheckpointError
@@ -67,7 +65,6 @@ class DirectoryCheckpointer:
         """Take the run; what has to watch its loop begins here."""
         self._state = state = TrainingState(run)
         self._numbering = Numbering(state)
-        self._cycle_start = None if state.gives_gradients else CycleStart(state)
         if self._signals:
             self._preemption = Preemption(state, self._signals, self.wait, self._save)
 
@@ -121,6 +118,7 @@ class DirectoryCheckpointer:
         if beside is None and not blocking:
             state.note_once("This backend has no second group of ranks: saving blocks.")
         state.settle()
+        state.check_gradients_can_be_saved()
         saving = self._begin(output_dir)
         writer = Writer(saving.path, None if beside is None else background.staging)
         try:
@@ -132,10 +130,7 @@ class DirectoryCheckpointer:
                     )
             background.staging.begin()
             options = safe_serialization, max_shard_size, save_model_func_kwargs
-            start = self._cycle_start
-            past = start if start is not None and start.needed() else None
-            with nullcontext() if past is None else past.buffers():
-                write_state(state, writer, *options, past)
+            write_state(state, writer, *options)
             facts = {"saved_at": time.time(), **state.facts()}
         except BaseException:  # not a failure of one part: an interrupt
             saving.abandon()

@@ -127,6 +127,10 @@ def check_fits(state: TrainingState, source: Source) -> None:
             f"{source.directory} does not fit this run: it holds {'; '.join(fewer)}. Prepare and "
             "register the same objects in the same order as when it was saved."
         )
+    names = [f"{files.GRADIENTS}_{rank}.bin" for rank in range(source.saved_by)]
+    if any(map(source.has, names)):
+        mesh = source.facts.get("mesh")
+        state.check_gradients_fit(str(source.directory), source.saved_by, mesh)
     if more:
         state.note_once(
             f"{source.directory} holds {' and '.join(more)} more than this run has prepared or "
@@ -190,7 +194,7 @@ def _compare_groups(source: Source, name: str, index: int, held: Any, optimizer:
 
 def _read_ranks(state: TrainingState, source: Source) -> dict[int, Any]:
     """Read the files of the ranks this one needs: the first, its own, and all if they are regrouped."""
-    same = source.saved_by == state.process.num_processes
+    same = state.has_layout(source.saved_by, source.facts.get("mesh"))
     wanted = {0, state.process.process_index} if same else {*range(source.saved_by)}
     names = {other: f"{files.RNG}_{other}.pkl" for other in sorted(wanted)}
     return {
@@ -288,7 +292,8 @@ def _load_rank(state: TrainingState, source: Source, ranks: Mapping[int, Any]) -
             "the position in the data was not: use skip_first_batches for the epoch that was begun."
         )
     rank, saved_by = state.process.process_index, source.saved_by
-    whose = [rank] if saved_by == state.process.num_processes else range(saved_by)
+    same_layout = state.has_layout(saved_by, source.facts.get("mesh"))
+    whose = [rank] if same_layout else range(saved_by)
     names = [f"{files.GRADIENTS}_{other}.bin" for other in whose]
     gradients = (source.read(name) for name in names if source.has(name))
-    state.load_rank_state(ranks, saved_by, gradients)
+    state.load_rank_state(ranks, saved_by, gradients, source.facts.get("mesh"))

@@ -12,7 +12,6 @@ from accelerate_checkpoint import files
 from accelerate_checkpoint.background import Staging
 from accelerate_checkpoint.files import FileEntry
 from accelerate_checkpoint.model import write_weights
-from accelerate_checkpoint.replay import CycleStart
 from accelerate_checkpoint.weights import clean_state_dict_for_safetensors
 
 if TYPE_CHECKING:
@@ -115,13 +114,8 @@ def write_state(
     safe_serialization: bool,
     max_shard_size: int | str,
     options: Mapping[str, Any],
-    past: CycleStart | None,
 ) -> None:
-    """Write everything in a fixed order: what a backend gathers, all ranks gather together.
-
-    Args:
-        past: what a save inside of an accumulation cycle keeps instead of the present.
-    """
+    """Write everything in a fixed order: what a backend gathers, all ranks gather together."""
     here, rank = state.saves_here, state.process.process_index
     if not state.owns_format:
         _write_models(state, writer, safe_serialization, max_shard_size)
@@ -137,7 +131,7 @@ def write_state(
     for name, obj in named_objects(state).items():
         with writer.part(f"{name} ({type(obj).__name__}.state_dict)"):
             # Every rank asks for it, as it may communicate.
-            held = obj.state_dict() if past is None else past.state_of(obj)
+            held = obj.state_dict()
             if here:
                 writer.torch(name, held)
     own: Mapping[str, Any] = {}
@@ -146,7 +140,7 @@ def write_state(
         return state.unsaved_loader(own)
 
     with writer.part(lambda: unsaved() or "loaders, generators and counters"):
-        own = state.rank_state() if past is None else past.rank_state
+        own = state.rank_state()
         writer.torch(f"{files.RNG}_{rank}.pkl", own, unsaved)
     with writer.part("gradients"):
         gradients = state.pending_gradients()

@@ -17,6 +17,7 @@ import torch
 from accelerate_checkpoint import rng_state
 from accelerate_core import Backend, GradientState
 from accelerate_core.contract.parts import RunParts
+from accelerate_core.errors import CheckpointError
 
 #: Under this key a rank's state has what no other library would read.
 OWN = "accelerate_core"
@@ -35,8 +36,7 @@ class TrainingState:
         project: `ProjectConfiguration`: directories, naming and retention.
         backend: name of the backend.
         owns_format: whether the backend writes and reads models and optimizers itself.
-        gives_gradients: whether the gradients of a cycle that has begun can be read.
-        events: the loop's slots `before_cycle` and `loop_body_end`, and what it has counted.
+        events: the loop's slot `loop_body_end`, and what it has counted.
         models, schedulers, registered: objects in the order of their preparing.
         scaler: the gradient scaler or None.
     """
@@ -52,7 +52,8 @@ class TrainingState:
         self.project: Any = saving.project
         self.backend = accelerator.backend.name
         self.owns_format = "checkpoint" in accelerator.backend.owns
-        self.gives_gradients = bool(accelerator.backend.supports.get("gradients", True))
+        #: What `supports["gradients"]` of the backend says: True, "same_layout" or False.
+        self.gives_gradients: Any = accelerator.backend.supports.get("gradients", True)
         self.events: GradientState = training.state
         self.models: Sequence[torch.nn.Module] = prepared.models
         self.schedulers: Sequence[Any] = prepared.schedulers
@@ -171,16 +172,19 @@ class TrainingState:
         states: Mapping[int, Mapping[str, Any]],
         saved_by: int,
         gradients: Iterable[Mapping[int, Mapping[str, torch.Tensor]]],
+        mesh: Mapping[str, int] | None = None,
     ) -> None:
         """Go on from `rank_state`; called last, since the generators are set here.
 
         Args:
             states: by the rank that saved them: rank 0's and this one's; those of all ranks if
-                they were more or fewer than now. One of the peer's has step and generators only.
+                the layout has changed. One of the peer's has step and generators only.
             saved_by: how many ranks saved.
             gradients: this rank's `pending_gradients`, or those of all ranks likewise; read one
                 after the other.
+            mesh: the mesh of the ranks that saved, as in `facts`; None if it is not known.
         """
+        same_layout = self.has_layout(saved_by, mesh)
         accelerator = self._accelerator
         rank, count = self.process.process_index, self.process.num_processes
         first, own = states[0], states.get(rank)
@@ -196,11 +200,11 @@ class TrainingState:
             self._load_positions(first[OWN]["loaders"])
             cycles = [one[OWN]["cycle"] for _, one in sorted(states.items())]
             mine = (first if own is None else own)[OWN]["cycle"]
-            self._load_cycle(mine, None if saved_by == count else cycles)
+            self._load_cycle(mine, None if same_layout else cycles)
             if own is not None:  # a rank that was not there has no runs to go on in
                 runs = own[OWN].get("trackers") or {}
                 self._tracking.load_state_dict(runs)
-        self._load_gradients(gradients, saved_by)
+        self._load_gradients(gradients, None if same_layout else saved_by)
         if own is None:
             return
         if generators := own.get(OWN, {}).get("generators"):
@@ -246,47 +250,95 @@ class TrainingState:
         ]
 
     def pending_gradients(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Return the gradients that wait for an optimizer step, by model and parameter name."""
-        if self.owns_format or not self.gives_gradients:
-            return {}
-        waiting = {
-            id(parameter)
-            for optimizer in self.waiting()
+        """Return the gradients that wait for an optimizer step, by model and the backend's names."""
+        accelerator = self._accelerator
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        waiting = self.waiting()
+        if not waiting:
+            return found
+        parameters = [
+            parameter
+            for optimizer in waiting
             for group in optimizer.param_groups
             for parameter in group["params"]
-        }
-        found: dict[int, dict[str, torch.Tensor]] = {}
-        for index, model in enumerate(self.models if waiting else ()):
-            for name, parameter in self.inner(model).named_parameters():
-                if parameter.grad is not None and id(parameter) in waiting:
-                    found.setdefault(index, {})[name] = parameter.grad
+        ]
+        for index, model in enumerate(self.models):
+            named = accelerator.hooks.pending_gradients(accelerator, model, parameters)
+            if named:
+                found[index] = dict(named)
         return found
 
-    def _load_gradients(
-        self, gradients: Iterable[Mapping[int, Mapping[str, torch.Tensor]]], saved_by: int
+    def check_gradients_can_be_saved(self) -> None:
+        """Refuse a save in the middle of a cycle whose gradients the backend cannot give.
+
+        Raises:
+            CheckpointError: there are such gradients.
+        """
+        if self.gives_gradients is not False or not self.waiting():
+            return
+        raise CheckpointError(
+            f"save_state was called in the middle of an accumulation cycle, and the backend "
+            f"{self.backend!r} cannot save the gradients of one. Save after the optimizer's step, "
+            "where accelerator.sync_gradients is True."
+        )
+
+    def check_gradients_fit(
+        self, directory: str, saved_by: int, mesh: Mapping[str, int] | None
     ) -> None:
-        """Put gradients back; of other ranks' the mean over the ranks stays the same.
+        """Refuse a checkpoint with gradients that the backend cannot move to this layout.
+
+        Args:
+            directory: of the checkpoint, for the message.
+            saved_by: how many ranks saved it.
+            mesh: the mesh they had, as in `facts`.
+
+        Raises:
+            CheckpointError: the layout has changed.
+        """
+        if self.gives_gradients != "same_layout" or self.has_layout(saved_by, mesh):
+            return
+        there = _layout(saved_by, mesh)
+        here = _layout(self.process.num_processes, self.mesh_sizes())
+        raise CheckpointError(
+            f"{directory} was saved in the middle of an accumulation cycle on {there}, and the "
+            f"backend {self.backend!r} cannot move its gradients to {here}. Load it on the layout "
+            "that saved it, or load a checkpoint saved after an optimizer step."
+        )
+
+    def has_layout(self, ranks: int, mesh: Mapping[str, int] | None) -> bool:
+        """Tell whether this run has as many ranks, on the same mesh; None is an unknown mesh."""
+        if ranks != self.process.num_processes:
+            return False
+        here = self.mesh_sizes()
+        if mesh is None or here is None:
+            return True
+        # A dimension of one rank is the same as none.
+        wide = [{name: size for name, size in one.items() if size > 1} for one in (mesh, here)]
+        return wide[0] == wide[1]
+
+    def _load_gradients(
+        self, gradients: Iterable[Mapping[int, Mapping[str, torch.Tensor]]], saved_by: int | None
+    ) -> None:
+        """Put gradients back; after a change of layout their mean over the ranks stays the same.
 
         Where items are counted it is the sum that does.
+
+        Args:
+            saved_by: how many ranks saved; None if this rank gets its own back.
         """
-        count = self.process.num_processes
-        others = count if self._training.tokens.open else saved_by
-        factor = 1.0 if saved_by == count else 1.0 / others
-        models = [self.inner(model) for model in self.models]
-        for model in models:
-            for parameter in model.parameters():
+        factor = 1.0
+        if saved_by is not None:
+            _, loss_ranks = self._accelerator.hooks.loss_shard(self._accelerator)
+            factor = 1.0 / (loss_ranks if self._training.tokens.open else saved_by)
+        for model in self.models:
+            for parameter in self.inner(model).parameters():
                 parameter.grad = None
+        accelerator = self._accelerator
         for found in gradients:
             self.events.backwards += 1  # they wait for a step, here too
             for index, named in found.items():
-                for name, gradient in named.items():
-                    parameter = models[index].get_parameter(name)
-                    value = gradient.to(parameter.device)
-                    value = value if factor == 1.0 else value * factor
-                    if parameter.grad is None:
-                        parameter.grad = value
-                    else:
-                        parameter.grad += value
+                model = self.models[index]
+                accelerator.hooks.load_pending_gradients(accelerator, model, named, factor)
 
     def _cycle(self) -> dict[str, Any]:
         return {
@@ -299,13 +351,14 @@ class TrainingState:
     def _load_cycle(
         self, state: Mapping[str, Any], all_ranks: Sequence[Mapping[str, Any]] | None
     ) -> None:
-        """Go on in the cycle; `all_ranks`: the states of those that saved, if not as many as now."""
+        """Go on in the cycle; `all_ranks`: the states of those that saved on another layout."""
         self._training.step = int(state["step"])
         self.events.sync_gradients = bool(state["sync_gradients"])
         items = dict(state["items"])
         if all_ranks is not None:
             counts = [float(one["items"]["local"]) for one in all_ranks]
-            items["local"] = sum(counts) if self.process.process_index == 0 else 0
+            index, _ = self._accelerator.hooks.loss_shard(self._accelerator)
+            items["local"] = sum(counts) if index == 0 else 0
         self._training.tokens.load_state_dict(items)
         self.events.backwards += 1
         for optimizer, steps in zip(self._prepared.optimizers, state["steps_taken"], strict=False):
@@ -313,21 +366,25 @@ class TrainingState:
         for optimizer in self._prepared.optimizers:
             optimizer.seen_backwards = self.events.backwards
 
+    def mesh_sizes(self) -> dict[str, int] | None:
+        """Return the size of each dimension of the mesh, None without one."""
+        mesh = self._accelerator.torch_device_mesh
+        if mesh is None:
+            return None
+        return {str(name): int(mesh[name].size()) for name in (mesh.mesh_dim_names or ())}
+
     # --- what a reader of the checkpoint is told ----------------------------------------------
 
     def facts(self) -> dict[str, Any]:
         """Return step, epoch, world, mesh, precision, plugins, versions and numbers of objects."""
         accelerator = self._accelerator
-        mesh = accelerator.torch_device_mesh
         epochs = [int(getattr(loader, "iteration", 0)) for loader in self._prepared.loaders]
         steps = [optimizer.steps_taken for optimizer in self._prepared.optimizers]
         return {
             "step": max(steps, default=0),
             "epoch": max(epochs, default=0),
             "world_size": self.collectives.size,
-            "mesh": None
-            if mesh is None
-            else {str(name): int(mesh[name].size()) for name in (mesh.mesh_dim_names or ())},
+            "mesh": self.mesh_sizes(),
             "mixed_precision": accelerator.mixed_precision,
             "written_by": {
                 "accelerate-core": importlib.metadata.version("accelerate-core"),
@@ -347,6 +404,11 @@ class TrainingState:
                 "registered": len(self.registered),
             },
         }
+
+
+def _layout(ranks: int, mesh: Mapping[str, int] | None) -> str:
+    sizes = ", ".join(f"{name}={size}" for name, size in (mesh or {}).items() if size > 1)
+    return f"{ranks} process(es)" + (f" ({sizes})" if sizes else "")
 
 
 @dataclass

@@ -15,7 +15,6 @@ import fsspec
 import torch
 
 from accelerate_checkpoint import (
-    CycleStart,
     Preemption,
     TrainingState,
     read_signals,
@@ -60,7 +59,6 @@ class FsspecCheckpointer:
         """Take the run; what has to watch its loop begins here."""
         self._state = state = TrainingState(run)
         self._numbering = Numbering(state, self._place, self.settings.url)
-        self._cycle_start = None if state.gives_gradients else CycleStart(state)
         if self._signals:
             self._preemption = Preemption(state, self._signals, self.wait, self.save_state)
 
@@ -108,24 +106,12 @@ class FsspecCheckpointer:
                 state.note_once("This backend has no second group of ranks: saving blocks.")
         later = not blocking and self._beside is not None
         state.settle()
+        state.check_gradients_can_be_saved()
         save: str = comm.broadcast_object(new_save())
         stage = Stage()
         try:
-            keep = partial(
-                write,
-                state,
-                stage,
-                safe_serialization,
-                max_shard_size,
-                save_model_func_kwargs,
-                later,
-            )
-            past = self._cycle_start
-            if past is not None and past.needed():
-                with past.buffers():
-                    keep(past)
-            else:
-                keep(None)
+            options = safe_serialization, max_shard_size, save_model_func_kwargs
+            write(state, stage, *options, later)
             facts = {"saved_at": time.time(), **state.facts()}
         except BaseException:
             stage.remove()
@@ -231,7 +217,8 @@ class FsspecCheckpointer:
         """Bring what this rank needs to this machine, and look at it."""
         manifest = place.manifest()
         process = self._state.process
-        regrouped = len(manifest.files) != process.num_processes
+        mesh = manifest.facts.get("mesh")
+        regrouped = not self._state.has_layout(len(manifest.files), mesh)
 
         def wanted(rank: int, name: str) -> bool:
             mine = rank in (0, process.process_index)

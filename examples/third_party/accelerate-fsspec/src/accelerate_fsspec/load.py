@@ -51,7 +51,10 @@ def restore(
         CheckpointError: it is of other objects, or holds what only `trust` would read.
     """
     rank, saved_by = state.process.process_index, len(manifest.files)
-    regrouped = saved_by != state.process.num_processes
+    mesh = manifest.facts.get("mesh")
+    regrouped = not state.has_layout(saved_by, mesh)
+    if any((folder / f"{one}/gradients.pt").exists() for one in range(saved_by)):
+        state.check_gradients_fit(url, saved_by, mesh)
     common = folder / "0"
 
     def read(name: str, trusted: bool = trust, **how: Any) -> Any:
@@ -107,7 +110,7 @@ def restore(
         whose = range(saved_by) if regrouped else [rank]
         held = [f"{one}/gradients.pt" for one in whose]
         gradients = (read(name, False) for name in held if (folder / name).exists())
-        state.load_rank_state(found["ranks"], saved_by, gradients)
+        state.load_rank_state(found["ranks"], saved_by, gradients, mesh)
 
     if state.owns_format:
         take()  # it communicates on the way, and agrees by itself

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accelerate_checkpoint import CycleStart, TrainingState, save_weights
+from accelerate_checkpoint import TrainingState, save_weights
 from accelerate_fsspec.location import checksum
 
 __all__ = ["MERGED", "Stage", "write"]
@@ -75,13 +75,8 @@ def write(
     max_shard_size: int | str,
     options: Mapping[str, Any],
     later: bool,
-    past: CycleStart | None,
 ) -> None:
-    """Write everything in a fixed order: what a backend gathers, all ranks gather together.
-
-    Args:
-        past: what a save inside of an accumulation cycle keeps instead of the present.
-    """
+    """Write everything in a fixed order: what a backend gathers, all ranks gather together."""
     first = state.process.process_index == 0
     hooks = stage.folder / "hooks"
     weights = [] if state.owns_format else [state.model_state(model) for model in state.models]
@@ -104,11 +99,11 @@ def write(
         named["scaler"] = state.scaler
     for name, one in named.items():
         with stage.part(f"{name} ({type(one).__name__}.state_dict)"):
-            held = one.state_dict() if past is None else past.state_of(one)
+            held = one.state_dict()
             if first:
                 stage.torch(f"{name}.pt", held)
     with stage.part("loaders, generators and counters"):
-        stage.torch("rank.pt", state.rank_state() if past is None else past.rank_state)
+        stage.torch("rank.pt", state.rank_state())
     with stage.part("gradients"):
         if gradients := state.pending_gradients():
             stage.torch("gradients.pt", gradients)

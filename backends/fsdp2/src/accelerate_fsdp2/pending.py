@@ -1,0 +1,190 @@
+"""Gradients in the middle of an accumulation cycle, as a checkpoint keeps them.
+
+FSDP2 has them in up to three places: reduced, in the `grad` of a sharded parameter; on their rank
+alone and unsharded, after a backward under `no_sync`; and, where shards are replicated, reduced
+over the shards but not yet over the replicas. A key says which of these a tensor is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from accelerate_core.errors import CheckpointError
+from accelerate_fsdp2.gradients import local, unreduced
+
+_SHARDED, _WHOLE, _PARTIAL, _PLACEMENTS = "sharded", "whole", "partial", "placements"
+#: Numbers for placements; a number from 0 on is the dimension of a shard.
+_REPLICATED, _SUMMED = -1, -2
+_WAY_OUT = "Load it on the mesh that saved it, or load a checkpoint saved after an optimizer step."
+
+
+def read(
+    model: nn.Module, groups: Sequence[Any], parameters: Collection[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return this rank's gradients of `parameters`, without a collective and without a copy.
+
+    Raises:
+        CheckpointError: a gradient is laid out over `tp` in a way that cannot be written down.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and id(parameter) in wanted:
+            found[f"{_SHARDED}:{name}"] = local(parameter.grad)
+    for number, group in enumerate(groups):
+        held = [one for one in group.fsdp_params if id(one.sharded_param) in wanted]
+        for one in held:
+            whole = unreduced(one)
+            if whole is None:
+                continue
+            name = names[id(one.sharded_param)]
+            found[f"{_WHOLE}:{name}"] = local(whole)
+            if isinstance(whole, DTensor):
+                found[f"{_PLACEMENTS}:{name}"] = _numbers_of(whole.placements, name)
+        if held and group._partial_reduce_output is not None:
+            found[f"{_PARTIAL}:{number}"] = group._partial_reduce_output
+    return found
+
+
+@torch.no_grad()
+def write(
+    model: nn.Module, groups: Sequence[Any], gradients: Mapping[str, torch.Tensor], factor: float
+) -> None:
+    """Put back what `read` returned; or, if another mesh saved it, add it up times `factor`.
+
+    Raises:
+        CheckpointError: another mesh saved it, and gradients are sharded there.
+    """
+    _make_unsharded_parameters(model, groups)
+    named = dict(model.named_parameters())
+    held = {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
+    same_mesh = factor == 1.0
+    for key, value in gradients.items():
+        kind, name = key.split(":", 1)
+        if kind == _PLACEMENTS:
+            continue
+        if kind == _WHOLE:
+            parameter = held[id(named[name])]
+            value = value.to(local(parameter.sharded_param).device)
+            if same_mesh:
+                value = _laid_out(parameter, value, gradients.get(f"{_PLACEMENTS}:{name}"))
+            else:
+                value = _from_another_mesh(parameter, name, value * factor)
+            _add(parameter, value)
+        elif not same_mesh:
+            raise CheckpointError(
+                "The checkpoint was saved in the middle of an accumulation cycle whose gradients are "
+                f"sharded already, on another mesh or number of ranks. {_WAY_OUT}"
+            )
+        elif kind == _PARTIAL:
+            group = groups[int(name)]
+            group._partial_reduce_output = value.to(group.device)
+        else:
+            sharded = named[name]
+            sharded.grad = _like(sharded, value.to(local(sharded).device))
+
+
+def _add(parameter: Any, value: torch.Tensor) -> None:
+    present = unreduced(parameter)
+    if present is not None:
+        local(present).add_(local(value))
+    elif "unsharded_accumulated_grad" in vars(parameter):  # up to torch 2.14
+        parameter.unsharded_accumulated_grad = value
+    else:
+        parameter._unsharded_param.grad = value
+
+
+def _laid_out(parameter: Any, value: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
+    if numbers is None:
+        return value
+    like = parameter._unsharded_param
+    return DTensor.from_local(
+        value,
+        like.device_mesh,
+        [_placement_of(int(number)) for number in numbers],
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _from_another_mesh(parameter: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient that another mesh had whole on every rank."""
+    shape = parameter.sharded_param.shape
+    if value.shape != shape:
+        raise CheckpointError(
+            f"The checkpoint was saved in the middle of an accumulation cycle whose gradient of {name!r} "
+            f"has shape {list(value.shape)}: it is spread over tensor parallel ranks, and this run has "
+            f"another mesh. {_WAY_OUT}"
+        )
+    if not parameter.is_dtensor:
+        return value
+    like = parameter._unsharded_param
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _make_unsharded_parameters(model: nn.Module, groups: Sequence[Any]) -> None:
+    """Let torch make its unsharded parameters, which it otherwise does in the first forward.
+
+    They are asked for their layout over `tp`, and from torch 2.15 on accumulate the gradients.
+    """
+    for group in groups:
+        for one in group.fsdp_params:
+            needed = one.is_dtensor or "unsharded_accumulated_grad" not in vars(one)
+            if needed and not hasattr(one, "_unsharded_param"):
+                for module in model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.unshard()
+                        module.reshard()
+                return
+
+
+def _numbers_of(placements: Sequence[Placement], name: str) -> torch.Tensor:
+    numbers = []
+    for placement in placements:
+        if isinstance(placement, Replicate):
+            numbers.append(_REPLICATED)
+        elif isinstance(placement, Partial) and placement.reduce_op == "sum":
+            numbers.append(_SUMMED)
+        elif type(placement) is Shard:
+            numbers.append(placement.dim)
+        else:
+            raise CheckpointError(
+                f"The gradient of {name!r} is laid out over tensor parallel ranks as {placement}, which "
+                "cannot be saved in the middle of an accumulation cycle. Save after the optimizer's "
+                "step, where accelerator.sync_gradients is True."
+            )
+    return torch.tensor(numbers)
+
+
+def _placement_of(number: int) -> Placement:
+    if number == _REPLICATED:
+        return Replicate()
+    return Partial("sum") if number == _SUMMED else Shard(number)
+
+
+def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,142 @@
+"""What the backend keeps for each model it sharded: torch's groups, and where gradients are.
+
+Everything here is decided in `prepare`, so that a step neither walks the model nor asks torch which
+modules are sharded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate_fsdp2.gradients import groups_of, local
+
+
+class ShardedModel:
+    """One model under `fully_shard`.
+
+    Args:
+        model: as `prepare` returned it.
+        whole: trainable parameters that are not sharded, and averaged by the backend.
+        added: parameters whose gradients are summed over the ranks of `tp`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        whole: Sequence[nn.Parameter] = (),
+        added: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self._model = weakref.ref(model)
+        #: torch's groups of parameters, each of which is reduced at once.
+        self.groups: list[Any] = list(groups_of(model))
+        self.whole = list(whole)
+        self.added = list(added)
+        #: Whether a backward reduces its gradients, as `set_requires_gradient_sync` sets it.
+        self.synced = True
+        #: Whether there are gradients that are not reduced yet.
+        self.waiting = False
+        self._parameter_ids = {id(parameter) for parameter in model.parameters()}
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, None once nobody holds it any more."""
+        return self._model()
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether a step now would miss gradients: they are, or will be, kept on their rank."""
+        return self.waiting or not self.synced
+
+    def holds_any(self, parameter_ids: Iterable[int]) -> bool:
+        """Return whether one of these ids is of a parameter of this model."""
+        return not self._parameter_ids.isdisjoint(parameter_ids)
+
+    def set_synced(self, synced: bool) -> None:
+        """Let the next backward reduce gradients, or keep them on their rank."""
+        for group in self.groups:
+            group.reduce_grads = synced
+            group.all_reduce_grads = synced
+        self.synced = synced
+
+    def look_for_unreduced(self) -> None:
+        """Note whether a backward has left gradients that are not reduced."""
+        # Without a function per parameter: this runs in every micro-batch of a cycle.
+        for group in self.groups:
+            for parameter in group.fsdp_params:
+                if parameter.unsharded_accumulated_grad is not None:
+                    self.waiting = True
+                    return
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if unsharded is not None and unsharded.grad is not None:
+                    self.waiting = True
+                    return
+        self.waiting = False
+
+    def forget_gradients(self) -> None:
+        """Drop gradients that are not reduced: `zero_grad` of an optimizer does not reach them."""
+        for group in self.groups:
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                if "unsharded_accumulated_grad" in vars(parameter):  # up to torch 2.14
+                    parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        self.waiting = False
+
+    def added_gradients(self) -> dict[nn.Parameter, torch.Tensor | None]:
+        """Return copies of the gradients so far that the coming backward adds to, over `tp`."""
+        found: dict[nn.Parameter, torch.Tensor | None] = {}
+        if self.synced:
+            for parameter in self.added:
+                grad = parameter.grad
+                found[parameter] = None if grad is None else local(grad).clone()
+        return found
+
+
+class Synced:
+    """A context in which a model's backward reduces gradients, or does not.
+
+    A class, because a generator would cost more calls than everything it does.
+    """
+
+    __slots__ = ("_before", "_model", "_synced")
+
+    def __init__(self, model: ShardedModel, synced: bool) -> None:
+        self._model = model
+        self._synced = synced
+        self._before = model.synced
+
+    def __enter__(self) -> None:
+        self._before = self._model.synced
+        if self._before != self._synced:
+            self._model.set_synced(self._synced)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._before != self._synced:
+            self._model.set_synced(self._before)
+
+
+@torch.no_grad()
+def add_up(before: dict[nn.Parameter, torch.Tensor | None], group: Any) -> None:
+    """Sum over `group` what a backward has added to gradients since `before` was copied."""
+    for parameter, earlier in before.items():
+        if parameter.grad is None:
+            continue
+        grad = local(parameter.grad)
+        if earlier is not None:
+            grad.sub_(earlier)
+        dist.all_reduce(grad, group=group)
+        if earlier is not None:
+            grad.add_(earlier)
