@@ -83,7 +83,7 @@ def main(layout: dict[str, Any], folder: Path, until: int, kill: int) -> None:
                     file.write(f"{counter.batches} {mean!r}\n")
             if counter.batches == kill and RANK == 1:
                 checkpoint.save = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
-            if counter.batches % 5 == 0 or counter.batches == kill:
+            if counter.batches % 5 == 0 or counter.batches in (kill, until):
                 accelerator.save_state()  # also in the middle of a cycle
             if counter.batches == until:
                 break

@@ -45,12 +45,21 @@ def test_a_run_killed_while_saving_ends_as_if_it_never_was(tmp_path, straight):
 
 @pytest.mark.timeout(400)
 def test_a_run_goes_on_on_other_layouts(tmp_path, straight):
-    for until, layout in ((5, TP), (10, PP), (14, SHARDED)):
+    for until, layout in ((6, TP), (10, PP), (14, SHARDED)):
         start(tmp_path, layout, until).checked()
     found = losses(tmp_path)
     assert found.keys() == straight.keys()
     for step, loss in straight.items():
         assert abs(found[step] - loss) <= 1e-5, (step, loss, found[step])
+
+
+@pytest.mark.timeout(400)
+def test_gradients_of_a_cycle_are_refused_on_another_layout(tmp_path):
+    start(tmp_path, TP, 5).checked()
+    refused = start(tmp_path, PP, 10)
+    assert not refused.ok
+    assert "in the middle of an accumulation cycle" in refused.stderr
+    assert "cannot move its gradients to 2 process(es) (pp=2)" in refused.stderr
 
 
 @pytest.mark.timeout(400)
