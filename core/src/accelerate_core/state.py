@@ -16,7 +16,7 @@ from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives
-from accelerate_core.errors import RuntimeConflictError, did_you_mean
+from accelerate_core.errors import RuntimeConflictError, UnknownNameError, did_you_mean
 from accelerate_core.plugins import catalog
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -314,11 +314,12 @@ def absent_attribute(name: str, owner: str, known: list[str]) -> Any:
     """Answer for an attribute no active plugin serves.
 
     Raises:
-        AttributeError: nobody knows it, with the nearest name.
+        UnknownNameError: nobody knows it, with the nearest name.
     """
     if name in catalog.ABSENT_ATTRIBUTES:
         return catalog.ABSENT_ATTRIBUTES[name]
     if name in catalog.METHODS:
         command = catalog.pip_command(catalog.METHODS[name])
-        raise AttributeError(f"{owner}.{name} comes with a plugin that is not active: {command}")
-    raise AttributeError(f"{owner} has no attribute {name!r}.{did_you_mean(name, known)}")
+        text = f"{owner}.{name} comes with a plugin that is not active: {command}"
+        raise UnknownNameError(text, name)
+    raise UnknownNameError(f"{owner} has no attribute {name!r}.{did_you_mean(name, known)}", name)

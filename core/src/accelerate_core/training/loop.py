@@ -148,6 +148,9 @@ class TrainingLoop:
             loss: scalar tensor.
             kwargs: passed on to `Tensor.backward`; `learning_rate` goes to `lomo_backward`.
 
+        Raises:
+            ConfigurationError: `loss` is not a tensor with a single element.
+
         Example:
             loss = loss_function(model(x), y)
             accelerator.backward(loss)  # in the place of loss.backward()
@@ -165,7 +168,11 @@ class TrainingLoop:
         if self.scaler is not None:
             self.scaler.settle()
             loss = self._hooks.scale_loss(self._accelerator, loss)
-        self._hooks.backward(self._accelerator, loss, kwargs)
+        try:
+            self._hooks.backward(self._accelerator, loss, kwargs)
+        except Exception:
+            _check_loss(loss, kwargs)
+            raise
         state.backwards += 1
         if tokens.open:
             tokens.apply()
@@ -256,9 +263,16 @@ class TrainingLoop:
             if accelerator.sync_gradients:  # the last micro-batch of a cycle
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+
+        Raises:
+            ConfigurationError: `max_norm` is not a number, or `parameters` is a module.
         """
         tensors, scale = self._clippable(parameters)
-        norm = self._hooks.clip_grad(self._accelerator, tensors, max_norm * scale, norm_type, None)
+        try:
+            largest = max_norm * scale
+        except TypeError:
+            raise _no_number("clip_grad_norm_", "max_norm", max_norm) from None
+        norm = self._hooks.clip_grad(self._accelerator, tensors, largest, norm_type, None)
         return norm if scale == 1.0 else norm / scale
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -269,9 +283,16 @@ class TrainingLoop:
             if accelerator.sync_gradients:
                 accelerator.clip_grad_value_(model.parameters(), 0.5)
             optimizer.step()
+
+        Raises:
+            ConfigurationError: `clip_value` is not a number, or `parameters` is a module.
         """
         tensors, scale = self._clippable(parameters)
-        self._hooks.clip_grad(self._accelerator, tensors, None, 2.0, clip_value * scale)
+        try:
+            largest = clip_value * scale
+        except TypeError:
+            raise _no_number("clip_grad_value_", "clip_value", clip_value) from None
+        self._hooks.clip_grad(self._accelerator, tensors, None, 2.0, largest)
 
     def _clippable(self, parameters: Any) -> tuple[list[torch.Tensor], float]:
         """Return parameters, and what their gradients are multiplied by.
@@ -279,6 +300,11 @@ class TrainingLoop:
         Inside a cycle they stay scaled, and only then is the scale read from the device.
         """
         single = isinstance(parameters, torch.Tensor)
+        if isinstance(parameters, torch.nn.Module):
+            raise ConfigurationError(
+                f"Gradients are clipped of parameters, not of a module ({type(parameters).__name__}): "
+                "pass model.parameters()."
+            )
         tensors = [parameters] if single else list(parameters)
         if self.scaler is None:
             return tensors, 1.0
@@ -349,6 +375,25 @@ class TrainingLoop:
         return self._hooks.context_parallel(  # type: ignore[no-any-return]
             self._accelerator, buffers, buffer_seq_dims, no_restore_buffers
         )
+
+
+def _no_number(method: str, argument: str, value: object) -> ConfigurationError:
+    return ConfigurationError(f"{method}({argument}={value!r}): {argument} must be a number.")
+
+
+def _check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
+    """After a failed backward: refuse a loss that backward cannot start from.
+
+    Raises:
+        ConfigurationError: it is not a tensor with a single element.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigurationError(f"backward(loss={loss!r}): loss must be a tensor.") from None
+    if loss.numel() != 1 and kwargs.get("gradient") is None:
+        raise ConfigurationError(
+            f"backward(loss=...): loss has the shape {tuple(loss.shape)}, but backward starts from a "
+            "single number. Reduce it first, with loss.mean() or loss.sum()."
+        ) from None
 
 
 @dataclass(eq=False, slots=True)
