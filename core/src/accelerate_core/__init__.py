@@ -20,8 +20,9 @@ _STUB = Path(__file__).with_suffix(".pyi")
 _HOMES = {
     name.name: str(line.module)
     for line in ast.parse(_STUB.read_text(encoding="utf-8")).body
-    if isinstance(line, ast.ImportFrom) and line.module != "typing"
+    if isinstance(line, ast.ImportFrom)
     for name in line.names
+    if name.name != "*"  # what plugins offer, for type checkers
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,11 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives
 from accelerate_core.errors import RuntimeConflictError, UnknownNameError, did_you_mean
 from accelerate_core.plugins import catalog
+
+if TYPE_CHECKING:
+    from accelerate_core.plugins.contributed import PluginAttributes
+else:  # what plugins add follows from what is installed
+    PluginAttributes = object
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -179,11 +184,11 @@ class ProcessVerbs:
         return cast(F, self._only(function, lambda: self.is_last_process))
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorator: run on the process of that rank only."""
+        """Decorator: run on the process of rank `process_index` only."""
         return self._only(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorator: run on the process of that local rank on each machine."""
+        """Decorator: run on the process of rank `local_process_index` of each machine."""
         return self._only(function, lambda: self.local_process_index == local_process_index)
 
     def _only(self, function: Any, here: Callable[[], bool]) -> Any:
@@ -281,7 +286,7 @@ class PartialState(ProcessVerbs):
             runtimes.release(self)
 
 
-class AcceleratorState(PartialState):
+class AcceleratorState(PartialState, PluginAttributes):
     """What user code reads from `accelerator.state`; the active plugins serve the rest."""
 
     def __init__(self, accelerator: Any = None, **kwargs: Any) -> None:
@@ -291,10 +296,12 @@ class AcceleratorState(PartialState):
                 "There is no Accelerator yet; make one before AcceleratorState()."
             )
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self._accelerator._plugin_attribute(name, "AcceleratorState")
+    if not TYPE_CHECKING:  # it would hide every misspelt name from type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            return self._accelerator._plugin_attribute(name, "AcceleratorState")
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
