@@ -630,9 +630,10 @@ def contributed() -> str:
 def _entry_points(group: str) -> dict[str, str]:
     """Return name and target of each entry point of a group that our packages declare."""
     found = {}
-    for path in sorted(ROOT.glob("*/*/pyproject.toml")):
-        project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {})
-        found |= project.get("entry-points", {}).get(f"accelerate_core.{group}", {})
+    for folder in SOURCES[1:]:
+        for path in sorted(ROOT.glob(f"{folder}/pyproject.toml")):
+            project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+            found |= project.get("entry-points", {}).get(f"accelerate_core.{group}", {})
     return found
 
 
