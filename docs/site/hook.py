@@ -25,6 +25,17 @@ TITLES = {"authors": "For authors of plugins", "accelerate-core": "The core"}
 _ACCELERATOR = "accelerate_core.accelerator.accelerator.Accelerator"
 _KNOWN = "core/src/accelerate_core/plugins/known_packages.json"
 #: Lines that part the members of a class, and that begin one.
+#: Class from which the Accelerator has members -> the topic of the reference they belong to.
+_VERBS = {
+    "ProcessVerbs": "Processes",
+    "MeshVerbs": "The setup",
+    "Shown": "The setup",
+    "PreparedVerbs": "Preparing",
+    "TrainingVerbs": "The step",
+    "CollectiveVerbs": "Collectives",
+    "CheckpointVerbs": "Checkpoints",
+    "TrackingVerbs": "Tracking",
+}
 _TOPIC = re.compile(r"    # --- ([\w ]+) -+$")
 _MEMBER = re.compile(r"    (?:def )?([a-z]\w*)(?:: .*| )?(?:\(| ?= )")
 _LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)\s]*)?(\))")
@@ -166,19 +177,19 @@ def _accelerator(collection: Any) -> str:
     known = json.loads((ROOT / _KNOWN).read_text(encoding="utf-8"))["ARGUMENTS"]
     for name in sorted(known.keys() - taken):
         lines.append(f"| `{name}` | [accelerate-{known[name]}](accelerate-{known[name]}.md) |")
-    groups: dict[str, list[str]] = {"Processes": []}  # what it shares with `PartialState`
-    for name in cls.inherited_members:
-        if not name.startswith("_") and public.docstring(cls[name]):
-            groups["Processes"].append(name)
+    groups: dict[str, list[str]] = {topic: [] for topic in _VERBS.values()}
     topic = "Processes"
     for line in cls.module.filepath.read_text(encoding="utf-8").splitlines():
         if found := _TOPIC.match(line):
             topic = found[1].capitalize()
         elif (found := _MEMBER.match(line)) and public.docstring(cls[found[1]]):
             groups.setdefault(topic, []).append(found[1])
+    for name, member in cls.inherited_members.items():
+        if not name.startswith("_") and public.docstring(cls[name]):
+            groups[_VERBS[member.final_target.parent.name]].append(name)
     for topic in (*list(groups)[2:], *list(groups)[:2]):  # what one calls before what one asks
         lines += ["", f"## {topic}", ""]
-        for name in groups[topic]:
+        for name in dict.fromkeys(groups[topic]):  # overloads have one name
             lines += [f"::: {_ACCELERATOR}.{name}", "    options: {heading_level: 3}", ""]
     view = collection["accelerate_core.contract.view.AcceleratorView"].members
     lines += ["## Values in force", "", "| attribute | what it is |", "|---|---|"]

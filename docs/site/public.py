@@ -54,8 +54,6 @@ class Members(griffe.Extension):
             for name, member in list(cls.members.items()):
                 _show_comment(member)
                 _part_entries(member)
-                if not member.is_alias and member.is_function:
-                    _show_wrapped(member, loader)
                 if member.is_attribute and not member.is_alias:
                     _show_delegated(cls, name, member, loader)
 
@@ -129,14 +127,6 @@ def _show_settings(cls: griffe.Class) -> None:
     if "__init__" not in cls.members and len(parameters) > 1:
         made = griffe.Function("__init__", parameters=griffe.Parameters(*parameters), parent=cls)
         cls.set_member("__init__", made)
-
-
-def _show_wrapped(function: griffe.Function, loader: Any) -> None:
-    """Take signature and docstring of the method that `functools.wraps(Class.method)` names."""
-    for one in function.decorators:
-        if one.callable_path == "functools.wraps" and "." in str(one.value.arguments[0]):
-            source = loader.modules_collection[one.value.arguments[0].canonical_path]
-            function.docstring, function.parameters = source.docstring, source.parameters
 
 
 def _show_delegated(cls: griffe.Class, name: str, member: Any, loader: Any) -> None:
@@ -276,7 +266,10 @@ def undocumented(collection: griffe.ModulesCollection) -> Iterator[str]:
         where = f"{one.filepath.relative_to(ROOT)}:{one.lineno}: {one.path}"
         text = docstring(one)
         yield from (f"{where}{lack}" for lack in _lacking(one, text, ""))
-        for name, member in one.members.items() if one.is_class else ():
+        # The Accelerator's own verbs are in classes of their own.
+        verbs = one.inherited_members if one.name == "Accelerator" else {}
+        for name, member in {**verbs, **one.members}.items() if one.is_class else ():
+            member = member.final_target if name in verbs else member
             if not name.startswith("_") and not member.is_alias:
                 where = f"{member.filepath.relative_to(ROOT)}:{member.lineno}: {one.path}.{name}"
                 yield from (f"{where}{lack}" for lack in _lacking(member, docstring(member), text))

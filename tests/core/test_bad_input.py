@@ -337,8 +337,12 @@ def test_checkpoints(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = torch.nn.Linear(2, 2)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(CheckpointError, match="needs an output_dir"):
+    with pytest.raises(CheckpointError, match="no directory to save to") as failure:
         accelerator.save_state()
+    # Both ways out, complete: neither leads to a second error.
+    assert 'save_state("checkpoints/step_100")' in str(failure.value)
+    shown = "ProjectConfiguration('runs', automatic_checkpoint_naming=True)"
+    assert f"Accelerator(project_config={shown})" in str(failure.value)
     with pytest.raises(CheckpointError, match="no checkpoint directory"):
         accelerator.load_state(tmp_path / "nothing")
     accelerator.save_state(tmp_path / "state")
@@ -350,3 +354,76 @@ def test_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "state" / "optimizer.bin").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer\.bin is missing"):
         accelerator.load_state(tmp_path / "state")
+
+
+def test_several_mistakes_in_a_file_are_reported_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "gradient_accumulation_steps: two\ndebug: perhaps\ndynamo_config:\n  mode: fast\n"
+    )
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(config))
+    with pytest.raises(ConfigurationError, match="There are 3 mistakes") as failure:
+        Accelerator(cpu=True)
+    lines = [int(line) for line in re.findall(r"config.yaml line (\d+)", str(failure.value))]
+    assert sorted(lines) == [1, 2, 4]
+
+
+def test_one_mistake_in_a_file_is_said_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("gradient_accumulation_steps: two\n")
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(config))
+    with pytest.raises(ConfigurationError, match=r"^gradient_accumulation_steps: 'two' \("):
+        Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"backend": "wapr"}, "Did you mean 'warp'? It is not installed; install it with: pip"),
+        (
+            {"wrap_plugin": 1},
+            "Did you mean 'warp_plugin'? It is not installed; install it with: pip",
+        ),
+        (
+            {"mixed_precision": "pf4"},
+            "Did you mean 'fp4'? It is not installed; install it with: pip",
+        ),
+    ],
+)
+def test_a_misspelt_name_of_a_missing_plugin_takes_one_error(
+    arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(AccelerateError) as failure:
+        Accelerator(**arguments)
+    assert said in str(failure.value)
+
+
+def test_a_suggestion_is_never_a_name_that_is_refused_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fsdp` is another name of the package whose plugin is called `fsdp2`."""
+    with pytest.raises(MissingPluginError, match="Did you mean 'fsdp2'") as failure:
+        Accelerator(backend="fdsp")
+    assert "'fsdp'" not in str(failure.value)
+
+
+def test_an_import_of_a_misspelt_name_says_what_was_meant() -> None:
+    with pytest.raises(ImportError, match="Did you mean 'Accelerator'"):
+        exec("from accelerate_core import Acelerator")
+    assert not hasattr(accelerate_core, "Acelerator")
+
+
+def test_a_loss_that_is_no_number_is_named_with_its_shape() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    outputs = model(torch.ones(3, 2))
+    with pytest.raises(ConfigurationError, match=r"shape \(3, 1\)"):
+        accelerator.backward(outputs)
+    accelerator.backward(model(torch.ones(3, 2)), gradient=torch.ones(3, 1))  # torch's own way
+
+
+def test_a_loss_that_is_no_tensor_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"backward\(loss=3\)"):
+        Accelerator(cpu=True).backward(3)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 from accelerate_core import Accelerator
+from accelerate_core.accelerator.checkpoint_verbs import CheckpointVerbs
+from accelerate_core.accelerator.collective_verbs import CollectiveVerbs
+from accelerate_core.accelerator.preparing_verbs import PreparedVerbs
+from accelerate_core.accelerator.signature import MeshVerbs
+from accelerate_core.accelerator.tracking_verbs import TrackingVerbs
+from accelerate_core.accelerator.training_verbs import TrainingVerbs
 from accelerate_core.config.shown import Shown
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.state import ProcessVerbs
@@ -69,4 +78,23 @@ def test_public_members_are_documented_and_methods_typed() -> None:
 
 
 def test_the_accelerator_is_made_of_parts() -> None:
-    assert Accelerator.__mro__ == (Accelerator, ProcessVerbs, Shown, object)
+    verbs = (PreparedVerbs, TrainingVerbs, CollectiveVerbs, CheckpointVerbs, TrackingVerbs)
+    assert Accelerator.__mro__ == (Accelerator, ProcessVerbs, MeshVerbs, *verbs, Shown, object)
+
+
+@pytest.mark.parametrize(
+    "verbs", [PreparedVerbs, TrainingVerbs, CollectiveVerbs, CheckpointVerbs, TrackingVerbs]
+)
+def test_verbs_know_the_part_that_does_the_work_and_nothing_else(verbs: type) -> None:
+    """A facade's method that did something itself would be beside the part, for everyone to read."""
+    source = ast.parse(inspect.getsource(verbs)).body[0]
+    assert isinstance(source, ast.ClassDef)
+    for method in source.body:
+        if isinstance(method, ast.FunctionDef) and not method.decorator_list:
+            statements = [
+                one for one in method.body if not isinstance(getattr(one, "value", 0), ast.Constant)
+            ]
+            assert len(statements) == 1, method.name
+            call = statements[0].value
+            assert isinstance(call, ast.Call), method.name
+            assert ast.unparse(call.func).endswith(f".{method.name}")

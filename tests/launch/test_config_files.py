@@ -379,6 +379,23 @@ def test_a_wrong_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
     _clear(["launch", "--config_file", str(file), str(tmp_path / "s.py")], WRONG_FILES[text])
 
 
+def test_all_mistakes_of_a_file_are_reported_together(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "mixed_precision: bf61\nnum_processes: many\ndebugg: true\nzebra: 1\n"
+        "dynamo_config:\n  mode: fast\n  colour: red\n"
+    )
+    for command in (
+        ["config", "validate", str(path)],
+        ["launch", "--config_file", str(path), "s.py"],
+    ):
+        done = CliRunner().invoke(cli, command)
+        assert done.exit_code != 0
+        text = done.output
+        assert "There are 6 mistakes" in text, text
+        assert [f"line {line}" for line in (1, 2, 3, 4, 6, 7) if f"line {line}" not in text] == []
+
+
 def test_a_file_that_asks_for_a_missing_package_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,7 +149,7 @@ def test_a_bad_setting_in_a_script_shows_the_users_line_alone(cause: str, tmp_pa
 
 def test_other_errors_keep_their_frames(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(f"{IMPORTS}Accelerator(cpu=True).backward(3)\n")
+    script.write_text(f"{IMPORTS}Accelerator(cpu=True).get_state_dict(3)\n")
     done = pool.run([str(script)], clean_environment(), 60)
     assert OURS.search(done.stderr), done.stderr
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -18,8 +20,9 @@ _STUB = Path(__file__).with_suffix(".pyi")
 _HOMES = {
     name.name: str(line.module)
     for line in ast.parse(_STUB.read_text(encoding="utf-8")).body
-    if isinstance(line, ast.ImportFrom) and line.module != "typing"
+    if isinstance(line, ast.ImportFrom)
     for name in line.names
+    if name.name != "*"  # what plugins offer, for type checkers
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]
@@ -35,18 +38,27 @@ def __getattr__(name: str) -> Any:
         return value
     if importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")  # before anybody's lent name
-    from accelerate_core.errors import did_you_mean
-    from accelerate_core.plugins import discovery
+    from accelerate_core.errors import MissingPluginError, UnknownNameError
+    from accelerate_core.plugins import catalog, discovery
 
     try:
         return discovery.lent(name)
     except AttributeError as error:
-        if str(error) != name:  # it says more
-            raise
-        known = [*_HOMES, *discovery.lent_names()]
-        raise AttributeError(
-            f"module 'accelerate_core' has no attribute {name!r}.{did_you_mean(name, known)}"
-        ) from None
+        text = str(error)
+        if text == name:
+            known = [*_HOMES, *discovery.lent_names()]
+            hint = discovery.suggestion(name, known, catalog.EXPORTS)
+            text = f"module 'accelerate_core' has no attribute {name!r}.{hint}"
+    if _asked_by_from_import(sys._getframe(1)):
+        # Python would replace the text of an AttributeError by one without the hint.
+        raise MissingPluginError(text, name=name)
+    raise UnknownNameError(text, name)
+
+
+def _asked_by_from_import(caller: FrameType) -> bool:
+    """Tell whether `from accelerate_core import name` asks for a name, rather than code that reads it."""
+    module = caller.f_globals.get("__name__")
+    return caller.f_code.co_name == "_handle_fromlist" and module == "importlib._bootstrap"
 
 
 def __dir__() -> list[str]:

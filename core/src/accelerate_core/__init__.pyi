@@ -1,7 +1,5 @@
 """The public names: where each is defined. `__init__.py` reads them from here."""
 
-from typing import Any
-
 from accelerate_core.accelerator import Accelerator as Accelerator
 from accelerate_core.backend import Backend as Backend
 from accelerate_core.backend.precision import Precision as Precision
@@ -32,6 +30,7 @@ from accelerate_core.contract.view import AcceleratorView as AcceleratorView
 from accelerate_core.data.prepare import skip_first_batches as skip_first_batches
 from accelerate_core.distributed.process import once as once
 from accelerate_core.logging import get_logger as get_logger
+from accelerate_core.plugins.contributed import *  # noqa: F403
 from accelerate_core.plugins.selection import Claim as Claim
 from accelerate_core.plugins.selection import Request as Request
 from accelerate_core.state import AcceleratorState as AcceleratorState
@@ -39,6 +38,3 @@ from accelerate_core.state import PartialState as PartialState
 from accelerate_core.training.gradient_state import GradientState as GradientState
 
 __version__: str
-
-# What plugins lend.
-def __getattr__(name: str) -> Any: ...

@@ -1,4 +1,4 @@
-"""Every exception of the core, the helper that error texts share, and warnings at the user's line.
+"""Every exception of the core, helpers for error texts, and the user's line in warnings and tracebacks.
 
 An error says what was wrong, where the value came from, what is allowed, and what to do next.
 """
@@ -6,12 +6,15 @@ An error says what was wrong, where the value came from, what is allowed, and wh
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable
-from types import FrameType
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from types import FrameType, TracebackType
+from typing import Any
 
 __all__ = [
     "AccelerateError",
@@ -19,6 +22,7 @@ __all__ = [
     "ConfigurationError",
     "DistributedOperationException",
     "MissingPluginError",
+    "Mistakes",
     "PluginConflictError",
     "PluginError",
     "PluginVersionError",
@@ -26,8 +30,10 @@ __all__ = [
     "RuntimeConflictError",
     "TrackerError",
     "UnknownArgumentError",
+    "UnknownNameError",
     "did_you_mean",
     "listing",
+    "nearest",
     "of_the_user",
     "warn",
 ]
@@ -40,6 +46,10 @@ class AccelerateError(Exception):
     Mend: read the text: it ends with what is allowed or what to do.
     """
 
+    def __init__(self, *args: object, **named: Any) -> None:
+        super().__init__(*args, **named)
+        shorten_uncaught()
+
 
 class ConfigurationError(AccelerateError, ValueError):
     """A value that was given is wrong, or two values contradict each other.
@@ -49,6 +59,9 @@ class ConfigurationError(AccelerateError, ValueError):
     --explain` show every value and where it came from.
     """
 
+    #: The text of each mistake where several are reported together.
+    mistakes: tuple[str, ...] = ()
+
 
 class UnknownArgumentError(AccelerateError, TypeError):
     """`Accelerator` was called with an argument that neither the core nor a plugin knows.
@@ -56,6 +69,18 @@ class UnknownArgumentError(AccelerateError, TypeError):
     Cause: a misspelt name, or an argument of a plugin that is not installed.
     Mend: take the name the text offers, or install the package it names.
     """
+
+
+class UnknownNameError(AccelerateError, AttributeError):
+    """An attribute was read that neither the core nor an active plugin has.
+
+    Cause: a misspelt name, or a name of a plugin that is not installed or not active.
+    Mend: take the name the text offers, or run the pip command it has.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        # With `obj`, Python would append a suggestion of its own to the one in the text.
+        super().__init__(text, name=name, obj=None)
 
 
 class PluginError(AccelerateError):
@@ -140,11 +165,65 @@ class DistributedOperationException(AccelerateError, RuntimeError):
     """
 
 
-def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the option nearest to `name`, else the empty string."""
+class Mistakes:
+    """Collects configuration errors, so that all of them can be reported at once.
+
+    Example:
+        from accelerate_core.errors import ConfigurationError, Mistakes
+
+        mistakes = Mistakes()
+        for steps in (1, 0, -1):
+            with mistakes:  # goes on after the error
+                if steps < 1:
+                    raise ConfigurationError(f"steps={steps} must be at least 1.")
+        try:
+            mistakes.report()
+        except ConfigurationError as error:
+            assert len(error.mistakes) == 2
+    """
+
+    def __init__(self) -> None:
+        self.found: list[ConfigurationError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        # An error of a subclass says something else than that a value is wrong.
+        if type(error) is not ConfigurationError:
+            return False
+        self.found.append(error)
+        return True
+
+    def report(self) -> None:
+        """Raise what was collected: one error as it is, several as one with a line for each.
+
+        Raises:
+            ConfigurationError: there was a mistake.
+        """
+        texts = [text for error in self.found for text in error.mistakes or (str(error),)]
+        texts = list(dict.fromkeys(texts))
+        if not texts:
+            return
+        if len(texts) == 1:
+            raise self.found[0]
+        lines = "".join(f"\n- {text}" for text in texts)
+        together = ConfigurationError(f"There are {len(texts)} mistakes in the settings:{lines}")
+        together.mistakes = tuple(texts)
+        raise together
+
+
+def nearest(name: str, options: Iterable[str]) -> str | None:
+    """Return the option that is nearest to `name`, None if nothing is near."""
     by_lower = {option.lower(): option for option in options}
     near = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.6)
-    return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
+    return by_lower[near[0]] if near else None
+
+
+def did_you_mean(name: str, options: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"` for the option nearest to `name`, else the empty string."""
+    near = nearest(name, options)
+    return f" Did you mean {near!r}?" if near is not None else ""
 
 
 def listing(options: Iterable[object]) -> str:
@@ -156,15 +235,22 @@ def listing(options: Iterable[object]) -> str:
     return ", ".join(repr(str(option)) for option in options) or "(none)"
 
 
-#: Modules between a script and the line of ours that warns or refuses.
-_BETWEEN = re.compile(
-    r"(accelerate(_\w+)?|click|concurrent|contextlib|functools|pluggy|threading|torch)(\.|$)"
-)
+_OURS = re.compile(r"accelerate(_\w+)?(\.|$)")
+
+#: Libraries that call a script's code, or are called by it, on the way to ours.
+_BETWEEN = re.compile(r"(click|pluggy|torch)(\.|$)")
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return _OURS.match(frame.f_globals.get("__name__", "")) is not None
 
 
 def of_the_user(frame: FrameType) -> bool:
     """Tell whether a frame is neither ours nor of a library between the script and us."""
-    return not _BETWEEN.match(frame.f_globals.get("__name__", ""))
+    module = frame.f_globals.get("__name__", "")
+    if _is_ours(frame) or _BETWEEN.match(module):
+        return False
+    return module.partition(".")[0] not in sys.stdlib_module_names
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
@@ -178,3 +264,80 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     # A thread of ours has no such line: it is said where we are.
     level = next((at for at, frame in enumerate(stack) if of_the_user(frame)), 0)
     warnings.warn(text, category, stacklevel=level + 2)
+
+
+# --- tracebacks of uncaught errors ------------------------------------------------------------
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+#: The hook that showed uncaught errors before ours was installed.
+_previous_hook: _Hook | None = None
+
+
+def shorten_uncaught() -> None:
+    """Shorten tracebacks of uncaught errors from now on. Calling this again has no effect."""
+    global _previous_hook
+    if _previous_hook is None:
+        _previous_hook = sys.excepthook
+        sys.excepthook = _show_shortened
+
+
+def _show_shortened(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    shorten(error)
+    if _previous_hook is not None:
+        _previous_hook(kind, error, trace)
+
+
+def prints_only(hook: _Hook) -> bool:
+    """Tell whether a hook only prints the traceback, as Python's own does."""
+    if hook is _show_shortened and _previous_hook is not None:
+        hook = _previous_hook
+    return hook is sys.__excepthook__
+
+
+def shorten(error: BaseException) -> None:
+    """Remove our frames from a traceback, so that the last line shown is the user's.
+
+    An error of ours ends at the line that called us. An error raised in code of the user's, such as a
+    dataset that we read, looks as it does without us. Any other error may be a fault of ours and keeps
+    its frames. Debug mode (`ACCELERATE_DEBUG_MODE`, `launch --debug`) changes nothing.
+    """
+    if os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "on", "y", "t"):
+        return
+    entries = _entries(error)
+    users = [at for at, entry in enumerate(entries) if of_the_user(entry.tb_frame)]
+    if not users:
+        return
+    if isinstance(error, AccelerateError):
+        del entries[users[-1] + 1 :]
+        _drop_internal_cause(error)
+    elif users[-1] != len(entries) - 1:
+        return
+    kept = [entry for entry in entries if not _is_ours(entry.tb_frame)]
+    for entry, following in pairwise(kept):
+        entry.tb_next = following
+    kept[-1].tb_next = None
+    error.__traceback__ = kept[0]
+
+
+def _entries(error: BaseException) -> list[TracebackType]:
+    entries = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    return entries
+
+
+def _drop_internal_cause(error: AccelerateError) -> None:
+    """Hide the exception that we turned into this one, unless the user's or a plugin's code raised it."""
+    cause = error.__cause__ or error.__context__
+    if cause is None or isinstance(error, PluginError):
+        return
+    entries = _entries(cause)
+    caught_by_us = not entries or _is_ours(entries[0].tb_frame)
+    if caught_by_us and not (entries and of_the_user(entries[-1].tb_frame)):
+        error.__cause__ = None  # this hides the context, too
+    else:
+        shorten(cause)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,13 @@ from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives
-from accelerate_core.errors import RuntimeConflictError, did_you_mean
+from accelerate_core.errors import RuntimeConflictError, UnknownNameError, did_you_mean
 from accelerate_core.plugins import catalog
+
+if TYPE_CHECKING:
+    from accelerate_core.plugins.contributed import PluginAttributes
+else:  # what plugins add follows from what is installed
+    PluginAttributes = object
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -179,11 +184,11 @@ class ProcessVerbs:
         return cast(F, self._only(function, lambda: self.is_last_process))
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorator: run on the process of that rank only."""
+        """Decorator: run on the process of rank `process_index` only."""
         return self._only(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorator: run on the process of that local rank on each machine."""
+        """Decorator: run on the process of rank `local_process_index` of each machine."""
         return self._only(function, lambda: self.local_process_index == local_process_index)
 
     def _only(self, function: Any, here: Callable[[], bool]) -> Any:
@@ -281,7 +286,7 @@ class PartialState(ProcessVerbs):
             runtimes.release(self)
 
 
-class AcceleratorState(PartialState):
+class AcceleratorState(PartialState, PluginAttributes):
     """What user code reads from `accelerator.state`; the active plugins serve the rest."""
 
     def __init__(self, accelerator: Any = None, **kwargs: Any) -> None:
@@ -291,10 +296,12 @@ class AcceleratorState(PartialState):
                 "There is no Accelerator yet; make one before AcceleratorState()."
             )
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self._accelerator._plugin_attribute(name, "AcceleratorState")
+    if not TYPE_CHECKING:  # it would hide every misspelt name from type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            return self._accelerator._plugin_attribute(name, "AcceleratorState")
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
@@ -314,11 +321,12 @@ def absent_attribute(name: str, owner: str, known: list[str]) -> Any:
     """Answer for an attribute no active plugin serves.
 
     Raises:
-        AttributeError: nobody knows it, with the nearest name.
+        UnknownNameError: nobody knows it, with the nearest name.
     """
     if name in catalog.ABSENT_ATTRIBUTES:
         return catalog.ABSENT_ATTRIBUTES[name]
     if name in catalog.METHODS:
         command = catalog.pip_command(catalog.METHODS[name])
-        raise AttributeError(f"{owner}.{name} comes with a plugin that is not active: {command}")
-    raise AttributeError(f"{owner} has no attribute {name!r}.{did_you_mean(name, known)}")
+        text = f"{owner}.{name} comes with a plugin that is not active: {command}"
+        raise UnknownNameError(text, name)
+    raise UnknownNameError(f"{owner} has no attribute {name!r}.{did_you_mean(name, known)}", name)

@@ -96,7 +96,7 @@ class LocalSGD:
         for tensors in by_dtype.values():
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             mean = self.accelerator.reduce(flat, reduction="mean")
-            pieces = mean.split([tensor.numel() for tensor in tensors])
+            pieces = torch.split(mean, [tensor.numel() for tensor in tensors])
             for tensor, piece in zip(tensors, pieces, strict=True):
                 tensor.copy_(piece.view_as(tensor))
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from accelerate_core import KwargsHandler, option, settings
 from accelerate_core.errors import ConfigurationError, listing, warn
-from accelerate_ddp.hooks import DDPCommunicationHookType, register
+from accelerate_ddp.hooks import DDPCommunicationHookType as DDPCommunicationHookType
+from accelerate_ddp.hooks import register
 
 
 @settings(env_prefix="ACCELERATE_DDP_", section="ddp_config")

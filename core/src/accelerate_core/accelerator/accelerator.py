@@ -6,15 +6,19 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
-from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 import torch
 
+from accelerate_core.accelerator.checkpoint_verbs import CheckpointVerbs
+from accelerate_core.accelerator.collective_verbs import CollectiveVerbs
 from accelerate_core.accelerator.collectives import Collectives
 from accelerate_core.accelerator.construction import construct, start_process
+from accelerate_core.accelerator.preparing_verbs import PreparedVerbs
 from accelerate_core.accelerator.saving import Saving
-from accelerate_core.accelerator.signature import ShowsPluginArguments, mesh_rank
+from accelerate_core.accelerator.signature import MeshVerbs, ShowsPluginArguments
+from accelerate_core.accelerator.tracking_verbs import TrackingVerbs
+from accelerate_core.accelerator.training_verbs import TrainingVerbs
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.memory import clear_device_cache
 from accelerate_core.builtin.no_tracking import NoTracking, asks
@@ -31,11 +35,10 @@ from accelerate_core.config.handlers import (
 from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.shown import Shown
 from accelerate_core.contract.hooks import wrong_answer
-from accelerate_core.contract.parts import Checkpointer, RunParts, Tracking
+from accelerate_core.contract.parts import RunParts, Tracking
 from accelerate_core.contract.topology import read_topology
-from accelerate_core.data.prepare import skip_first_batches
 from accelerate_core.data.rng import check_rng_types
-from accelerate_core.delegation import attribute, method, setting, shared
+from accelerate_core.delegation import attribute
 from accelerate_core.distributed import failures
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
@@ -49,10 +52,36 @@ from accelerate_core.state import AcceleratorState, ProcessVerbs, absent_attribu
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loop import TrainingLoop
 
-_LOADING = partial(setting, "dataloader_config", DataLoaderConfiguration)
+if TYPE_CHECKING:
+    from accelerate_core.plugins.contributed import PluginArguments, PluginAttributes
+else:  # what plugins add follows from what is installed
+    PluginArguments, PluginAttributes = dict[str, Any], object
+
+#: Per object given to `prepare`: whether it is moved to the device.
+Placement = Sequence[bool | None] | None
+
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+T4 = TypeVar("T4")
+T5 = TypeVar("T5")
+T6 = TypeVar("T6")
+T7 = TypeVar("T7")
+T8 = TypeVar("T8")
 
 
-class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
+class Accelerator(
+    ProcessVerbs,
+    MeshVerbs,
+    PreparedVerbs,
+    TrainingVerbs,
+    CollectiveVerbs,
+    CheckpointVerbs,
+    TrackingVerbs,
+    Shown,
+    PluginAttributes,
+    metaclass=ShowsPluginArguments,
+):
     """Runs a plain PyTorch training loop on whatever setup the process was started in.
 
     Args:
@@ -122,7 +151,7 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
         tracking: str | None = None,
         loaders: str | None = None,
         parallelism_config: ParallelismConfig | None = None,
-        **plugin_arguments: Any,
+        **plugin_arguments: Unpack[PluginArguments],
     ) -> None:
         arguments = dict(locals())
         del arguments["self"], arguments["plugin_arguments"]
@@ -219,19 +248,6 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
             raise wrong_answer("device_count", self, count, "a whole number above 0")
         return count
 
-    @property
-    def torch_device_mesh(self) -> Any:
-        """The device mesh, None where there is none."""
-        return self.hooks.mesh(self)
-
-    def sub_mesh(self, name: str) -> Any:
-        """Return a part of the device mesh: of one dimension, or `dp`, `dp_shard_cp`, `dp_cp`.
-
-        Raises:
-            ConfigurationError: the mesh has no such part, or there is no mesh.
-        """
-        return self.backend.sub_mesh(name)
-
     communicator: Communicator = attribute("_collectives.comm", "The world, on flat tensors.")
     mixed_precision: str = attribute("_built.precision_name", "Name of the precision.")
     mixes_precision: bool = attribute("precision.mixes", "Whether forward runs under autocast.")
@@ -244,26 +260,72 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
     group_timeout: timedelta | None = attribute(
         "_process.timeout", "How long a collective may take; None is torch's default."
     )
-    tensor_parallel_rank: int = mesh_rank("tp")
-    pipeline_parallel_rank: int = mesh_rank("pp")
-    context_parallel_rank: int = mesh_rank("cp")
-    data_parallel_rank: int = mesh_rank("dp_replicate")
-    data_parallel_shard_rank: int = mesh_rank("dp_shard")
 
     # --- preparing ----------------------------------------------------------------------------
 
-    models: list[torch.nn.Module] = attribute("_prepared.models", "The prepared models, wrapped.")
-    optimizers: list[Any] = attribute("_prepared.optimizers", "The prepared optimizers.")
-    schedulers: list[Any] = attribute("_prepared.schedulers", "The prepared schedulers.")
-    loaders: list[Any] = attribute("_prepared.loaders", "The prepared loaders.")
-    split_batches: bool = _LOADING("split_batches")
-    dispatch_batches: bool | None = _LOADING("dispatch_batches")
-    even_batches: bool = _LOADING("even_batches", settable=True)
-    use_seedable_sampler: bool = _LOADING("use_seedable_sampler")
-    non_blocking: bool = _LOADING("non_blocking")
-    use_stateful_dataloader: bool = _LOADING("use_stateful_dataloader")
-
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+    @overload
+    def prepare(self, o1: T1, /, *, device_placement: Placement = None) -> T1: ...
+    @overload
+    def prepare(
+        self, o1: T1, o2: T2, /, *, device_placement: Placement = None
+    ) -> tuple[T1, T2]: ...
+    @overload
+    def prepare(
+        self, o1: T1, o2: T2, o3: T3, /, *, device_placement: Placement = None
+    ) -> tuple[T1, T2, T3]: ...
+    @overload
+    def prepare(
+        self, o1: T1, o2: T2, o3: T3, o4: T4, /, *, device_placement: Placement = None
+    ) -> tuple[T1, T2, T3, T4]: ...
+    @overload
+    def prepare(
+        self, o1: T1, o2: T2, o3: T3, o4: T4, o5: T5, /, *, device_placement: Placement = None
+    ) -> tuple[T1, T2, T3, T4, T5]: ...
+    @overload
+    def prepare(
+        self,
+        o1: T1,
+        o2: T2,
+        o3: T3,
+        o4: T4,
+        o5: T5,
+        o6: T6,
+        /,
+        *,
+        device_placement: Placement = None,
+    ) -> tuple[T1, T2, T3, T4, T5, T6]: ...
+    @overload
+    def prepare(
+        self,
+        o1: T1,
+        o2: T2,
+        o3: T3,
+        o4: T4,
+        o5: T5,
+        o6: T6,
+        o7: T7,
+        /,
+        *,
+        device_placement: Placement = None,
+    ) -> tuple[T1, T2, T3, T4, T5, T6, T7]: ...
+    @overload
+    def prepare(
+        self,
+        o1: T1,
+        o2: T2,
+        o3: T3,
+        o4: T4,
+        o5: T5,
+        o6: T6,
+        o7: T7,
+        o8: T8,
+        /,
+        *,
+        device_placement: Placement = None,
+    ) -> tuple[T1, T2, T3, T4, T5, T6, T7, T8]: ...
+    @overload
+    def prepare(self, *args: Any, device_placement: Placement = None) -> Any: ...
+    def prepare(self, *args: Any, device_placement: Placement = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders; return them in the same order.
 
         Args:
@@ -302,39 +364,7 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
         """Prepare one scheduler, of optimizers prepared before."""
         return self.prepare(scheduler)
 
-    prepare_data_loader = method("_prepared", Prepared.prepare_data_loader)
-    wrap_optimizer = method("_prepared", Prepared.wrap_optimizer)
-    unwrap_model = method("_prepared", Prepared.unwrap_model)
-    get_state_dict = method("_prepared", Prepared.get_state_dict)
-    verify_device_map = method("_prepared", Prepared.verify_device_map)
-    skip_first_batches = staticmethod(skip_first_batches)
-    init_model_context = method("_prepared", Prepared.init_model_context)
-    join_uneven_inputs = method("_prepared", Prepared.join_uneven_inputs)
-
     # --- the step -----------------------------------------------------------------------------
-
-    step: int = attribute("_training.step", "Micro-batches seen in this cycle.", settable=True)
-    sync_gradients: bool = attribute(
-        "gradient_state.sync_gradients",
-        "Whether gradients are synchronised, and optimizers stepped, now.",
-        settable=True,
-    )
-    gradient_accumulation_steps: int = shared("_training", TrainingLoop.gradient_accumulation_steps)
-    optimizer_step_was_skipped: bool = shared("_training", TrainingLoop.optimizer_step_was_skipped)
-    has_lomo_optimizer: bool = shared("_training", TrainingLoop.has_lomo_optimizer)
-    accumulate = method("_training", TrainingLoop.accumulate)
-    no_sync = method("_training", TrainingLoop.no_sync)
-    trigger_sync_in_backward = method("_training", TrainingLoop.trigger_sync_in_backward)
-    autocast = method("_training", TrainingLoop.autocast)
-    backward = method("_training", TrainingLoop.backward)
-    lomo_backward = method("_training", TrainingLoop.lomo_backward)
-    unscale_gradients = method("_training", TrainingLoop.unscale_gradients)
-    clip_grad_norm_ = method("_training", TrainingLoop.clip_grad_norm_)
-    clip_grad_value_ = method("_training", TrainingLoop.clip_grad_value_)
-    scaler_stepped = method("_training", TrainingLoop.scaler_stepped)
-    maybe_context_parallel = method("_training", TrainingLoop.maybe_context_parallel)
-    train_step = method("_training", TrainingLoop.train_step)
-    eval_step = method("_training", TrainingLoop.eval_step)
 
     @property
     def profile_handler(self) -> Any:
@@ -357,58 +387,13 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
         """
         return lent("profile")(profile_handler or self.profile_handler, self.process_index)  # type: ignore[no-any-return]
 
-    # --- collectives --------------------------------------------------------------------------
-
-    gather = method("_collectives", Collectives.gather)
-    gather_for_metrics = method("_collectives", Collectives.gather_for_metrics)
-    reduce = method("_collectives", Collectives.reduce)
-    pad_across_processes = method("_collectives", Collectives.pad_across_processes)
-    set_trigger = method("_collectives", Collectives.set_trigger)
-    check_trigger = method("_collectives", Collectives.check_trigger)
-    flag_tensor: torch.Tensor | None = attribute(
-        "_collectives.flag_tensor", "What `set_trigger` set.", settable=True
-    )
-
     # --- checkpoints --------------------------------------------------------------------------
-
-    checkpointer: Any = shared("_saving", Saving.checkpointer)
-    project_dir: Any = attribute("project_configuration.project_dir", "Root of checkpoints.")
-    save_iteration: int = attribute("project_configuration.iteration", "Next checkpoint's number.")
-    preemption_requested: bool = shared("_saving", Saving.preemption_requested)
 
     @property
     def should_save_model(self) -> bool:
         """Whether this process writes what is saved once (per machine, if so configured)."""
         per_machine = self.project_configuration.save_on_each_node
         return self.is_local_main_process if per_machine else self.is_main_process
-
-    save = method("_saving.checkpointer", Checkpointer.save)
-    save_model = method("_saving.checkpointer", Checkpointer.save_model)
-    save_state = method("_saving", Saving.save_state)
-    load_state = method("_saving.checkpointer", Checkpointer.load_state)
-    wait_for_checkpoint = method("_saving", Saving.wait_for_checkpoint)
-    register_for_checkpointing = method("_saving", Saving.register_for_checkpointing)
-    register_save_state_pre_hook = method("_saving", Saving.register_save_state_pre_hook)
-    register_load_state_pre_hook = method("_saving", Saving.register_load_state_pre_hook)
-
-    # --- tracking -----------------------------------------------------------------------------
-
-    logging_dir: Any = attribute("project_configuration.logging_dir", "Where trackers write.")
-    log_with: list[str] = attribute("_tracking.names", "Names of the trackers asked for.")
-    trackers: list[Any] = attribute("_tracking.trackers", "The trackers that run.")
-    resumed_runs: dict[str, str] = attribute(
-        "_tracking.resumed_runs", "Tracker name -> id of its run in the checkpoint that was loaded."
-    )
-    init_trackers = method("_tracking", Tracking.init_trackers)
-    get_tracker = method("_tracking", Tracking.get_tracker)
-    log = method("_tracking", Tracking.log)
-    log_images = method("_tracking", Tracking.log_images)
-    log_table = method("_tracking", Tracking.log_table)
-    log_figure = method("_tracking", Tracking.log_figure)
-    log_artifact = method("_tracking", Tracking.log_artifact)
-    log_text = method("_tracking", Tracking.log_text)
-    log_histogram = method("_tracking", Tracking.log_histogram)
-    flush_trackers = method("_tracking", Tracking.flush_trackers)
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -481,13 +466,15 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
             self._noted.add(text)
             warn(text)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "_plugins" not in self.__dict__:
-            raise AttributeError(f"no {name!r} yet: ranks and parts are there from on_start on")
-        if hasattr(type(self), name):
-            # A property of ours failed inside with an AttributeError: let that one be seen.
-            return object.__getattribute__(self, name)
-        return self._plugin_attribute(name, "Accelerator")
+    if not TYPE_CHECKING:  # it would hide every misspelt name from type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or "_plugins" not in self.__dict__:
+                raise AttributeError(f"no {name!r} yet: ranks and parts are there from on_start on")
+            if hasattr(type(self), name):
+                # A property of ours failed inside with an AttributeError: let that one be seen.
+                return object.__getattribute__(self, name)
+            return self._plugin_attribute(name, "Accelerator")
 
     def _plugin_attribute(self, name: str, owner: str) -> Any:
         """Return an attribute that an active plugin serves, or what stands for its absence."""

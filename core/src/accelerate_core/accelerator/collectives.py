@@ -58,37 +58,11 @@ class Collectives:
         self._has_mesh = accelerator.parallelism_config is not None
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate each tensor of a nested structure over the ranks, along dimension 0.
-
-        A tensor [b, ...] becomes [n * b, ...], a 0-d one [n]; all ranks get the
-        result. One collective for the whole structure. Ranks that work on the same
-        samples are counted once.
-
-        Example:
-            losses = accelerator.gather(loss.detach())  # one for each rank
-        """
+        """Concatenate each tensor of a nested structure over the ranks, along dimension 0."""
         return collectives.gather(self._joined(tensor), self.data_comm)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather what was computed from a batch, without the samples repeated to fill the last one.
-
-        Args:
-            input_data: nested structure of tensors; or objects: a list of samples, or fields
-                (a tuple or mapping of lists) of samples each.
-            use_gather_object: gather as objects whatever they are (tensors of differing sizes).
-
-        Returns:
-            Tensors as `gather` does; objects as `gather_object` does, in one list. All ranks
-            get the result, and nobody waits for more than this one collective.
-
-        Example:
-            right = total = 0
-            for x, y in loader:
-                guesses, labels = accelerator.gather_for_metrics((model(x).argmax(1), y))
-                right += (guesses == labels).sum().item()
-                total += len(labels)
-            assert total == len(dataset)
-        """
+        """Gather what was computed from a batch, without the samples repeated to fill the last one."""
         comm = self.data_comm
         input_data = self._joined(input_data)
         leaves = tree.flatten(input_data)
@@ -113,47 +87,19 @@ class Collectives:
         return tree.map_tensors(cut, gathered)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine each tensor of a nested structure over the ranks; all get the result.
-
-        Args:
-            reduction: `sum`, `mean` or `none`.
-            scale: used by backends that scale inside the reduction; else no effect.
-
-        Ranks that work on the same samples are counted once.
-
-        Example:
-            mean = accelerator.reduce(loss.detach(), "mean")
-        """
+        """Combine each tensor of a nested structure over the ranks; all get the result."""
         return collectives.reduce(self._joined(tensor), reduction, comm=self.loss_comm)
 
     def pad_across_processes(
         self, tensor: Any, dim: int | Sequence[int] = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Pad each tensor to the largest size any rank has along `dim`, so that it can be gathered.
-
-        Args:
-            tensor: nested structure of tensors.
-            dim: the dimension, or several.
-            pad_index: value of the new entries.
-            pad_first: put them before the old ones instead of after.
-
-        Example:
-            ids = torch.tensor([[5, 7, 2]])  # as long as this rank's longest text
-            ids = accelerator.gather(accelerator.pad_across_processes(ids, dim=1))
-        """
+        """Pad each tensor to the largest size any rank has along `dim`, so that it can be gathered."""
         return collectives.pad_across_processes(
             tensor, dim, pad_index, pad_first, comm=self.data_comm
         )
 
     def set_trigger(self) -> None:
-        """Set this process's flag for `check_trigger`.
-
-        Example:
-            if not loss.isfinite():  # on one rank, perhaps
-                accelerator.set_trigger()
-            if accelerator.check_trigger():  # on all ranks
-                accelerator.print("stop")
-        """
+        """Set this process's flag for `check_trigger`."""
         self.flag_tensor = torch.ones(1, dtype=torch.int32, device=self.comm.device)
 
     def check_trigger(self) -> bool:

@@ -37,7 +37,7 @@ from accelerate_core.contract.topology import Topology
 from accelerate_core.contract.view import AcceleratorView
 from accelerate_core.distributed import process
 from accelerate_core.distributed.process import Runtime
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
+from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, listing, warn
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
     PluginRecord,
@@ -143,7 +143,13 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     _warn_of_unknown_plugins(environ)
     # The default of the signature for `cpu` is no wish; a backend may be a class.
     passed = {**given, "cpu": given["cpu"] or None, "backend": None}
-    values = lookup.resolve_core(passed, sources, {})
+    mistakes = Mistakes()
+    with mistakes:
+        values = lookup.resolve_core(passed, sources, {})
+    if mistakes.found:
+        with mistakes:  # what is wrong with the compiler's settings is reported together with it
+            lookup.resolve_compiler(given, sources)
+    mistakes.report()
     request = Request(given, environ, topology, sources.config, bool(values["cpu"].value))
     wanted = values["backend"]
     if given["backend"] is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -80,16 +79,7 @@ class Saving:
         return handle
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load objects with `state_dict` and `load_state_dict` in `save_state`.
-
-        Raises:
-            ConfigurationError: an object lacks one of the two; all such are named.
-
-        Example:
-            average = torch.optim.swa_utils.AveragedModel(model)
-            accelerator.register_for_checkpointing(average)
-            accelerator.save_state("checkpoint")
-        """
+        """Save and load objects with `state_dict` and `load_state_dict` in `save_state`."""
         bad = [
             f"Item at index {at} ({type(o).__name__})"
             for at, o in enumerate(objects)
@@ -102,8 +92,8 @@ class Saving:
             )
         self.registered.extend(objects)
 
-    @functools.wraps(Checkpointer.save_state)
     def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Let trackers catch up, then save; the arguments are those of `Checkpointer.save_state`."""
         self._flush_for_save()
         return self.checkpointer.save_state(*args, **kwargs)
 

@@ -19,6 +19,32 @@ def mesh_rank(dimension: str) -> Any:
     return property(rank, doc=f"Rank in the mesh dimension `{dimension}`, 0 without one.")
 
 
+class MeshVerbs:
+    """The device mesh, as a script reads it."""
+
+    hooks: Any
+    backend: Any
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The device mesh, None where there is none."""
+        return self.hooks.mesh(self)
+
+    def sub_mesh(self, name: str) -> Any:
+        """Return a part of the device mesh: of one dimension, or `dp`, `dp_shard_cp`, `dp_cp`.
+
+        Raises:
+            ConfigurationError: the mesh has no such part, or there is no mesh.
+        """
+        return self.backend.sub_mesh(name)
+
+    tensor_parallel_rank: int = mesh_rank("tp")
+    pipeline_parallel_rank: int = mesh_rank("pp")
+    context_parallel_rank: int = mesh_rank("cp")
+    data_parallel_rank: int = mesh_rank("dp_replicate")
+    data_parallel_shard_rank: int = mesh_rank("dp_shard")
+
+
 class ShowsPluginArguments(type):
     """`inspect.signature(Accelerator)` lists what the installed plugins take, too."""
 

@@ -18,7 +18,7 @@ from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_confi
 from accelerate_core.config.handlers import TorchDynamoPlugin
 from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because, variable_origin
 from accelerate_core.config.schema import SettingField, given_fields, settings_fields
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing, warn
+from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, listing, warn
 from accelerate_core.truth import switch
 
 
@@ -45,15 +45,21 @@ def resolve_core(
         given: values from the constructor; `None` stands for not given.
         detected: values the active backend or the machine suggests.
         sources: environment, config file and what stands for the command line.
+
+    Raises:
+        ConfigurationError: values are wrong; all of them are named.
     """
     made = {}
+    mistakes = Mistakes()
     for field in CORE_SETTINGS:
         value, origin = given.get(field.name), f"constructor argument {field.name}"
-        if value is None:
-            made[field.name] = look_up(field, sources, detected=detected)
-        else:
-            shown = f"{field.name}={value!r} (from {origin})"
-            made[field.name] = Because(converted(field, value, shown), origin)
+        with mistakes:
+            if value is None:
+                made[field.name] = look_up(field, sources, detected=detected)
+            else:
+                shown = f"{field.name}={value!r} (from {origin})"
+                made[field.name] = Because(converted(field, value, shown), origin)
+    mistakes.report()
     return made
 
 
@@ -77,12 +83,15 @@ def resolve_settings(
     _, section, argument = getattr(cls, "__settings_names__", ("", "", ""))
     section = f"{owner}_config" if owner and section == "" else section or ""
     origin = f"constructor argument {argument or cls.__name__}"
-    because = {
-        field.name: Because(getattr(given, field.name), origin)
-        if field.name in given_fields(given)
-        else look_up(field, sources, section)
-        for field in settings_fields(cls, owner=owner)
-    }
+    because = {}
+    mistakes = Mistakes()
+    for field in settings_fields(cls, owner=owner):
+        with mistakes:
+            if field.name in given_fields(given):
+                because[field.name] = Because(getattr(given, field.name), origin)
+            else:
+                because[field.name] = look_up(field, sources, section)
+    mistakes.report()
     said = {name: one for name, one in because.items() if one.origin != "default"}
     try:
         made = cls(**{name: one.value for name, one in said.items()})

@@ -13,7 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, dataclass_transform
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform, overload
 
 from accelerate_core.config.shown import Shown
 from accelerate_core.distributed import failures
@@ -99,6 +99,19 @@ def _tuple(names: str | Iterable[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
+C = TypeVar("C")
+
+
+@overload
+def settings(cls: type[C], /) -> type[C]: ...
+@overload
+def settings(
+    *,
+    env_prefix: str | None = "",
+    section: str | None = "",
+    argument: str | tuple[str, ...] = "",
+    yaml_prefix: str = "",
+) -> Callable[[type[C]], type[C]]: ...
 @dataclass_transform(field_specifiers=(option,))
 def settings(
     cls: Any = None,

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 
 from accelerate_core import errors
-from accelerate_core.truth import truth
 
 #: Seconds an echo waits; the launcher polls ten times a second by default.
 _ECHO_WAIT = 3.0
@@ -33,9 +32,6 @@ _ECHO = re.compile(
     "|failed to recv, got 0 bytes",
     re.IGNORECASE,
 )
-
-#: What a wrong setting raises, whose text says all.
-_SETTING = (errors.ConfigurationError, errors.MissingPluginError, errors.UnknownArgumentError)
 
 _installed = _happened = False
 
@@ -55,18 +51,19 @@ def install() -> None:
     # What atexit calls comes after the wait for threads; these come before, where Python has them. The
     # first is called last: pools have been told to end.
     getattr(threading, "_threading_atexits", []).insert(0, _name_threads)
+    errors.shorten_uncaught()
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _happened
         _happened = True
-        _end_at_users_line(error)
+        errors.shorten(error)
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if file and not isinstance(error, KeyboardInterrupt):
             # First, so that an echo is not even printed: the launcher ends this process meanwhile.
             wait_for_culprit(error)
             agent = os.environ.get("ACCELERATE_AGENT_PID") == str(os.getppid())
-            if _record(error, Path(file), agent and previous is sys.__excepthook__):
+            if _record(error, Path(file), agent and errors.prints_only(previous)):
                 return
         previous(kind, error, trace)
         sys.stderr.flush()
@@ -103,16 +100,6 @@ def wait_for_culprit(error: BaseException) -> None:
     """Give the launcher time to see the rank that failed first, if this failure is its echo."""
     if isinstance(error, RuntimeError | OSError) and _ECHO.search(str(error)):
         time.sleep(_ECHO_WAIT)
-
-
-def _end_at_users_line(error: BaseException) -> None:
-    """Leave out our frames beneath the line that set something wrong; debug mode shows them."""
-    debug = truth(os.environ.get("ACCELERATE_DEBUG_MODE")) is True
-    last = step = None if debug else error.__traceback__
-    while step is not None:
-        last, step = (step if errors.of_the_user(step.tb_frame) else last), step.tb_next
-    if isinstance(error, _SETTING) and last is not None and last.tb_next is not None:
-        last.tb_next = error.__cause__ = None
 
 
 def _record(error: BaseException, file: Path, left_to_agent: bool) -> bool:

@@ -65,6 +65,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@functools.cache
+def distributions() -> frozenset[str]:
+    """Return the names of the distributions that are released together with the core."""
+    return frozenset(name for folders in _tables()["FOLDERS"].values() for name in folders)
+
+
 def extra_for(kind: str, name: str) -> str | None:
     """Return the extra that installs a plugin, None for one we never heard of."""
     return known_names(kind).get(name)

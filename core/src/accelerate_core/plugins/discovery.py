@@ -20,6 +20,7 @@ from accelerate_core.errors import (
     PluginVersionError,
     did_you_mean,
     listing,
+    nearest,
 )
 from accelerate_core.plugins import catalog
 
@@ -168,13 +169,30 @@ def find(
             name=name,
         )
     here = [record.name for record in installed().of_kind(kind)]
-    options: Iterable[str] = {*here, *catalog.known_names(kind)} - {name}
-    hint = without_entry_point(name, kind, near=did_you_mean(name, options))
+    near = suggestion(name, here, catalog.known_names(kind))
+    hint = without_entry_point(name, kind, near=near)
     # A precision is a word among a few, rather than a package.
     error = ConfigurationError if kind == "precision" else MissingPluginError
     raise error(
         f"No {kind} plugin is named {name!r} (asked for by {because}). Installed: {listing(here)}.{hint}"
     )
+
+
+def suggestion(name: str, here: Iterable[str], installable: Mapping[str, str]) -> str:
+    """Return the hint for a misspelt name: what was meant, and how to install it if it is not there.
+
+    Args:
+        here: the names that can be used in this environment.
+        installable: further names, each with the extra that brings it.
+    """
+    here = set(here)
+    near = nearest(name, sorted(here | installable.keys() - {name}))
+    if near is None or near in here:
+        return did_you_mean(name, [] if near is None else [near])
+    extra = installable[near]
+    if extra in here:  # `near` is another name of it
+        return f" Did you mean {extra!r}?"
+    return f" Did you mean {near!r}? It is not installed; install it with: {catalog.pip_command(extra)}"
 
 
 def why_without(kind: str, extra: str = "standard") -> str:

@@ -25,7 +25,14 @@ from accelerate_core.contract.hooks import (
     mark_hooks,
 )
 from accelerate_core.contract.parts import Checkpointer, LoaderMaker, Tracking, check_members
-from accelerate_core.errors import MissingPluginError, PluginError, did_you_mean, warn
+from accelerate_core.errors import (
+    AccelerateError,
+    MissingPluginError,
+    PluginError,
+    did_you_mean,
+    warn,
+)
+from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import PluginRecord, check_api_version
 from accelerate_core.plugins.selection import Selection
 
@@ -180,10 +187,15 @@ def _written_for(plugin: Any) -> str:
 def blame(error: BaseException, hook: str, record: PluginRecord) -> None:
     """Note on an exception which hook of which plugin let it out.
 
-    That a plugin is not there is nobody's fault but its asker's.
+    A missing plugin is no installed plugin's fault. Neither is an error that one of our own packages
+    raises on purpose: its text says what the caller did wrong.
     """
-    if not isinstance(error, MissingPluginError):
-        error.add_note(f"accelerate-core: hook {hook!r} of plugin {record.label}")
+    if isinstance(error, MissingPluginError):
+        return
+    on_purpose = isinstance(error, AccelerateError) and not isinstance(error, PluginError)
+    if on_purpose and record.distribution in catalog.distributions():
+        return
+    error.add_note(f"accelerate-core: hook {hook!r} of plugin {record.label}")
 
 
 def blame_methods(plugin: Any, record: PluginRecord, names: Iterable[str]) -> None:

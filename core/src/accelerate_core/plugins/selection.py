@@ -19,7 +19,6 @@ from accelerate_core.errors import (
     PluginError,
     PluginVersionError,
     UnknownArgumentError,
-    did_you_mean,
     listing,
 )
 from accelerate_core.plugins import catalog
@@ -29,6 +28,7 @@ from accelerate_core.plugins.discovery import (
     disabled_names,
     find,
     installed,
+    suggestion,
 )
 from accelerate_core.truth import switch, truth
 
@@ -463,10 +463,10 @@ def check_owners(lent: Mapping[str, Any], selection: Selection, active: set[Plug
 
 def check_arguments(arguments: Mapping[str, Any], core_names: Mapping[str, Any]) -> None:
     """Refuse constructor arguments that neither the core, a plugin nor the catalog knows."""
-    known = {*core_names, *plugin_arguments(), *catalog.ARGUMENTS}
+    here = {*core_names, *plugin_arguments()}
     for name in arguments:
-        if name not in known:
+        if name not in here and name not in catalog.ARGUMENTS:
             raise UnknownArgumentError(
                 f"Accelerator() has no argument {name!r}, and no installed plugin takes it."
-                f"{did_you_mean(name, known)}"
+                f"{suggestion(name, here, catalog.ARGUMENTS)}"
             )

@@ -82,14 +82,7 @@ class Prepared:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """Share one loader out between the ranks that read different data.
-
-        Args:
-            data_loader: a `DataLoader`, or any iterable of batches.
-            device_placement: whether batches are moved to the device.
-            slice_fn_for_dispatch: `(batch, slice, process_index, num_processes) -> part`; only the
-                core's own loaders have it.
-        """
+        """Share one loader out between the ranks that read different data."""
         if self.is_prepared(data_loader):
             return data_loader
         on_device = self.device_placement if device_placement is None else device_placement
@@ -216,16 +209,7 @@ class Prepared:
         keep_fp32_wrapper: bool = True,
         keep_torch_compile: bool = True,
     ) -> torch.nn.Module:
-        """Return the user's own model inside a prepared one.
-
-        Args:
-            keep_fp32_wrapper: keep forward under mixed precision.
-            keep_torch_compile: keep it compiled; False returns an uncompiled view over
-                the same parameters.
-
-        Example:
-            own = accelerator.unwrap_model(model)  # has its own attributes again
-        """
+        """Return the user's own model inside a prepared one."""
         inner = self.inner_model(model)
         if not keep_torch_compile:
             inner = strip_compiled(inner)
@@ -234,15 +218,7 @@ class Prepared:
         return inner
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole state dict of a prepared model.
-
-        Args:
-            unwrap: keys as the user's own model has them; False: as the wrapper has them.
-
-        Example:
-            weights = accelerator.get_state_dict(model)  # all ranks call it
-            accelerator.save(weights, "weights.pt")
-        """
+        """Return the whole state dict of a prepared model."""
         if not unwrap:
             return dict(model.state_dict())
         state = self._hooks.consolidate(self.accelerator, model)
@@ -256,21 +232,7 @@ class Prepared:
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context in which ranks may run out of batches at different steps.
-
-        No effect on one process, or where the backend cannot, which is said.
-
-        Args:
-            joinables: prepared models.
-            even_batches: overrides the loaders' setting inside the block.
-
-        Example:
-            with accelerator.join_uneven_inputs([model], even_batches=False):
-                for x, y in loader:
-                    accelerator.backward(loss_function(model(x), y))
-                    optimizer.step()
-                    optimizer.zero_grad()
-        """
+        """Return a context in which ranks may run out of batches at different steps."""
         accelerator, stack = self.accelerator, ExitStack()
         backend, several = accelerator.backend, accelerator.num_processes > 1
         if several and not backend.supports.get("join", False):

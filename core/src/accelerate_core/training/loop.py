@@ -77,52 +77,11 @@ class TrainingLoop:
     def accumulate(
         self, *models: torch.nn.Module, num_items: int | float | torch.Tensor | None = None
     ) -> AbstractContextManager[None]:
-        """Make the block one micro-batch of an accumulation cycle.
-
-        Gradients are synchronised, and prepared optimizers and schedulers move,
-        only in the cycle's last block and in that of a loader's last batch.
-
-        Args:
-            models: the models trained in the block; all prepared ones if none is given.
-            num_items: over how many items (tokens, samples) of this rank the block's loss is
-                *summed*: a number, or a tensor of one element, which is not read back. The
-                gradients of the cycle are then those of the sum of all losses divided by the
-                number of all items, of all micro-batches and ranks, as of one big batch; nothing
-                is divided by the accumulation steps. Give it for every block of a cycle.
-
-        Raises:
-            ConfigurationError: `num_items` is given for some blocks of a cycle only, or the
-                backend accumulates by itself and cannot.
-
-        Example:
-            for x, y in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(loss_function(model(x), y))
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-            # The same with losses that are summed, here over the samples that have a label:
-            for x, y in loader:
-                with accelerator.accumulate(model, num_items=(y != -100).sum()):
-                    loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-        """
+        """Make the block one micro-batch of an accumulation cycle."""
         return _MicroBatch(self, models, num_items)
 
     def no_sync(self, model: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not synchronise gradients.
-
-        Args:
-            model: the model it holds for; all prepared ones if none is given.
-
-        Example:
-            with accelerator.no_sync(model):
-                accelerator.backward(loss_function(model(x), y))  # stays on this rank
-            accelerator.backward(loss_function(model(x), y))  # sends both
-            optimizer.step()
-        """
+        """Return a context in which backward does not synchronise gradients."""
         return self.unsynced([model] if model is not None else self.models)
 
     def unsynced(self, models: Sequence[torch.nn.Module]) -> AbstractContextManager[Any]:
@@ -143,19 +102,7 @@ class TrainingLoop:
         return self._hooks.trigger_sync_in_backward(self._accelerator, model)  # type: ignore[no-any-return]
 
     def backward(self, /, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward on a loss: divided by the accumulation steps, scaled, synchronised.
-
-        Where `accumulate` was told `num_items`, the loss is a sum, and its gradients are divided
-        by the number of items once the cycle's last one is there.
-
-        Args:
-            loss: scalar tensor.
-            kwargs: passed on to `Tensor.backward`; `learning_rate` goes to `lomo_backward`.
-
-        Example:
-            loss = loss_function(model(x), y)
-            accelerator.backward(loss)  # in the place of loss.backward()
-        """
+        """Run backward on a loss: divided by the accumulation steps, scaled, synchronised."""
         learning_rate = kwargs.pop("learning_rate", None) if kwargs else None
         if learning_rate is not None and self._fused_optimizers():
             self.lomo_backward(self._divided(loss), learning_rate)
@@ -170,7 +117,11 @@ class TrainingLoop:
             if self.scaler.stepped:
                 self.scaler.settle()
             loss = self._hooks.scale_loss(self._accelerator, loss)
-        self._hooks.backward(self._accelerator, loss, kwargs)
+        try:
+            self._hooks.backward(self._accelerator, loss, kwargs)
+        except Exception:
+            _check_loss(loss, kwargs)
+            raise
         state.backwards += 1
         if tokens.open:
             tokens.apply()
@@ -191,14 +142,7 @@ class TrainingLoop:
         return bool(self._fused_optimizers())
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Run backward of optimizers that step inside it (LOMO's `fused_backward`).
-
-        Args:
-            learning_rate: of this step; the LOMO optimizer updates parameters during backward.
-
-        Raises:
-            ConfigurationError: no prepared optimizer is one.
-        """
+        """Run backward of optimizers that step inside it (LOMO's `fused_backward`)."""
         fused = self._fused_optimizers()
         if not fused:
             raise ConfigurationError(
@@ -210,25 +154,12 @@ class TrainingLoop:
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any]:
-        """Return the context of mixed precision; no effect where precision is not mixed.
-
-        Args:
-            autocast_handler: used instead of the Accelerator's own.
-
-        Example:
-            # forward of a prepared model is in it already; what is computed beside it is not
-            with accelerator.autocast():
-                loss = loss_function(model(x), y)
-        """
+        """Return the context of mixed precision; no effect where precision is not mixed."""
         handler = autocast_handler or self._accelerator.autocast_handler
         return self._hooks.autocast(self._accelerator, None, handler)  # type: ignore[no-any-return]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo gradient scaling, once per step; no effect without a scaler.
-
-        Args:
-            optimizer: one optimizer or a list; all prepared ones if None.
-        """
+        """Undo gradient scaling, once per step; no effect without a scaler."""
         if self.scaler is None:
             return
         chosen = self.optimizers if optimizer is None else optimizer
@@ -247,36 +178,23 @@ class TrainingLoop:
             self.scaler.settle()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the norm of all gradients taken together.
-
-        Args:
-            max_norm: the largest norm that is left as it is.
-            norm_type: which norm: 2 is the Euclidean one.
-
-        Returns:
-            The norm before clipping, a 0-d tensor.
-
-        Example:
-            accelerator.backward(loss_function(model(x), y))
-            if accelerator.sync_gradients:  # the last micro-batch of a cycle
-                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        """
+        """Clip the norm of all gradients taken together."""
         tensors, scale = self._clippable(parameters)
-        norm = self._hooks.clip_grad(self._accelerator, tensors, max_norm * scale, norm_type, None)
+        try:
+            largest = max_norm * scale
+        except TypeError:
+            raise _no_number("clip_grad_norm_", "max_norm", max_norm) from None
+        norm = self._hooks.clip_grad(self._accelerator, tensors, largest, norm_type, None)
         return norm if scale == 1.0 else norm / scale
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip every gradient element to [-clip_value, clip_value].
-
-        Example:
-            accelerator.backward(loss_function(model(x), y))
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_value_(model.parameters(), 0.5)
-            optimizer.step()
-        """
+        """Clip every gradient element to [-clip_value, clip_value]."""
         tensors, scale = self._clippable(parameters)
-        self._hooks.clip_grad(self._accelerator, tensors, None, 2.0, clip_value * scale)
+        try:
+            largest = clip_value * scale
+        except TypeError:
+            raise _no_number("clip_grad_value_", "clip_value", clip_value) from None
+        self._hooks.clip_grad(self._accelerator, tensors, None, 2.0, largest)
 
     def _clippable(self, parameters: Any) -> tuple[list[torch.Tensor], float]:
         """Return parameters, and what their gradients are multiplied by.
@@ -284,6 +202,11 @@ class TrainingLoop:
         Inside a cycle they stay scaled, and only then is the scale read from the device.
         """
         single = isinstance(parameters, torch.Tensor)
+        if isinstance(parameters, torch.nn.Module):
+            raise ConfigurationError(
+                f"Gradients are clipped of parameters, not of a module ({type(parameters).__name__}): "
+                "pass model.parameters()."
+            )
         tensors = [parameters] if single else list(parameters)
         if self.scaler is None:
             return tensors, 1.0
@@ -298,15 +221,7 @@ class TrainingLoop:
         return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def train_step(self, batch: Any, model: torch.nn.Module | None = None) -> ScheduleResult:
-        """Run forward and backward of one batch on a backend that owns both.
-
-        Args:
-            batch: as the model takes it.
-            model: a prepared model; the only one if None.
-
-        Returns:
-            The loss (0-d, on every rank) and the outputs. Clipping and stepping are the script's.
-        """
+        """Run forward and backward of one batch on a backend that owns both."""
         self.settle()
         result = self._run_schedule(model, batch, training=True)
         self.state.backwards += 1
@@ -344,16 +259,29 @@ class TrainingLoop:
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """Return a context in which buffers are sharded along the sequence; else no effect.
-
-        Args:
-            buffers: tensors changed in place inside the block.
-            buffer_seq_dims: the sequence dimension of each.
-            no_restore_buffers: those that need not be restored.
-        """
+        """Return a context in which buffers are sharded along the sequence; else no effect."""
         return self._hooks.context_parallel(  # type: ignore[no-any-return]
             self._accelerator, buffers, buffer_seq_dims, no_restore_buffers
         )
+
+
+def _no_number(method: str, argument: str, value: object) -> ConfigurationError:
+    return ConfigurationError(f"{method}({argument}={value!r}): {argument} must be a number.")
+
+
+def _check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
+    """After a failed backward: refuse a loss that backward cannot start from.
+
+    Raises:
+        ConfigurationError: it is not a tensor with a single element.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigurationError(f"backward(loss={loss!r}): loss must be a tensor.") from None
+    if loss.numel() != 1 and kwargs.get("gradient") is None:
+        raise ConfigurationError(
+            f"backward(loss=...): loss has the shape {tuple(loss.shape)}, but backward starts from a "
+            "single number. Reduce it first, with loss.mean() or loss.sum()."
+        ) from None
 
 
 @dataclass(eq=False, slots=True)

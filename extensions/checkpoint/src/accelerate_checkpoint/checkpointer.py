@@ -168,8 +168,8 @@ class DirectoryCheckpointer:
         if output_dir is not None:
             return target_of(output_dir)
         raise CheckpointError(
-            "save_state needs an output_dir, or "
-            "ProjectConfiguration(automatic_checkpoint_naming=True)."
+            'save_state() has no directory to save to. Pass one, save_state("checkpoints/step_100"), or '
+            f"let checkpoints be numbered: {self._numbering.how_to_ask}."
         )
 
     def _finish(
@@ -242,8 +242,8 @@ class DirectoryCheckpointer:
         state, numbering = self._state, self._numbering
         if input_dir is None and not numbering.automatic:
             raise CheckpointError(
-                "load_state needs an input_dir, or "
-                "ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."
+                'load_state() has no directory to load from. Pass one, load_state("checkpoints/step_100"), '
+                f"or let checkpoints be numbered to load the newest: {numbering.how_to_ask}."
             )
         given = None if input_dir is None else real_path(input_dir)
         parent = numbering.root if given is None else given.parent

@@ -36,12 +36,21 @@ class Numbering:
         return bool(self._state.project.automatic_checkpoint_naming)
 
     @property
+    def how_to_ask(self) -> str:
+        """What a script says to get numbered checkpoints."""
+        folder = self._state.project.project_dir or "runs"
+        return (
+            "Accelerator(project_config=ProjectConfiguration("
+            f"{str(folder)!r}, automatic_checkpoint_naming=True))"
+        )
+
+    @property
     def root(self) -> Path:
         """The directory of the numbered checkpoints."""
         project = self._state.project.project_dir
         if project is None:
             raise CheckpointError(
-                "Automatic checkpoint naming needs a project_dir: Accelerator(project_dir=...)."
+                f"Automatic checkpoint naming needs a project_dir: {self.how_to_ask}."
             )
         return real_path(project) / "checkpoints"
 

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.provenance import Because
-from accelerate_core.errors import ConfigurationError, did_you_mean, listing
+from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, listing
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 from accelerate_core.truth import truth
@@ -78,12 +78,15 @@ def check_known(
     config: ConfigFile, keys: Iterable[object], known: Sequence[str], section: str = ""
 ) -> None:
     """Refuse keys, of a section or of the top of a file, that are not among those known."""
+    mistakes = Mistakes()
     for key in map(str, keys):
-        if key not in known:
-            inside, full = (f"{section} of ", f"{section}.{key}") if section else ("", key)
-            raise ConfigurationError(
-                f"Unknown key {key!r} in {inside}{config.where(full)}.{did_you_mean(key, known)}"
-            )
+        with mistakes:
+            if key not in known:
+                inside, full = (f"{section} of ", f"{section}.{key}") if section else ("", key)
+                raise ConfigurationError(
+                    f"Unknown key {key!r} in {inside}{config.where(full)}.{did_you_mean(key, known)}"
+                )
+    mistakes.report()
 
 
 def check_mapping(config: ConfigFile, section: str) -> None:

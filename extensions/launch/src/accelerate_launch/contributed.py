@@ -11,7 +11,13 @@ from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.lookup import converted
 from accelerate_core.config.provenance import Because
 from accelerate_core.config.schema import SettingField
-from accelerate_core.errors import ConfigurationError, MissingPluginError, did_you_mean, listing
+from accelerate_core.errors import (
+    ConfigurationError,
+    MissingPluginError,
+    Mistakes,
+    did_you_mean,
+    listing,
+)
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import installed
 from accelerate_core.truth import truth
@@ -193,7 +199,9 @@ def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, 
         ConfigurationError: a section that is no mapping, a key its plugin does not have, a value
             that does not fit; with file, line and the nearest right name.
     """
-    here = [key for key in config if isinstance(config[key], dict) or key.endswith("_config")]
+    # `get`: a key with a dot in it, which is a mistake reported elsewhere, is no path to a value.
+    named = [key for key in config if key and config.get(key) is not None]
+    here = [key for key in named if isinstance(config[key], dict) or key.endswith("_config")]
     here += [key for key in catalog.KEYS if config.get(key)]
     said: dict[str, Because] = {}
     if not here:
@@ -201,35 +209,43 @@ def check_sections(config: ConfigFile, environ: Mapping[str, str]) -> dict[str, 
     by_section: dict[str, list[PluginSchema]] = {}
     for schema in plugin_schemas(environ):
         by_section.setdefault(schema.section, []).append(schema)
+    mistakes = Mistakes()
     for key in here:
         schemas = [one for one in by_section.get(key, ()) if not one.problem]
-        if key in by_section or key in catalog.SECTIONS:
-            check_mapping(config, key)
-        if schemas:
-            said.update(_check_section(config, key, schemas))
-        for field in filter(None, (one.field_of_key(key) for one in by_section.get("", ()))):
-            check_value(field, config[key], f"{key}: {config[key]!r} ({config.where(key)})")
-            said |= {name: Because(config[key], config.where(key)) for name in field.env[:1]}
+        with mistakes:
+            if key in by_section or key in catalog.SECTIONS:
+                check_mapping(config, key)
+            if schemas:
+                said.update(_check_section(config, key, schemas))
+            for field in filter(None, (one.field_of_key(key) for one in by_section.get("", ()))):
+                check_value(field, config[key], f"{key}: {config[key]!r} ({config.where(key)})")
+                said |= {name: Because(config[key], config.where(key)) for name in field.env[:1]}
+    mistakes.report()
     return said
 
 
 def _check_section(
     config: ConfigFile, section: str, schemas: Sequence[PluginSchema]
-) -> Iterable[tuple[str, Because]]:
+) -> dict[str, Because]:
+    said: dict[str, Because] = {}
+    mistakes = Mistakes()
     for key, value in config[section].items():
-        where = config.where(f"{section}.{key}")
-        found = [one.field_of_key(str(key)) for one in schemas]
-        field = next((one for one in found if one is not None), None)
-        if field is not None:
-            check_value(field, value, f"{section}.{key}: {value!r} ({where})")
-            if value is not None and field.env:
-                yield field.env[0], Because(value, where)
-            continue
-        if catalog.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):
-            continue  # another plugin reads it out of this section
-        fields = [each for one in schemas for each in one.fields]
-        known = [name for each in fields for name in each.yaml]
-        raise ConfigurationError(
-            f"Unknown key {str(key)!r} in {section} of {where}.{did_you_mean(str(key), known)} "
-            f"Keys are {listing(dict.fromkeys(key for f in fields for key in f.yaml[:1]))}."
-        )
+        with mistakes:
+            where = config.where(f"{section}.{key}")
+            found = [one.field_of_key(str(key)) for one in schemas]
+            field = next((one for one in found if one is not None), None)
+            if field is not None:
+                check_value(field, value, f"{section}.{key}: {value!r} ({where})")
+                if value is not None and field.env:
+                    said[field.env[0]] = Because(value, where)
+                continue
+            if catalog.OPTIONS.get(str(key)) not in (None, *(one.name for one in schemas)):
+                continue  # another plugin reads it out of this section
+            fields = [each for one in schemas for each in one.fields]
+            known = [name for each in fields for name in each.yaml]
+            raise ConfigurationError(
+                f"Unknown key {str(key)!r} in {section} of {where}.{did_you_mean(str(key), known)} "
+                f"Keys are {listing(dict.fromkeys(key for f in fields for key in f.yaml[:1]))}."
+            )
+    mistakes.report()
+    return said

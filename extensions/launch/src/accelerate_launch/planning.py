@@ -13,7 +13,7 @@ from accelerate_core.config.files import CONFIG_VARIABLE, ConfigFile, read_confi
 from accelerate_core.config.lookup import Sources, look_up
 from accelerate_core.config.provenance import BECAUSE_VARIABLE, Because
 from accelerate_core.config.schema import SettingField
-from accelerate_core.errors import ConfigurationError
+from accelerate_core.errors import ConfigurationError, Mistakes
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import find, installed
 from accelerate_launch import checks, devices, mpi
@@ -126,15 +126,25 @@ def decide(
         ConfigurationError: a value is wrong, or two contradict each other.
     """
     contributed: dict[str, Because] = {}
+    mistakes = Mistakes()
     if config is not None:
-        checks.check_keys(config)
-        contributed |= check_sections(config, environ)
+        with mistakes:
+            checks.check_keys(config)
+        with mistakes:
+            contributed |= check_sections(config, environ)
     # The children's own variables are stronger than the file.
     contributed |= said_by_environment(contributed, environ)
     contributed |= asks_launchers(environ)
     sources = Sources(environ, config)
     around = _heeded(detect_cluster(environ), given, sources)
-    chosen = {option.name: _choose(option, given, sources, around) for option in LAUNCH_OPTIONS}
+    chosen = {}
+    for option in LAUNCH_OPTIONS:
+        with mistakes:
+            chosen[option.name] = _choose(option, given, sources, around)
+    with mistakes:
+        if "mixed_precision" in chosen:
+            _check_plugin(chosen, "mixed_precision")
+    mistakes.report()
     if config is not None:
         chosen["backend"] = checks.backend_of(config, chosen["backend"])
         typed = chosen["backend"]
@@ -142,10 +152,8 @@ def decide(
             contributed |= {name: Because("true", typed.origin) for name in _asking_for(typed)}
         chosen["cpu"] = checks.cpu_of(config, chosen["cpu"])
     plugins, chosen["backend"] = take(given, chosen["backend"], chosen["mixed_precision"], environ)
-    for name, kind in _PLUGINS.items():
-        because = chosen[name]
-        if because.value is not None and because.origin != "default":
-            find(kind, str(because.value).lower(), because=because.origin)
+    for name in _PLUGINS:
+        _check_plugin(chosen, name)
     _take_hosts(chosen)
     chosen["num_processes"] = checks.processes(chosen, environ, around)
     checks.check_machines(chosen, around)
@@ -155,6 +163,13 @@ def decide(
         ours = int(around.ranks["LOCAL_WORLD_SIZE"])
     chosen[_THREADS] = _threads(given, environ, ours)
     return Decision(chosen, plugins, contributed, around)
+
+
+def _check_plugin(chosen: Mapping[str, Because], name: str) -> None:
+    """Refuse an option that names a plugin which is not installed."""
+    because = chosen[name]
+    if because.value is not None and because.origin != "default":
+        find(_PLUGINS[name], str(because.value).lower(), because=because.origin)
 
 
 def find_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile | None:

@@ -284,6 +284,7 @@ class ResumableTrainer(Trainer):
         count = self.BATCHES * BATCH * ctx.size
         x = torch.randn(count, 6, generator=torch.Generator().manual_seed(9))
         loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH, shuffle=True)
+        self.loader: Any  # prepared, it has a position
         *made, self.loader = accelerator.prepare(model, its, StepLR(its, 1, 0.9), loader)
         super().__init__(ctx, accelerator, *made)
         self.done, self._left = 0, None

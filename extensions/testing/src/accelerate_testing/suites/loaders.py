@@ -303,5 +303,6 @@ def ending(ctx: CheckContext) -> None:
 def others(ctx: CheckContext) -> None:
     """What it has no better way to read is read as ever: a loader of numbers gives these."""
     accelerator = ctx.accelerator()
-    loader = accelerator.prepare(DataLoader(range(10), batch_size=4))  # type: ignore[arg-type]
+    numbers: Any = range(10)
+    loader = accelerator.prepare(DataLoader(numbers, batch_size=4))
     ctx.equal([batch.tolist() for batch in loader], [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]], "batches")

@@ -1,0 +1,164 @@
+"""The verbs of checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from accelerate_core.accelerator.saving import Saving
+from accelerate_core.config.handlers import ProjectConfiguration
+from accelerate_core.delegation import attribute, shared
+
+
+class CheckpointVerbs:
+    """Saving and loading, as a script calls them."""
+
+    _saving: Saving
+    #: Where checkpoints and logs go.
+    project_configuration: ProjectConfiguration
+
+    checkpointer: Any = shared("_saving", Saving.checkpointer)
+    project_dir: Any = attribute("project_configuration.project_dir", "Root of checkpoints.")
+    save_iteration: int = attribute("project_configuration.iteration", "Next checkpoint's number.")
+    preemption_requested: bool = shared("_saving", Saving.preemption_requested)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object once (per machine, with `save_on_each_node`), in place of `torch.save`.
+
+        Args:
+            safe_serialization: write safetensors, where the object is a dict of tensors.
+        """
+        self._saving.checkpointer.save(obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights where `load_checkpoint_in_model` finds them.
+
+        Args:
+            max_shard_size: bytes, or a text such as "5MB".
+            safe_serialization: safetensors; False: torch's pickle.
+            save_directory: a folder, made where it is missing.
+
+        Example:
+            from safetensors.torch import load_file
+
+            accelerator.save_model(model, "trained")
+            weights = load_file("trained/model.safetensors")
+        """
+        self._saving.checkpointer.save_model(
+            model, save_directory, max_shard_size, safe_serialization
+        )
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        max_shard_size: int | str = "10GB",
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write everything that going on needs into a directory; return the directory.
+
+        It appears whole or not at all, with a manifest of sizes and checksums; what stood there
+        is replaced in the same moment. All ranks call this.
+
+        Args:
+            output_dir: not with automatic naming (`ProjectConfiguration`).
+            safe_serialization: weights as safetensors; False: in torch's own format.
+            blocking: False copies the state to host memory and returns; it is written while
+                training goes on, and the next save, `load_state`, `wait_for_checkpoint` or
+                `end_training` waits for it and raises what it failed with.
+            max_shard_size: largest file of weights: bytes, or a text such as "5GB".
+            save_model_func_kwargs: for backends that write checkpoints themselves.
+
+        Raises:
+            CheckpointError: a rank failed to save; on every rank. Earlier checkpoints stand.
+
+        Example:
+            for epoch in range(2):
+                for x, y in loader:
+                    accelerator.backward(loss_function(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                accelerator.save_state(f"checkpoints/epoch_{epoch}")
+        """
+        return self._saving.save_state(
+            output_dir,
+            safe_serialization,
+            blocking=blocking,
+            max_shard_size=max_shard_size,
+            **save_model_func_kwargs,
+        )
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        trust: bool = False,
+        verify: bool = True,
+        **load_model_func_kwargs: Any,
+    ) -> str:
+        """Read what `save_state` wrote into the same prepared objects; return the directory.
+
+        The checkpoint is verified first, and nothing is changed if it is damaged. An ordinary
+        loop over a prepared loader then goes on where the run stood. Directories that Hugging
+        Face Accelerate 1.x wrote load too.
+
+        Args:
+            input_dir: if None the newest whole one of those with automatic names; damaged ones
+                are passed over, with a warning.
+            load_kwargs: for `torch.load`, of optimizers.
+            trust: also unpickle Python objects in the states of optimizers, schedulers and
+                registered objects; only for directories you wrote yourself.
+            verify: False compares sizes only, not checksums.
+            load_model_func_kwargs: `strict=False`, and others for backends that read checkpoints
+                themselves.
+
+        Raises:
+            CheckpointError: something is missing, damaged or does not fit, by name.
+
+        Example:
+            accelerator.save_state("checkpoint")
+            accelerator.load_state("checkpoint")  # in the next run, after prepare
+            for x, y in loader:  # goes on where the run stood
+                loss = loss_function(model(x), y)
+        """
+        return self._saving.checkpointer.load_state(
+            input_dir, load_kwargs, trust=trust, verify=verify, **load_model_func_kwargs
+        )
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint being written stands; raise what it failed with, if it did."""
+        self._saving.wait_for_checkpoint()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load objects with `state_dict` and `load_state_dict` in `save_state`.
+
+        Raises:
+            ConfigurationError: an object lacks one of the two; all such are named.
+
+        Example:
+            average = torch.optim.swa_utils.AveragedModel(model)
+            accelerator.register_for_checkpointing(average)
+            accelerator.save_state("checkpoint")
+        """
+        self._saving.register_for_checkpointing(*objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` before models are saved by `save_state`."""
+        return self._saving.register_save_state_pre_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, input_dir)` before models are loaded by `load_state`."""
+        return self._saving.register_load_state_pre_hook(hook)

@@ -1,0 +1,119 @@
+"""What was prepared, and the verbs on one prepared object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from accelerate_core.config.handlers import DataLoaderConfiguration
+from accelerate_core.data.prepare import skip_first_batches
+from accelerate_core.delegation import attribute, setting
+from accelerate_core.prepare.prepared import Prepared
+from accelerate_core.training.optimizer import AcceleratedOptimizer
+
+_LOADING = partial(setting, "dataloader_config", DataLoaderConfiguration)
+
+
+class PreparedVerbs:
+    """What was prepared, and the verbs on one prepared object, as a script reads and calls them."""
+
+    _prepared: Prepared
+    #: How data is shared out.
+    dataloader_config: DataLoaderConfiguration
+
+    models: list[torch.nn.Module] = attribute("_prepared.models", "The prepared models, wrapped.")
+    optimizers: list[Any] = attribute("_prepared.optimizers", "The prepared optimizers.")
+    schedulers: list[Any] = attribute("_prepared.schedulers", "The prepared schedulers.")
+    loaders: list[Any] = attribute("_prepared.loaders", "The prepared loaders.")
+    split_batches: bool = _LOADING("split_batches")
+    dispatch_batches: bool | None = _LOADING("dispatch_batches")
+    even_batches: bool = _LOADING("even_batches", settable=True)
+    use_seedable_sampler: bool = _LOADING("use_seedable_sampler")
+    non_blocking: bool = _LOADING("non_blocking")
+    use_stateful_dataloader: bool = _LOADING("use_stateful_dataloader")
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Share one loader out between the ranks that read different data.
+
+        Args:
+            data_loader: a `DataLoader`, or any iterable of batches.
+            device_placement: whether batches are moved to the device.
+            slice_fn_for_dispatch: `(batch, slice, process_index, num_processes) -> part`; only the
+                core's own loaders have it.
+        """
+        return self._prepared.prepare_data_loader(
+            data_loader, device_placement, slice_fn_for_dispatch
+        )
+
+    def wrap_optimizer(self, optimizer: Any) -> AcceleratedOptimizer:
+        """Return the optimizer under the accumulation cycle."""
+        return self._prepared.wrap_optimizer(optimizer)
+
+    def unwrap_model(
+        self,
+        model: torch.nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
+    ) -> torch.nn.Module:
+        """Return the user's own model inside a prepared one.
+
+        Args:
+            keep_fp32_wrapper: keep forward under mixed precision.
+            keep_torch_compile: keep it compiled; False returns an uncompiled view over
+                the same parameters.
+
+        Example:
+            own = accelerator.unwrap_model(model)  # has its own attributes again
+        """
+        return self._prepared.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state dict of a prepared model.
+
+        Args:
+            unwrap: keys as the user's own model has them; False: as the wrapper has them.
+
+        Example:
+            weights = accelerator.get_state_dict(model)  # all ranks call it
+            accelerator.save(weights, "weights.pt")
+        """
+        return self._prepared.get_state_dict(model, unwrap)
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Tell whether a model was spread over several devices for inference."""
+        return self._prepared.verify_device_map(model)
+
+    def init_model_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which the active backend wants models constructed."""
+        return self._prepared.init_model_context()
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which ranks may run out of batches at different steps.
+
+        No effect on one process, or where the backend cannot, which is said.
+
+        Args:
+            joinables: prepared models.
+            even_batches: overrides the loaders' setting inside the block.
+
+        Example:
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                for x, y in loader:
+                    accelerator.backward(loss_function(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """
+        return self._prepared.join_uneven_inputs(joinables, even_batches)
+
+    skip_first_batches = staticmethod(skip_first_batches)

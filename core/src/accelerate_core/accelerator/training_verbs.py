@@ -1,0 +1,218 @@
+"""The verbs of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from accelerate_core.config.handlers import AutocastKwargs
+from accelerate_core.contract.schedule import ScheduleResult
+from accelerate_core.delegation import attribute, shared
+from accelerate_core.training.gradient_state import GradientState
+from accelerate_core.training.loop import TrainingLoop
+
+
+class TrainingVerbs:
+    """Accumulation, backward, clipping and mixed precision, as a script calls them."""
+
+    _training: TrainingLoop
+    #: Where the loops are in their accumulation cycle.
+    gradient_state: GradientState
+
+    step: int = attribute("_training.step", "Micro-batches seen in this cycle.", settable=True)
+    sync_gradients: bool = attribute(
+        "gradient_state.sync_gradients",
+        "Whether gradients are synchronised, and optimizers stepped, now.",
+        settable=True,
+    )
+    gradient_accumulation_steps: int = shared("_training", TrainingLoop.gradient_accumulation_steps)
+    optimizer_step_was_skipped: bool = shared("_training", TrainingLoop.optimizer_step_was_skipped)
+    has_lomo_optimizer: bool = shared("_training", TrainingLoop.has_lomo_optimizer)
+
+    def accumulate(
+        self, *models: torch.nn.Module, num_items: int | float | torch.Tensor | None = None
+    ) -> AbstractContextManager[None]:
+        """Make the block one micro-batch of an accumulation cycle.
+
+        Gradients are synchronised, and prepared optimizers and schedulers move,
+        only in the cycle's last block and in that of a loader's last batch.
+
+        Args:
+            models: the models trained in the block; all prepared ones if none is given.
+            num_items: over how many items (tokens, samples) of this rank the block's loss is
+                *summed*: a number, or a tensor of one element, which is not read back. The
+                gradients of the cycle are then those of the sum of all losses divided by the
+                number of all items, of all micro-batches and ranks, as of one big batch; nothing
+                is divided by the accumulation steps. Give it for every block of a cycle.
+
+        Raises:
+            ConfigurationError: `num_items` is given for some blocks of a cycle only, or the
+                backend accumulates by itself and cannot.
+
+        Example:
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_function(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            # The same with losses that are summed, here over the samples that have a label:
+            for x, y in loader:
+                with accelerator.accumulate(model, num_items=(y != -100).sum()):
+                    loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """
+        return self._training.accumulate(*models, num_items=num_items)
+
+    def no_sync(self, model: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which backward does not synchronise gradients.
+
+        Args:
+            model: the model it holds for; all prepared ones if none is given.
+
+        Example:
+            with accelerator.no_sync(model):
+                accelerator.backward(loss_function(model(x), y))  # stays on this rank
+            accelerator.backward(loss_function(model(x), y))  # sends both
+            optimizer.step()
+        """
+        return self._training.no_sync(model)
+
+    def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context whose backward synchronises, though forward ran under `no_sync`."""
+        return self._training.trigger_sync_in_backward(model)
+
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return the context of mixed precision; no effect where precision is not mixed.
+
+        Args:
+            autocast_handler: used instead of the Accelerator's own.
+
+        Example:
+            # forward of a prepared model is in it already; what is computed beside it is not
+            with accelerator.autocast():
+                loss = loss_function(model(x), y)
+        """
+        return self._training.autocast(autocast_handler)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward on a loss: divided by the accumulation steps, scaled, synchronised.
+
+        Where `accumulate` was told `num_items`, the loss is a sum, and its gradients are divided
+        by the number of items once the cycle's last one is there.
+
+        Args:
+            loss: scalar tensor.
+            kwargs: passed on to `Tensor.backward`; `learning_rate` goes to `lomo_backward`.
+
+        Raises:
+            ConfigurationError: `loss` is not a tensor with a single element.
+
+        Example:
+            loss = loss_function(model(x), y)
+            accelerator.backward(loss)  # in the place of loss.backward()
+        """
+        self._training.backward(loss, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Run backward of optimizers that step inside it (LOMO's `fused_backward`).
+
+        Args:
+            learning_rate: of this step; the LOMO optimizer updates parameters during backward.
+
+        Raises:
+            ConfigurationError: no prepared optimizer is one.
+        """
+        self._training.lomo_backward(loss, learning_rate)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Undo gradient scaling, once per step; no effect without a scaler.
+
+        Args:
+            optimizer: one optimizer or a list; all prepared ones if None.
+        """
+        self._training.unscale_gradients(optimizer)
+
+    def clip_grad_norm_(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2,
+    ) -> Any:
+        """Clip the norm of all gradients taken together.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: which norm: 2 is the Euclidean one.
+
+        Returns:
+            The norm before clipping, a 0-d tensor.
+
+        Example:
+            accelerator.backward(loss_function(model(x), y))
+            if accelerator.sync_gradients:  # the last micro-batch of a cycle
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        Raises:
+            ConfigurationError: `max_norm` is not a number, or `parameters` is a module.
+        """
+        return self._training.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
+    ) -> None:
+        """Clip every gradient element to [-clip_value, clip_value].
+
+        Example:
+            accelerator.backward(loss_function(model(x), y))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_value_(model.parameters(), 0.5)
+            optimizer.step()
+
+        Raises:
+            ConfigurationError: `clip_value` is not a number, or `parameters` is a module.
+        """
+        self._training.clip_grad_value_(parameters, clip_value)
+
+    def scaler_stepped(self, optimizer: Any) -> None:
+        """Note that the scaler stepped an inner optimizer."""
+        self._training.scaler_stepped(optimizer)
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which buffers are sharded along the sequence; else no effect.
+
+        Args:
+            buffers: tensors changed in place inside the block.
+            buffer_seq_dims: the sequence dimension of each.
+            no_restore_buffers: those that need not be restored.
+        """
+        return self._training.maybe_context_parallel(buffers, buffer_seq_dims, no_restore_buffers)
+
+    def train_step(self, batch: Any, model: torch.nn.Module | None = None) -> ScheduleResult:
+        """Run forward and backward of one batch on a backend that owns both.
+
+        Args:
+            batch: as the model takes it.
+            model: a prepared model; the only one if None.
+
+        Returns:
+            The loss (0-d, on every rank) and the outputs. Clipping and stepping are the script's.
+        """
+        return self._training.train_step(batch, model)
+
+    def eval_step(self, batch: Any, model: torch.nn.Module | None = None) -> ScheduleResult:
+        """Run forward of one batch on a backend that owns it; as `train_step` otherwise."""
+        return self._training.eval_step(batch, model)

@@ -1,0 +1,76 @@
+"""Type checkers see the mistakes in a script, and nothing else: the whole public API has real types."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "typechecked"
+FILES = ("correct.py", "mistakes.py")
+
+
+def marked() -> set[tuple[str, int]]:
+    """Return file and line of each mistake."""
+    return {
+        (name, number)
+        for name in FILES
+        for number, line in enumerate((FOLDER / name).read_text().splitlines(), 1)
+        if line.endswith("  # mistake")
+    }
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 1, (
+        done.stdout + done.stderr
+    )  # there are mistakes, and no more than that
+    return done.stdout
+
+
+def by_mypy(folder: Path) -> dict[tuple[str, int], str]:
+    options = ("--config-file=", "--strict", "--no-error-summary", "--cache-dir=cache")
+    # What is not about the mistakes: names and results that nobody uses, and torch's own gaps.
+    options += ("--allow-untyped-calls", "--no-warn-return-any")
+    said = run(folder, "mypy", *options, *(str(FOLDER / name) for name in FILES))
+    found = re.findall(r"^(?:.*/)?(\w+\.py):(\d+): error: (.*)$", said, re.M)
+    return {(name, int(line)): text for name, line, text in found}
+
+
+def by_pyright(folder: Path) -> dict[tuple[str, int], str]:
+    options = ("--outputjson", "--pythonpath", sys.executable)
+    said = run(folder, "pyright", *options, *(str(FOLDER / name) for name in FILES))
+    found = json.loads(said)["generalDiagnostics"]
+    return {
+        (Path(one["file"]).name, one["range"]["start"]["line"] + 1): one["message"]
+        for one in found
+        if one["severity"] == "error"
+    }
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "checker",
+    [
+        pytest.param(by_mypy, marks=pytest.mark.needs("mypy"), id="mypy"),
+        pytest.param(by_pyright, marks=pytest.mark.needs("pyright"), id="pyright"),
+    ],
+)
+def test_every_mistake_is_flagged_and_nothing_else(
+    checker: Callable[[Path], dict[tuple[str, int], str]], pytestconfig: pytest.Config
+) -> None:
+    assert pytestconfig.cache is not None
+    # What is known of torch is kept for the next run: reading it takes a minute.
+    found, wanted = checker(pytestconfig.cache.mkdir("type_checkers")), marked()
+    assert len(wanted) > 40
+    missed = sorted(wanted - found.keys())
+    assert not missed, f"not flagged: {missed}"
+    more = {place: found[place] for place in sorted(found.keys() - wanted)}
+    assert not more, f"flagged though right: {more}"
