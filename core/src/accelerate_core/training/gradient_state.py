@@ -80,7 +80,10 @@ class GradientState(metaclass=_Current):
     def serve(
         self, loader: Any, start: Callable[[Served], Iterator[Any]], whole: int | None = None
     ) -> Iterator[Any]:
-        """Begin an iteration over a loader, and hand out its batches with all that a loop needs.
+        """Iterate over a loader's batches, and track where the loop is.
+
+        Nothing happens before the first batch is asked for: progress bars make an iterator that
+        they never advance.
 
         Args:
             loader: the prepared loader.
@@ -88,14 +91,12 @@ class GradientState(metaclass=_Current):
                 in which `last` and `real` have to be set when a batch comes out.
             whole: samples of a full global batch, None if that is not known.
         """
+        served = Served(whole=whole)
         self.in_listener = True
         if self.before_cycle is not None:
             self.before_cycle()
         self.in_listener = False
-        served = Served(whole=whole)
-        return self._serve(loader, start(served), served)
-
-    def _serve(self, loader: Any, batches: Iterator[Any], served: Served) -> Iterator[Any]:
+        batches = start(served)
         exhausted = False
         self._open.append((weakref.ref(loader), served))
         try:
