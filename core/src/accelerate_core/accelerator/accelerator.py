@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
@@ -13,7 +14,7 @@ import torch
 
 from accelerate_core.accelerator.collectives import Collectives
 from accelerate_core.accelerator.construction import construct, start_process
-from accelerate_core.accelerator.saving import Saving
+from accelerate_core.accelerator.saving import Saving, run_parts
 from accelerate_core.accelerator.signature import ShowsPluginArguments, mesh_rank
 from accelerate_core.backend import Backend
 from accelerate_core.builtin.memory import clear_device_cache
@@ -31,7 +32,7 @@ from accelerate_core.config.handlers import (
 from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.shown import Shown
 from accelerate_core.contract.hooks import wrong_answer
-from accelerate_core.contract.parts import Checkpointer, RunParts, Tracking
+from accelerate_core.contract.parts import Checkpointer, Tracking
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.data.prepare import skip_first_batches
 from accelerate_core.data.rng import check_rng_types
@@ -166,8 +167,7 @@ class Accelerator(ProcessVerbs, Shown, metaclass=ShowsPluginArguments):
             if built.unasked:
                 self.note_once(built.unasked)
             self._plugins.call_each("on_start", accelerator=self)
-            parts = self._process, self._training, self._prepared, self._saving, self._tracking
-            self._saving.attach(RunParts(self, *parts, self.end_training))
+            self._saving.attach(partial(run_parts, weakref.ref(self)))
         except BaseException:
             runtimes.release(self)
             raise

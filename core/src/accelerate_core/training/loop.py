@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,7 +26,7 @@ class TrainingLoop:
     """The step: accumulation, backward, clipping, mixed precision.
 
     Args:
-        accelerator: for the hooks.
+        accelerator: for the hooks; held weakly, as it holds this.
         state: where the loops are in their accumulation cycle.
         comm: the ranks over which a loss is summed.
         scaler: torch's gradient scaler, None where losses are not scaled.
@@ -40,7 +40,9 @@ class TrainingLoop:
         scaler: Any | None,
     ) -> None:
         backend, hooks = accelerator.backend, accelerator.hooks
-        self._accelerator = accelerator
+        # Calling a weak reference is no Python call, so a step costs the same.
+        view = cast("Callable[[], AcceleratorView]", weakref.ref(accelerator))
+        self._accelerator = view
         self._hooks = hooks
         self.distributed = accelerator.num_processes > 1
         self._divides_loss = "accumulation" not in backend.owns
@@ -55,11 +57,10 @@ class TrainingLoop:
                 f"The backend {backend.name!r} accumulates by itself and cannot count "
                 "items: leave num_items out, and let each loss be a mean."
             )
-        self.tokens = TokenCount(comm, partial(hooks.scale_gradients, accelerator), refusal)
+        self.tokens = TokenCount(comm, view, hooks.scale_gradients, refusal)
         self.scaler: LossScaler | None = None
         if scaler is not None:
-            unscale = partial(hooks.unscale_gradients, accelerator)
-            self.scaler = LossScaler(scaler, self.optimizers, unscale)
+            self.scaler = LossScaler(scaler, self.optimizers, view, hooks.unscale_gradients)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -129,14 +130,14 @@ class TrainingLoop:
         """Return `no_sync` of several models."""
         stack = ExitStack()
         for model in models if self.distributed else ():
-            stack.enter_context(self._hooks.no_sync(self._accelerator, model))
+            stack.enter_context(self._hooks.no_sync(self._accelerator(), model))
         return stack
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context whose backward synchronises, though forward ran under `no_sync`."""
         if not self.distributed:
             return nullcontext()
-        return self._hooks.trigger_sync_in_backward(self._accelerator, model)  # type: ignore[no-any-return]
+        return self._hooks.trigger_sync_in_backward(self._accelerator(), model)  # type: ignore[no-any-return]
 
     def backward(self, /, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward on a loss: divided by the accumulation steps, scaled, synchronised.
@@ -164,8 +165,8 @@ class TrainingLoop:
             loss = loss / state.num_steps
         if self.scaler is not None:
             self.scaler.settle()
-            loss = self._hooks.scale_loss(self._accelerator, loss)
-        self._hooks.backward(self._accelerator, loss, kwargs)
+            loss = self._hooks.scale_loss(self._accelerator(), loss)
+        self._hooks.backward(self._accelerator(), loss, kwargs)
         state.backwards += 1
         if tokens.open:
             tokens.apply()
@@ -215,8 +216,8 @@ class TrainingLoop:
             with accelerator.autocast():
                 loss = loss_function(model(x), y)
         """
-        handler = autocast_handler or self._accelerator.autocast_handler
-        return self._hooks.autocast(self._accelerator, None, handler)  # type: ignore[no-any-return]
+        handler = autocast_handler or self._accelerator().autocast_handler
+        return self._hooks.autocast(self._accelerator(), None, handler)  # type: ignore[no-any-return]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Undo gradient scaling, once per step; no effect without a scaler.
@@ -258,7 +259,9 @@ class TrainingLoop:
             optimizer.step()
         """
         tensors, scale = self._clippable(parameters)
-        norm = self._hooks.clip_grad(self._accelerator, tensors, max_norm * scale, norm_type, None)
+        norm = self._hooks.clip_grad(
+            self._accelerator(), tensors, max_norm * scale, norm_type, None
+        )
         return norm if scale == 1.0 else norm / scale
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -271,7 +274,7 @@ class TrainingLoop:
             optimizer.step()
         """
         tensors, scale = self._clippable(parameters)
-        self._hooks.clip_grad(self._accelerator, tensors, None, 2.0, clip_value * scale)
+        self._hooks.clip_grad(self._accelerator(), tensors, None, 2.0, clip_value * scale)
 
     def _clippable(self, parameters: Any) -> tuple[list[torch.Tensor], float]:
         """Return parameters, and what their gradients are multiplied by.
@@ -323,14 +326,14 @@ class TrainingLoop:
             )
 
         def divide(loss: torch.Tensor) -> torch.Tensor:
-            return self._hooks.scale_loss(self._accelerator, self._divided(loss))  # type: ignore[no-any-return]
+            return self._hooks.scale_loss(self._accelerator(), self._divided(loss))  # type: ignore[no-any-return]
 
         step = ScheduleStep(training, self.state.sync_gradients, divide, self.tokens.open)
         chosen = self.models[0] if model is None else model
-        result = self._hooks.run_schedule(self._accelerator, chosen, batch, step)
+        result = self._hooks.run_schedule(self._accelerator(), chosen, batch, step)
         if not isinstance(result, ScheduleResult) or getattr(result.loss, "ndim", None) != 0:
             wanted = "a ScheduleResult with a 0-d loss"
-            raise wrong_answer("run_schedule", self._accelerator, result, wanted)
+            raise wrong_answer("run_schedule", self._accelerator(), result, wanted)
         return result
 
     def maybe_context_parallel(
@@ -347,7 +350,7 @@ class TrainingLoop:
             no_restore_buffers: those that need not be restored.
         """
         return self._hooks.context_parallel(  # type: ignore[no-any-return]
-            self._accelerator, buffers, buffer_seq_dims, no_restore_buffers
+            self._accelerator(), buffers, buffer_seq_dims, no_restore_buffers
         )
 
 
