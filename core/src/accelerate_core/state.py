@@ -34,6 +34,7 @@ def current_communicator() -> Communicator:
         device=runtime.device,
         hooks=TorchCollectives(),
         debug=runtime.debug,
+        verified=runtime.verified,
     )
 
 
