@@ -54,12 +54,22 @@ def gather(tree: Any, comm: Communicator) -> Any:
         guesses, labels = gather((model(x).argmax(1), y), comm)
     """
     if comm.size == 1:
+        if not isinstance(tree, torch.Tensor):
+            _check_alone(tree)
         return tree
     verify("gather", tree, comm)
     tensors = _tensors("gather", tree)
     if not tensors:
         return tree
     return unflatten(tree, _gather_equal(tensors, comm))
+
+
+def _check_alone(tree: Any) -> None:
+    """Warn of what several processes would refuse to gather."""
+    try:
+        _tensors("gather", tree)
+    except TypeError as error:
+        warn(f"{error} One process returns it as it is; several raise this as an error.")
 
 
 def _gather_equal(tensors: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:

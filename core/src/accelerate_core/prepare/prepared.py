@@ -26,6 +26,7 @@ from accelerate_core.errors import PrepareError
 from accelerate_core.plugins.manager import ActivePlugins
 from accelerate_core.prepare.made_loader import MadeLoader
 from accelerate_core.training.forward import unwrap_forward
+from accelerate_core.training.misuse import warn_if_thrown_away
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
 from accelerate_core.truth import flag
@@ -111,6 +112,7 @@ class Prepared:
             prepared.put_on_device = on_device
             prepared.even_batches = self.dataloader_config.even_batches
         self.loaders.append(prepared)
+        warn_if_thrown_away([data_loader], [prepared])
         return prepared
 
     def _core_loader(

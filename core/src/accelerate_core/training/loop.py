@@ -18,6 +18,7 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
+from accelerate_core.training.misuse import StepWatch, check_loss, warn_never_accumulated
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.token_count import TokenCount
 
@@ -51,6 +52,9 @@ class TrainingLoop:
         self.state = state
         #: Micro-batches seen in the current accumulation cycle.
         self.step = 0
+        #: Whether a block of `accumulate` was entered, and whether one inside of a cycle was watched.
+        self.entered = False
+        self.watched = False
         refusal = None
         if not (self._divides_loss or backend.supports.get("num_items", False)):
             refusal = (
@@ -158,10 +162,14 @@ class TrainingLoop:
             self.lomo_backward(self._divided(loss), learning_rate)
             return
         tokens, state = self.tokens, self.state
+        if not state.backwards:
+            check_loss(loss, self.models)
         # As `_divided`, without its call: this runs in every step.
         if tokens.open:
             loss = tokens.divided(loss)
         elif self._divides_loss and state.num_steps > 1:
+            if state.backwards == 1 and state.steps and not self.entered:
+                warn_never_accumulated(state.num_steps)
             loss = loss / state.num_steps
         if self.scaler is not None:
             self.scaler.settle()
@@ -362,10 +370,12 @@ class _MicroBatch:
     _models: Sequence[torch.nn.Module]
     _num_items: int | float | torch.Tensor | None
     _unsynced: AbstractContextManager[Any] | None = None
+    _watch: StepWatch | None = None
 
     def __enter__(self) -> None:
         loop = self._loop
         state = loop.state
+        loop.entered = True
         first = state.sync_gradients
         # Count one micro-batch and decide whether it ends the cycle.
         if state.sync_with_dataloader and state.end_of_dataloader:
@@ -380,9 +390,14 @@ class _MicroBatch:
         if loop.distributed and not (state.sync_gradients or state.sync_each_batch):
             self._unsynced = loop.unsynced(self._models or loop.models)
             self._unsynced.__enter__()
+        if not (loop.watched or state.sync_gradients):
+            loop.watched = True
+            self._watch = StepWatch(loop.optimizers)
 
     def __exit__(self, *error: Any) -> bool | None:
         loop = self._loop
+        if self._watch is not None:
+            self._watch.end()
         if loop.tokens.open and loop.state.sync_gradients:
             loop.tokens.open = False
         unsynced, self._unsynced = self._unsynced, None
