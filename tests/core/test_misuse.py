@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import run_workers
 from torch.utils.data import DataLoader
 
 from accelerate_core import Accelerator
@@ -46,7 +48,9 @@ def accumulating(step_prepared: bool, prepare_optimizer: bool = True, steps: int
 
 def test_unprepared_optimizer_inside_accumulate_is_warned_about_once() -> None:
     (text,) = said(lambda: accumulating(step_prepared=False, prepare_optimizer=False))
-    assert text.startswith("accumulate(): the SGD, which was not prepared, steps in every micro-batch")
+    assert text.startswith(
+        "accumulate(): the SGD, which was not prepared, steps in every micro-batch"
+    )
     (text,) = said(lambda: accumulating(step_prepared=False))
     assert "the SGD that prepare() was given, and not the one that it returned" in text
     assert said(lambda: accumulating(step_prepared=True)) == []
@@ -84,11 +88,15 @@ def test_accumulation_that_is_never_entered_is_warned_about_once() -> None:
 def test_loss_of_another_model_is_warned_about_once() -> None:
     other = torch.nn.Linear(2, 1)
     (text,) = said(lambda: plain_loop(steps=1, inside=other))
-    assert text.startswith("backward() got a loss that no prepared model (Sequential) had a part in")
+    assert text.startswith(
+        "backward() got a loss that no prepared model (Sequential) had a part in"
+    )
     assert "such as a parameter of shape [1" in text
 
 
-@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}, {"dynamo_backend": "aot_eager"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"mixed_precision": "bf16"}, {"dynamo_backend": "aot_eager"}]
+)
 def test_loss_of_a_prepared_model_is_accepted_in_whatever_way_it_was_computed(
     options: dict[str, Any],
 ) -> None:
@@ -171,3 +179,15 @@ def test_gathering_a_text_on_one_process_is_warned_about() -> None:
     assert "not a str" in text
     assert "several raise this as an error" in text
     assert said(lambda: accelerator.gather({"a": [torch.ones(1)]}) and None) == []
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["inner", "wrapper", "copied"])
+def test_calling_the_model_inside_of_its_wrapper_is_warned_about(how: str) -> None:
+    run = run_workers(Path(__file__).with_name("misuse_worker.py"), 2, [how]).checked()
+    for texts in run.results:
+        if how == "inner":
+            (text,) = texts
+            assert "the DistributedDataParallel itself was not called" in text
+        else:
+            assert texts == []

@@ -26,7 +26,7 @@ from accelerate_core.errors import PrepareError
 from accelerate_core.plugins.manager import ActivePlugins
 from accelerate_core.prepare.made_loader import MadeLoader
 from accelerate_core.training.forward import unwrap_forward
-from accelerate_core.training.misuse import warn_if_thrown_away
+from accelerate_core.training.misuse import NotCalled, warn_if_thrown_away
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
 from accelerate_core.truth import flag
@@ -170,10 +170,20 @@ class Prepared:
         """Keep a prepared object for saving, unwrapping and `free_memory`."""
         if kind == "model" and not evaluation:
             self.models.append(value)
+            if self._is_wrapper(value):
+                NotCalled(value)
         elif kind == "optimizer":
             self.optimizers.append(value)
         elif kind == "scheduler":
             self.schedulers.append(value)
+
+    def _is_wrapper(self, model: Any) -> bool:
+        """Tell whether the backend put its own module around a model, and nothing compiled that."""
+        if not isinstance(model, torch.nn.Module) or uncompiled(model) is not model:
+            return False
+        if model._compiled_call_impl is not None:
+            return False  # a hook that comes and goes would have it compiled again
+        return self._hooks.unwrap_model(self.accelerator, model) is not model
 
     def ask_classification(self, obj: Any) -> list[str]:
         """Ask the active plugins what kind of object this is."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from accelerate_core.delegation import itself
 from accelerate_core.errors import of_the_user, warn
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 
@@ -58,20 +59,41 @@ def warn_never_accumulated(steps: int) -> None:
     )
 
 
+class NotCalled:
+    """A hook on a backend's wrapper, until the wrapper is called for the first time.
+
+    A pickle or a copy of the wrapper has a hook that does nothing in its place.
+    """
+
+    def __init__(self, wrapper: torch.nn.Module) -> None:
+        self._handle = wrapper.register_forward_pre_hook(self)
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        self._handle.remove()
+
+    def __reduce__(self) -> Any:
+        return itself, (_nothing,)
+
+
+def _nothing(module: torch.nn.Module, args: Any) -> None:
+    """Stand in a copy's place of `NotCalled`."""
+
+
 def check_loss(loss: torch.Tensor, models: Sequence[torch.nn.Module]) -> None:
-    """Warn of a loss whose gradients reach parameters, and none of a prepared model.
+    """Warn of a loss whose gradients reach no prepared model, or one past its wrapper.
 
     Args:
         loss: before its backward.
         models: those that were prepared.
     """
-    prepared = {id(one): one for model in models for one in model.parameters()}
+    prepared = {id(one): (model, one) for model in models for one in model.parameters()}
     # Shards of parameters stand in the model, while the graph has the whole ones.
-    if not prepared or any(hasattr(one, "device_mesh") for one in prepared.values()):
+    if not prepared or any(hasattr(one, "device_mesh") for _, one in prepared.values()):
         return
     reached: torch.Tensor | None = None
     for parameter in _leaves(loss):
         if id(parameter) in prepared:
+            _check_called(prepared[id(parameter)][0])
             return
         reached = parameter
     if reached is not None:
@@ -80,6 +102,16 @@ def check_loss(loss: torch.Tensor, models: Sequence[torch.nn.Module]) -> None:
             f"backward() got a loss that no prepared model ({names}) had a part in: its gradients go to "
             f"others, such as a parameter of shape {list(reached.shape)}. Compute the loss with the model "
             "that accelerator.prepare(...) returned."
+        )
+
+
+def _check_called(model: torch.nn.Module) -> None:
+    if any(isinstance(hook, NotCalled) for hook in model._forward_pre_hooks.values()):
+        kind = type(model).__name__
+        warn(
+            f"backward() got a loss of the model inside of the {kind} that prepare() returned, and the "
+            f"{kind} itself was not called: ranks may not share its gradients. Call what "
+            "accelerator.prepare(...) returned."
         )
 
 
