@@ -97,8 +97,13 @@ COMPLEX = [torch.complex64, torch.complex128]
 DTYPES = [*FLOATS, *INTEGERS, *FLOAT8, *COMPLEX, torch.bool]
 
 
+#: As after the first call of each, before which shapes are compared.
+VERIFIED = frozenset({"gather", "gather_uneven", "reduce", "broadcast", "pad_across_processes"})
+
+
 def counted(comm: Communicator, **more: Any) -> tuple[Communicator, list[str]]:
     hooks = Counting(comm.hooks)
+    more = {"verified": set(VERIFIED), **more}
     again = Communicator(rank=comm.rank, size=comm.size, device=comm.device, hooks=hooks, **more)
     return again, hooks.calls
 
@@ -533,6 +538,46 @@ def a_list_of_objects_is_broadcast_in_place(comm: Communicator) -> None:
             broadcast_object_list(longer, comm=comm)
     else:
         broadcast_object_list(longer, comm=comm)
+
+
+# --- shapes that differ ----------------------------------------------------------------------
+
+
+@case
+def the_first_call_of_a_verb_names_shapes_that_differ(comm: Communicator) -> None:
+    watched, calls = counted(comm, verified=set())
+    uneven = torch.zeros(2, comm.rank + 1)
+    verbs: dict[str, Callable[[Any], Any]] = {
+        "gather": lambda tree: gather(tree, watched),
+        "gather_uneven": lambda tree: gather_uneven(tree, watched),
+        "reduce": lambda tree: reduce(tree, comm=watched),
+        "broadcast": lambda tree: broadcast(tree, comm=watched),
+        "pad_across_processes": lambda tree: pad_across_processes(tree, comm=watched),
+    }
+    for verb, call in verbs.items():
+        for _ in range(2):  # a call that failed does not count
+            with pytest.raises(DistributedOperationException) as caught:
+                call(uneven)
+            text = str(caught.value)
+            assert text.startswith(f"{verb}: "), text
+            for rank in range(comm.size):
+                assert f"process {rank}: [2, {rank + 1}] float32" in text, text
+            assert ("pad_across_processes" in text) == (verb in ("gather", "pad_across_processes"))
+        calls.clear()
+        for _ in range(3):
+            call(torch.zeros(2, 2))
+        assert calls.count("gather_object") == 1, (verb, calls)
+
+
+@case
+def sizes_that_travel_anyway_are_checked_at_every_call(comm: Communicator) -> None:
+    watched, calls = counted(comm)
+    uneven = {"ids": torch.zeros(comm.rank + 1, comm.rank + 2)}
+    for call in (gather_uneven, lambda tree, comm: pad_across_processes(tree, comm=comm)):
+        with pytest.raises(DistributedOperationException, match=r"process 1: \['ids'\] \[2, 3\]"):
+            call(uneven, watched)
+        assert calls == ["gather", "gather_object"]
+        calls.clear()
 
 
 # --- debug -----------------------------------------------------------------------------------

@@ -362,6 +362,26 @@ def case_dispatch_skips_and_resumes():
         assert again.iteration == saved["epoch"] + 1
 
 
+def case_dispatch_ignores_an_iterator_that_one_rank_never_advances():
+    loader = prepare(DataLoader(Numbers(19), 2))
+    if RANK == 1:
+        idle = iter(loader)
+    first = [batch.tolist() for batch in loader]
+    if RANK == 1:
+        idle.close()
+    assert first == [batch.tolist() for batch in loader]
+
+
+def case_idle_iterator_on_one_rank_leaves_the_shared_generator_alone():
+    generator = torch.Generator().manual_seed(RANK)
+    data = range(12)
+    loader = prepare(DataLoader(data, 2, sampler=RandomSampler(data, generator=generator)))
+    if RANK == 1:
+        iter(loader)
+    mine = [number for batch in loader for number in batch.tolist()]
+    assert sorted(number for part in everyone(mine) for number in part) == list(data)
+
+
 class Placed(Numbers):
     """Numbers that know how far they were read, and on which thread."""
 

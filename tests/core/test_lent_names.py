@@ -24,6 +24,7 @@ importlib.metadata.entry_points = lambda: importlib.metadata.EntryPoints()
             "find_executable_batch_size comes with a plugin that is not installed. "
             'Install it with: pip install "accelerate-core[drop-in]"',
         ),
+        ("from accelerate_core.utils import tqdm", {}, '"accelerate-core[drop-in]"'),
         ("from accelerate_core.utils import release_memory", {}, '"accelerate-core[drop-in]"'),
         ("from accelerate_core import clear_device_cache", {}, '"accelerate-core[drop-in]"'),
         ("from accelerate_core import LocalSGD", {}, '"accelerate-core[ddp]"'),

@@ -46,9 +46,6 @@ EXPECTED: dict[str, str] = {
     "test_cli::ToFSDP2Tester::test_convert_config_drops": "fsdp_forward_prefetch is not dropped",
     "test_cli::TpuConfigTester": _TPU,
     "test_compile::RegionalCompilationRebindTester": "regions are compiled in place, not in a copy",
-    "test_data_loader::DataLoaderTester::test_ensure_dataloader_gets_cleaned_up": (
-        "an Accelerator that was not ended is freed by the next garbage collection"
-    ),
     "test_dataclasses::TestParallelismConfig::test_cp_torch_handler": _WORDS,
     "test_dataclasses::TestParallelismConfig::test_sp_deepspeed_handler": _WORDS,
     "test_hooks::HooksModelTester::test_add_and_remove_hooks": (

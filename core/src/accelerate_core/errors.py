@@ -159,7 +159,8 @@ class TrackerError(AccelerateError, RuntimeError):
 class DistributedOperationException(AccelerateError, RuntimeError):
     """The ranks called a collective with data that does not fit together.
 
-    Cause: shapes, dtypes or structures differ between ranks, found with `ACCELERATE_DEBUG_MODE=1`.
+    Cause: shapes, dtypes or structures differ between ranks. The first call of each collective compares
+    them, and every call with `launch --debug` or `ACCELERATE_DEBUG_MODE=1`.
     Mend: the text has what each rank brought. Pad first (`pad_across_processes`), or use
     `gather_for_metrics`, which cuts what was added to fill the last batch.
     """

@@ -39,6 +39,7 @@ def current_communicator() -> Communicator:
         device=runtime.device,
         hooks=TorchCollectives(),
         debug=runtime.debug,
+        verified=runtime.verified,
     )
 
 

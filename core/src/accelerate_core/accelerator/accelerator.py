@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 import torch
@@ -15,7 +17,7 @@ from accelerate_core.accelerator.collective_verbs import CollectiveVerbs
 from accelerate_core.accelerator.collectives import Collectives
 from accelerate_core.accelerator.construction import construct, start_process
 from accelerate_core.accelerator.preparing_verbs import PreparedVerbs
-from accelerate_core.accelerator.saving import Saving
+from accelerate_core.accelerator.saving import Saving, run_parts
 from accelerate_core.accelerator.signature import MeshVerbs, ShowsPluginArguments
 from accelerate_core.accelerator.tracking_verbs import TrackingVerbs
 from accelerate_core.accelerator.training_verbs import TrainingVerbs
@@ -35,7 +37,7 @@ from accelerate_core.config.handlers import (
 from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.shown import Shown
 from accelerate_core.contract.hooks import wrong_answer
-from accelerate_core.contract.parts import RunParts, Tracking
+from accelerate_core.contract.parts import Tracking
 from accelerate_core.contract.topology import read_topology
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.delegation import attribute
@@ -194,8 +196,7 @@ class Accelerator(
             if built.unasked:
                 self.note_once(built.unasked)
             self._plugins.call_each("on_start", accelerator=self)
-            parts = self._process, self._training, self._prepared, self._saving, self._tracking
-            self._saving.attach(RunParts(self, *parts, self.end_training))
+            self._saving.attach(partial(run_parts, weakref.ref(self)))
         except BaseException:
             runtimes.release(self)
             raise

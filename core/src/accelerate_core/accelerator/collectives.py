@@ -37,16 +37,18 @@ class Collectives:
                 case _:
                     wanted = "(index, count) with 0 <= index < count"
                     raise wrong_answer(f"{scope}_shard", accelerator, shard, wanted)
-            return Communicator(
+            made = Communicator(
                 rank=shard[0],
                 size=shard[1],
                 device=accelerator.device,
                 hooks=hooks,
-                accelerator=accelerator,
                 scope=scope,
                 debug=bool(accelerator.because["debug"].value),
-                new_group=lambda ranks: hooks.new_group(accelerator, ranks, "cpu"),
             )
+            if made.size > 1:  # alone it calls no hook, and must not keep the Accelerator alive
+                made.accelerator = accelerator
+                made.new_group = lambda ranks: hooks.new_group(accelerator, ranks, "cpu")
+            return made
 
         #: All ranks; those that read different samples; those over which a loss is summed.
         self.comm = communicator("world", (accelerator.process_index, accelerator.num_processes))

@@ -52,18 +52,21 @@ class Saving:
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
 
-    def attach(self, run: RunParts) -> None:
-        """Take the run that is to be saved."""
+    def attach(self, run: Callable[[], RunParts]) -> None:
+        """Take what returns the run that is to be saved.
+
+        The run holds the Accelerator, which holds this: a run is made only for a checkpointer.
+        """
         self._run = run
         if self.made is not None:
-            self.made.attach(run)
+            self.made.attach(run())
 
     @property
     def checkpointer(self) -> Checkpointer:
         """The part that saves and loads."""
         if self.made is None:
             self.made = self._make(self.project, None)
-            self.made.attach(self._run)
+            self.made.attach(self._run())
         return self.made
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
@@ -99,9 +102,10 @@ class Saving:
 
     def _flush_for_save(self) -> None:
         """Bring to the trackers what a script that goes on from this checkpoint logs no more."""
-        late = self._run.tracking.flush_trackers(SAVE_WAIT)
+        run = self._run()
+        late = run.tracking.flush_trackers(SAVE_WAIT)
         if late:
-            self._run.accelerator.note_once(
+            run.accelerator.note_once(
                 f"Saving waits {SAVE_WAIT:.0f} s for trackers, and {listing(late)} had not taken "
                 "everything: if the run is killed now, that tracker may lack values from before "
                 "the checkpoint. To have every value after a kill, add 'jsonl' to log_with.",
@@ -127,3 +131,17 @@ class Saving:
         """End; `failed`: the other ranks may be gone, so meet nobody."""
         if self.made is not None:
             self.made.close(failed)
+
+
+def run_parts(owner: Callable[[], Any]) -> RunParts:
+    """Return the parts of the Accelerator that `owner` returns."""
+    accelerator = owner()
+    return RunParts(
+        accelerator=accelerator,
+        process=accelerator._process,
+        training=accelerator._training,
+        prepared=accelerator._prepared,
+        saving=accelerator._saving,
+        tracking=accelerator._tracking,
+        end_training=accelerator.end_training,
+    )

@@ -7,6 +7,7 @@ collective per dtype on the wire. On one process nothing is sent and nothing cop
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, get_args
@@ -53,12 +54,22 @@ def gather(tree: Any, comm: Communicator) -> Any:
         guesses, labels = gather((model(x).argmax(1), y), comm)
     """
     if comm.size == 1:
+        if not isinstance(tree, torch.Tensor):
+            _check_alone(tree)
         return tree
     verify("gather", tree, comm)
     tensors = _tensors("gather", tree)
     if not tensors:
         return tree
     return unflatten(tree, _gather_equal(tensors, comm))
+
+
+def _check_alone(tree: Any) -> None:
+    """Warn of what several processes would refuse to gather."""
+    try:
+        _tensors("gather", tree)
+    except TypeError as error:
+        warn(f"{error} One process returns it as it is; several raise this as an error.")
 
 
 def _gather_equal(tensors: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:
@@ -81,7 +92,8 @@ def gather_uneven(tree: Any, comm: Communicator) -> Any:
     tensors = _tensors("gather_uneven", tree)
     if not tensors:
         return tree
-    lengths = _gather_integers([len(leaf) if leaf.ndim else 1 for leaf in tensors], comm)
+    own = [len(leaf) if leaf.ndim else 1 for leaf in tensors]
+    lengths = _gather_sizes("gather_uneven", tree, own, comm, free_dim=(0,))
     if all(row == lengths[0] for row in lengths):
         return unflatten(tree, _gather_equal(tensors, comm))
 
@@ -101,11 +113,23 @@ def gather_uneven(tree: Any, comm: Communicator) -> Any:
     return unflatten(tree, [torch.cat(pieces) for pieces in zip(*parts, strict=True)])
 
 
-def _gather_integers(values: list[int], comm: Communicator) -> list[list[int]]:
-    """Return the values of every rank, one row per rank."""
-    own = torch.tensor(values, dtype=torch.int64, device=comm.device)
-    rows: list[list[int]] = comm.gather(own).view(comm.size, len(values)).tolist()
-    return rows
+def _gather_sizes(
+    verb: str, tree: Any, sizes: list[int], comm: Communicator, free_dim: Sequence[int]
+) -> list[list[int]]:
+    """Return the sizes of every rank, one row per rank.
+
+    A checksum of all that has to be equal travels in the same collective, so this check is free.
+
+    Raises:
+        DistributedOperationException: on every rank, if something else differs.
+    """
+    rows = [_row(path, leaf, free_dim) for path, leaf in iterate_leaves(tree)]
+    fixed = repr([has_to_be_equal for _, has_to_be_equal in rows])
+    own = torch.tensor([*sizes, zlib.crc32(fixed.encode())], device=comm.device)
+    table: list[list[int]] = comm.gather(own).view(comm.size, len(own)).tolist()
+    if any(row[-1] != table[0][-1] for row in table):
+        _compare(verb, rows, comm)
+    return [row[:-1] for row in table]
 
 
 _REDUCTIONS = (*get_args(ReduceOp), "none")
@@ -283,7 +307,8 @@ def pad_across_processes(
     own = [leaf.shape[at] for leaf, its in zip(leaves, concerned, strict=True) for at in its]
     if not own:
         return tree
-    longest = (max(column) for column in zip(*_gather_integers(own, comm), strict=True))
+    rows = _gather_sizes("pad_across_processes", tree, own, comm, free_dim=dims)
+    longest = (max(column) for column in zip(*rows, strict=True))
     padded = []
     for leaf, its in zip(leaves, concerned, strict=True):
         for at in its:
@@ -356,7 +381,7 @@ def _at(tree: Any, index: int) -> str:
     return f" at {path}" if path else ""
 
 
-# --- the check in debug mode ------------------------------------------------------------------
+# --- the check of shapes ----------------------------------------------------------------------
 
 _ADVICE = {
     "gather": "Bring the tensors to one shape first (pad_across_processes), or use gather_object.",
@@ -380,13 +405,20 @@ def _row(path: str, leaf: Any, free_dim: Sequence[int]) -> tuple[str, tuple[Any,
 def verify(verb: str, tree: Any, comm: Communicator, free_dim: Sequence[int] = ()) -> None:
     """Raise `DistributedOperationException` on every rank if the trees do not fit together.
 
-    Does nothing unless `comm.debug`. `free_dim` are the dimensions whose lengths may differ. A group
-    that is given unequal sizes may hang or end the process without a Python error, so this comes
-    first, over a collective that takes any size.
+    A group that is given unequal sizes may hang or end the process without a Python error, so this
+    comes first, over a collective that takes any size: at the first call of a verb, when most
+    mistakes show, and at every call if `comm.debug`.
+
+    Args:
+        free_dim: the dimensions whose lengths may differ.
     """
-    if not comm.debug or comm.size == 1:
+    if comm.size == 1 or (verb in comm.verified and not comm.debug):
         return
-    rows = [_row(path, leaf, free_dim) for path, leaf in iterate_leaves(tree)]
+    _compare(verb, [_row(path, leaf, free_dim) for path, leaf in iterate_leaves(tree)], comm)
+    comm.verified.add(verb)
+
+
+def _compare(verb: str, rows: list[tuple[str, tuple[Any, ...]]], comm: Communicator) -> None:
     reports = comm.gather_object(rows)
     compared = [[has_to_be_equal for _, has_to_be_equal in report] for report in reports]
     if all(one == compared[0] for one in compared):

@@ -29,8 +29,10 @@ class Communicator:
         hooks: a `TorchCollectives`, or what has its methods: the bound owner hooks of a backend.
         accelerator: handed to the hooks.
         scope: which processes take part, "world" by default.
-        debug: compare the shapes of all ranks before a collective on nested structures, at the
-            price of one more collective each, and raise instead of letting the group break.
+        debug: compare the shapes of all ranks before each collective on nested structures, at the
+            price of one more collective each, and raise instead of letting the group break. Without
+            it they are compared before the first one of each kind.
+        verified: the kinds of collectives on nested structures that have been compared.
         new_group: makes a process group for tensors in host memory, of the given ranks of the
             world (None: all); may return None where there is no such group.
 
@@ -45,6 +47,7 @@ class Communicator:
     accelerator: Any = field(default=None, repr=False)
     scope: Scope = "world"
     debug: bool = False
+    verified: set[str] = field(default_factory=set, repr=False)
     new_group: Callable[[Sequence[int] | None], dist.ProcessGroup | None] | None = field(
         default=None, repr=False
     )

@@ -44,6 +44,8 @@ class Runtime(Process):
     #: Accelerators that have begun and not ended, dead ones too: unlike `users` it does not
     #: depend on when the garbage collector runs, which differs between ranks.
     unended: int = 0
+    #: `Communicator.verified` of the communicators that are made without an Accelerator.
+    verified: set[str] = field(default_factory=set)
 
 
 _current: Runtime | None = None

@@ -43,6 +43,7 @@ from accelerate_big_model.offload import load_offloaded_weights as load_offloade
 from accelerate_big_model.offload import offload_state_dict as offload_state_dict
 from accelerate_big_model.offload import offload_weight as offload_weight
 from accelerate_big_model.offload import save_offload_index as save_offload_index
+from accelerate_big_model.saving import OffloadedState as OffloadedState
 from accelerate_big_model.tensors import align_module_device as align_module_device
 from accelerate_big_model.tensors import check_device_map as check_device_map
 from accelerate_big_model.tensors import check_tied_parameters_in_config as check_tied_parameters_in_config

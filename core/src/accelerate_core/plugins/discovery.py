@@ -264,7 +264,8 @@ def lent(name: str) -> Any:
     """Return what an installed plugin exports under `name`.
 
     Raises:
-        MissingPluginError: a known plugin would bring it; the text has the pip command.
+        MissingPluginError: a known plugin would bring it, or it needs a library that is not installed;
+            the text has the pip command.
         PluginError: the plugin that lends it is broken.
         AttributeError: nobody knows the name, or an installed plugin does not offer it.
     """
@@ -273,6 +274,8 @@ def lent(name: str) -> Any:
         target, distribution = found
         try:
             return pkgutil.resolve_name(target)
+        except MissingPluginError:
+            raise
         except (Exception, SystemExit) as error:
             raise PluginError(
                 f"{name} is lent by {distribution}, which is broken: loading {target} raised "

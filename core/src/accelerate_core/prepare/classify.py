@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accelerate_core.errors import PrepareError
+from accelerate_core.errors import PrepareError, warn
 
 Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
 OBJECT_KINDS: tuple[Kind, ...] = ("model", "optimizer", "scheduler", "loader", "other")
@@ -38,6 +38,31 @@ def classify(obj: Any, ask_plugins: Callable[[Any], list[str]] | None = None) ->
         if isinstance(obj, cls):
             return kind
     return _by_shape(obj)
+
+
+def check_preparable(obj: Any, position: int) -> None:
+    """Refuse what cannot be prepared and is not worth returning either.
+
+    Args:
+        position: of the argument, from 1.
+
+    Raises:
+        PrepareError: it is a number, a text or a class.
+
+    A list, tuple or dict that holds objects to prepare is returned as it is, with a warning.
+    """
+    if isinstance(obj, type | str | bytes | int | float | complex):
+        what = f"the class {obj.__name__}" if isinstance(obj, type) else f"{obj!r}"
+        raise PrepareError(
+            f"prepare() takes models, optimizers, schedulers and data loaders; argument {position} is "
+            f"{what}."
+        )
+    inner = obj.values() if isinstance(obj, dict) else obj
+    if isinstance(obj, dict | list | tuple) and any(classify(one) != "other" for one in inner):
+        warn(
+            f"Argument {position} of prepare() is a {type(obj).__name__}, and what it holds is not "
+            "prepared: pass each object as an argument of its own, as in prepare(*objects)."
+        )
 
 
 def _by_shape(obj: Any) -> Kind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -17,6 +18,7 @@ from accelerate_core.config.handlers import DataLoaderConfiguration
 from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.parts import PreparedLoader
 from accelerate_core.contract.view import AcceleratorView
+from accelerate_core.data.feeding import feed as move_batches
 from accelerate_core.data.loader import LoaderOptions
 from accelerate_core.data.prepare import override_even_batches, prepare_loader
 from accelerate_core.distributed.communicator import Communicator
@@ -24,6 +26,7 @@ from accelerate_core.errors import PrepareError
 from accelerate_core.plugins.manager import ActivePlugins
 from accelerate_core.prepare.made_loader import MadeLoader
 from accelerate_core.training.forward import unwrap_forward
+from accelerate_core.training.misuse import NotCalled, warn_if_thrown_away
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.scheduler import AcceleratedScheduler
 from accelerate_core.truth import flag
@@ -33,7 +36,7 @@ class Prepared:
     """What has been prepared, and how one object is.
 
     Args:
-        accelerator: for the hooks.
+        accelerator: for the hooks; held weakly, as it holds this.
         plugins: the active ones.
         config: how data is shared out.
         rng_types: generators synchronised at the start of each iteration over a loader.
@@ -53,7 +56,7 @@ class Prepared:
         data_comm: Communicator,
         loader_maker: Any,
     ) -> None:
-        self.accelerator = accelerator
+        self._accelerator = weakref.ref(accelerator)
         self._hooks: Backend = accelerator.hooks
         self._rng_types = rng_types
         self._data_comm = data_comm
@@ -68,6 +71,11 @@ class Prepared:
         self.loaders: list[Any] = []
         #: Parameters that were replaced: old -> (model as prepared, name).
         self.replaced_parameters = WeakIdKeyDictionary()
+
+    @property
+    def accelerator(self) -> AcceleratorView:
+        """The Accelerator whose objects these are."""
+        return cast("AcceleratorView", self._accelerator())
 
     def forget(self) -> None:
         """Let go of everything that was prepared."""
@@ -97,6 +105,7 @@ class Prepared:
             prepared.put_on_device = on_device
             prepared.even_batches = self.dataloader_config.even_batches
         self.loaders.append(prepared)
+        warn_if_thrown_away([data_loader], [prepared])
         return prepared
 
     def _core_loader(
@@ -118,16 +127,32 @@ class Prepared:
             comm=self._data_comm,
             order_comm=accelerator.communicator,
             gradient_state=accelerator.gradient_state,
-            feed=self._feed if on_device else None,
-            # The default only moves batches; another one may do more, also where they are in place.
-            feed_always=type(accelerator.backend).feed_device is not Backend.feed_device,
+            feed=self._feed() if on_device else None,
+            feed_always=self._feeds_itself(),
             fixed_batch=fixed,
         )
         return prepare_loader(data_loader, options)
 
-    def _feed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        non_blocking = self.dataloader_config.non_blocking
-        return self._hooks.feed_device(self.accelerator, batches, non_blocking)
+    def _feeds_itself(self) -> bool:
+        """Whether the backend does more than move batches, also when they are in place already."""
+        return type(self.accelerator.backend).feed_device is not Backend.feed_device
+
+    def _feed(self) -> Callable[[Iterator[Any]], Iterator[Any]]:
+        """Return what moves batches to the device: the backend's hook.
+
+        The loader keeps the Accelerator alive only if the backend's own hook is given it.
+        """
+        hooks, accelerator = self._hooks, self._accelerator
+        held = self.accelerator if self._feeds_itself() else None
+        device, non_blocking = self.accelerator.device, self.dataloader_config.non_blocking
+
+        def feed(batches: Iterator[Any]) -> Iterator[Any]:
+            given = held or accelerator()
+            if given is None:  # it was deleted, and the default needs its device alone
+                return move_batches(batches, device, non_blocking)
+            return hooks.feed_device(given, batches, non_blocking)
+
+        return feed
 
     def is_prepared(self, obj: Any) -> bool:
         """Tell whether this Accelerator has prepared exactly this object."""
@@ -138,10 +163,20 @@ class Prepared:
         """Keep a prepared object for saving, unwrapping and `free_memory`."""
         if kind == "model" and not evaluation:
             self.models.append(value)
+            if self._is_wrapper(value):
+                NotCalled(value)
         elif kind == "optimizer":
             self.optimizers.append(value)
         elif kind == "scheduler":
             self.schedulers.append(value)
+
+    def _is_wrapper(self, model: Any) -> bool:
+        """Tell whether the backend put its own module around a model, and nothing compiled that."""
+        if not isinstance(model, torch.nn.Module) or uncompiled(model) is not model:
+            return False
+        if model._compiled_call_impl is not None:
+            return False  # a hook that comes and goes would have it compiled again
+        return self._hooks.unwrap_model(self.accelerator, model) is not model
 
     def ask_classification(self, obj: Any) -> list[str]:
         """Ask the active plugins what kind of object this is."""

@@ -12,10 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate_core.builtin.compile import uncompiled
 from accelerate_core.errors import PrepareError
-from accelerate_core.prepare.classify import classify
+from accelerate_core.prepare.classify import check_preparable, classify
 from accelerate_core.prepare.plan import Entry, PreparePlan
 from accelerate_core.prepare.prepared import Prepared
 from accelerate_core.training.forward import wrap_forward
+from accelerate_core.training.misuse import warn_if_thrown_away
 
 
 def prepare(
@@ -51,7 +52,9 @@ def prepare(
     for entry in plan.entries:
         if not entry.done and entry.kind != "other":
             prepared.remember(entry.kind, entry.value, evaluation=entry.evaluation_mode)
-    return [entry.value for entry in plan.entries]
+    made = [entry.value for entry in plan.entries]
+    warn_if_thrown_away(objects, made)
+    return made
 
 
 def _classify(
@@ -67,8 +70,10 @@ def _classify(
         )
     default = prepared.device_placement
     entries = []
-    for obj, moved in zip(objects, placements, strict=True):
+    for position, (obj, moved) in enumerate(zip(objects, placements, strict=True), 1):
         kind = classify(obj, prepared.ask_classification)
+        if kind == "other":
+            check_preparable(obj, position)
         done = prepared.is_prepared(obj)
         entry = Entry(kind, obj, obj, default if moved is None else moved, evaluation_mode, done)
         entries.append(entry)

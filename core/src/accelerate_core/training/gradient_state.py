@@ -78,7 +78,10 @@ class GradientState(metaclass=_Current):
     def serve(
         self, loader: Any, start: Callable[[Served], Iterator[Any]], whole: int | None = None
     ) -> Iterator[Any]:
-        """Begin an iteration over a loader, and hand out its batches with all that a loop needs.
+        """Iterate over a loader's batches, and track where the loop is.
+
+        Nothing happens before the first batch is asked for: progress bars make an iterator that
+        they never advance.
 
         Args:
             loader: the prepared loader.
@@ -87,9 +90,7 @@ class GradientState(metaclass=_Current):
             whole: samples of a full global batch, None if that is not known.
         """
         served = Served(whole=whole)
-        return self._serve(loader, start(served), served)
-
-    def _serve(self, loader: Any, batches: Iterator[Any], served: Served) -> Iterator[Any]:
+        batches = start(served)
         exhausted = False
         self._open.append((weakref.ref(loader), served))
         try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.errors import ConfigurationError
 from accelerate_core.training.gradient_state import GradientState
 from accelerate_core.training.loss_scaler import LossScaler
+from accelerate_core.training.misuse import StepWatch, check_loss, warn_never_accumulated
 from accelerate_core.training.optimizer import AcceleratedOptimizer
 from accelerate_core.training.token_count import TokenCount
 
@@ -26,7 +27,7 @@ class TrainingLoop:
     """The step: accumulation, backward, clipping, mixed precision.
 
     Args:
-        accelerator: for the hooks.
+        accelerator: for the hooks; held weakly, as it holds this.
         state: where the loops are in their accumulation cycle.
         comm: the ranks over which a loss is summed.
         scaler: torch's gradient scaler, None where losses are not scaled.
@@ -40,7 +41,9 @@ class TrainingLoop:
         scaler: Any | None,
     ) -> None:
         backend, hooks = accelerator.backend, accelerator.hooks
-        self._accelerator = accelerator
+        # Calling a weak reference is no Python call, so a step costs the same.
+        view = cast("Callable[[], AcceleratorView]", weakref.ref(accelerator))
+        self._accelerator = view
         self._hooks = hooks
         self.distributed = accelerator.num_processes > 1
         self._divides_loss = "accumulation" not in backend.owns
@@ -49,17 +52,19 @@ class TrainingLoop:
         self.state = state
         #: Micro-batches seen in the current accumulation cycle.
         self.step = 0
+        #: Whether a block of `accumulate` was entered, and whether one inside of a cycle was watched.
+        self.entered = False
+        self.watched = False
         refusal = None
         if not (self._divides_loss or backend.supports.get("num_items", False)):
             refusal = (
                 f"The backend {backend.name!r} accumulates by itself and cannot count "
                 "items: leave num_items out, and let each loss be a mean."
             )
-        self.tokens = TokenCount(comm, partial(hooks.scale_gradients, accelerator), refusal)
+        self.tokens = TokenCount(comm, view, hooks.scale_gradients, refusal)
         self.scaler: LossScaler | None = None
         if scaler is not None:
-            unscale = partial(hooks.unscale_gradients, accelerator)
-            self.scaler = LossScaler(scaler, self.optimizers, unscale)
+            self.scaler = LossScaler(scaler, self.optimizers, view, hooks.unscale_gradients)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -89,17 +94,17 @@ class TrainingLoop:
         if not self.distributed:
             return nullcontext()
         if len(models) == 1:
-            return self._hooks.no_sync(self._accelerator, models[0])  # type: ignore[no-any-return]
+            return self._hooks.no_sync(self._accelerator(), models[0])  # type: ignore[no-any-return]
         stack = ExitStack()
         for model in models:
-            stack.enter_context(self._hooks.no_sync(self._accelerator, model))
+            stack.enter_context(self._hooks.no_sync(self._accelerator(), model))
         return stack
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context whose backward synchronises, though forward ran under `no_sync`."""
         if not self.distributed:
             return nullcontext()
-        return self._hooks.trigger_sync_in_backward(self._accelerator, model)  # type: ignore[no-any-return]
+        return self._hooks.trigger_sync_in_backward(self._accelerator(), model)  # type: ignore[no-any-return]
 
     def backward(self, /, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward on a loss: divided by the accumulation steps, scaled, synchronised."""
@@ -108,17 +113,21 @@ class TrainingLoop:
             self.lomo_backward(self._divided(loss), learning_rate)
             return
         tokens, state = self.tokens, self.state
+        if not state.backwards:
+            check_loss(loss, self.models)
         # As `_divided`, without its call: this runs in every step.
         if tokens.open:
             loss = tokens.divided(loss)
         elif self._divides_loss and state.num_steps > 1:
+            if state.backwards == 1 and state.steps and not self.entered:
+                warn_never_accumulated(state.num_steps)
             loss = loss / state.num_steps
         if self.scaler is not None:
             if self.scaler.stepped:
                 self.scaler.settle()
-            loss = self._hooks.scale_loss(self._accelerator, loss)
+            loss = self._hooks.scale_loss(self._accelerator(), loss)
         try:
-            self._hooks.backward(self._accelerator, loss, kwargs)
+            self._hooks.backward(self._accelerator(), loss, kwargs)
         except Exception:
             _check_loss(loss, kwargs)
             raise
@@ -155,8 +164,8 @@ class TrainingLoop:
         self, autocast_handler: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any]:
         """Return the context of mixed precision; no effect where precision is not mixed."""
-        handler = autocast_handler or self._accelerator.autocast_handler
-        return self._hooks.autocast(self._accelerator, None, handler)  # type: ignore[no-any-return]
+        handler = autocast_handler or self._accelerator().autocast_handler
+        return self._hooks.autocast(self._accelerator(), None, handler)  # type: ignore[no-any-return]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Undo gradient scaling, once per step; no effect without a scaler."""
@@ -184,7 +193,7 @@ class TrainingLoop:
             largest = max_norm * scale
         except TypeError:
             raise _no_number("clip_grad_norm_", "max_norm", max_norm) from None
-        norm = self._hooks.clip_grad(self._accelerator, tensors, largest, norm_type, None)
+        norm = self._hooks.clip_grad(self._accelerator(), tensors, largest, norm_type, None)
         return norm if scale == 1.0 else norm / scale
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -194,7 +203,7 @@ class TrainingLoop:
             largest = clip_value * scale
         except TypeError:
             raise _no_number("clip_grad_value_", "clip_value", clip_value) from None
-        self._hooks.clip_grad(self._accelerator, tensors, None, 2.0, largest)
+        self._hooks.clip_grad(self._accelerator(), tensors, None, 2.0, largest)
 
     def _clippable(self, parameters: Any) -> tuple[list[torch.Tensor], float]:
         """Return parameters, and what their gradients are multiplied by.
@@ -243,14 +252,14 @@ class TrainingLoop:
             )
 
         def divide(loss: torch.Tensor) -> torch.Tensor:
-            return self._hooks.scale_loss(self._accelerator, self._divided(loss))  # type: ignore[no-any-return]
+            return self._hooks.scale_loss(self._accelerator(), self._divided(loss))  # type: ignore[no-any-return]
 
         step = ScheduleStep(training, self.state.sync_gradients, divide, self.tokens.open)
         chosen = self.models[0] if model is None else model
-        result = self._hooks.run_schedule(self._accelerator, chosen, batch, step)
+        result = self._hooks.run_schedule(self._accelerator(), chosen, batch, step)
         if not isinstance(result, ScheduleResult) or getattr(result.loss, "ndim", None) != 0:
             wanted = "a ScheduleResult with a 0-d loss"
-            raise wrong_answer("run_schedule", self._accelerator, result, wanted)
+            raise wrong_answer("run_schedule", self._accelerator(), result, wanted)
         return result
 
     def maybe_context_parallel(
@@ -261,7 +270,7 @@ class TrainingLoop:
     ) -> AbstractContextManager[Any]:
         """Return a context in which buffers are sharded along the sequence; else no effect."""
         return self._hooks.context_parallel(  # type: ignore[no-any-return]
-            self._accelerator, buffers, buffer_seq_dims, no_restore_buffers
+            self._accelerator(), buffers, buffer_seq_dims, no_restore_buffers
         )
 
 
@@ -292,10 +301,12 @@ class _MicroBatch:
     _models: Sequence[torch.nn.Module]
     _num_items: int | float | torch.Tensor | None
     _unsynced: AbstractContextManager[Any] | None = None
+    _watch: StepWatch | None = None
 
     def __enter__(self) -> None:
         loop = self._loop
         state = loop.state
+        loop.entered = True
         first = state.sync_gradients
         # Count one micro-batch and decide whether it ends the cycle.
         if state.sync_with_dataloader and state.end_of_dataloader:
@@ -310,9 +321,14 @@ class _MicroBatch:
         if loop.distributed and not (state.sync_gradients or state.sync_each_batch):
             self._unsynced = loop.unsynced(self._models or loop.models)
             self._unsynced.__enter__()
+        if not (loop.watched or state.sync_gradients):
+            loop.watched = True
+            self._watch = StepWatch(loop.optimizers)
 
     def __exit__(self, *error: Any) -> bool | None:
         loop = self._loop
+        if self._watch is not None:
+            self._watch.end()
         if loop.tokens.open and loop.state.sync_gradients:
             loop.tokens.open = False
         unsynced, self._unsynced = self._unsynced, None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from accelerate_core.contract.view import AcceleratorView
 
 
 @dataclass(eq=False)
@@ -20,12 +23,14 @@ class LossScaler:
     Args:
         scaler: a `torch.amp.GradScaler`, or one of its interface.
         _optimizers: the prepared optimizers, a list that grows.
-        _unscale: unscales the gradients of one inner optimizer.
+        _accelerator: returns what the hook is given.
+        _unscale: the hook that unscales the gradients of one inner optimizer.
     """
 
     scaler: Any
     _optimizers: Sequence[Any]
-    _unscale: Callable[[Any], None]
+    _accelerator: Callable[[], AcceleratorView]
+    _unscale: Callable[[AcceleratorView, Any], None]
     _unscaled: set[int] = field(default_factory=set, init=False)
     #: Ids of the optimizers that stepped since the last update.
     stepped: set[int] = field(default_factory=set, init=False)
@@ -34,7 +39,7 @@ class LossScaler:
         """Unscale the gradients of inner optimizers, each once per step."""
         for one in optimizers:
             if id(one) not in self._unscaled and _has_gradients(one):
-                self._unscale(one)
+                self._unscale(self._accelerator(), one)
                 self._unscaled.add(id(one))
 
     def unscale_owners(self, parameters: Sequence[torch.Tensor]) -> None:

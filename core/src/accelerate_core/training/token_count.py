@@ -17,6 +17,7 @@ import torch
 from accelerate_core.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from accelerate_core.contract.view import AcceleratorView
     from accelerate_core.distributed.communicator import Communicator
 
 
@@ -32,17 +33,20 @@ class TokenCount:
 
     Args:
         comm: the ranks over which a loss is summed.
-        scale_gradients: multiplies the gradients of models by a 0-d tensor.
+        accelerator: returns what the hook is given.
+        scale_gradients: the hook that multiplies the gradients of models by a 0-d tensor.
         refusal: why the backend cannot count, if it cannot.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        scale_gradients: Callable[[Sequence[torch.nn.Module], torch.Tensor], None],
+        accelerator: Callable[[], AcceleratorView],
+        scale_gradients: Callable[[AcceleratorView, Sequence[torch.nn.Module], torch.Tensor], None],
         refusal: str | None = None,
     ) -> None:
         self._comm = comm
+        self._accelerator = accelerator
         self._scale_gradients = scale_gradients
         self._refusal = refusal
         self.open = False
@@ -141,5 +145,5 @@ class TokenCount:
     def apply(self) -> None:
         """Multiply the gradients by the factor, once it is there and once per cycle."""
         if not self.applied and self.factor is not None:
-            self._scale_gradients(self._models, self.factor)
+            self._scale_gradients(self._accelerator(), self._models, self.factor)
             self.applied = True

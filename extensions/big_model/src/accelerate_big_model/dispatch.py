@@ -35,6 +35,7 @@ from accelerate_big_model.offload import (
 )
 from accelerate_big_model.offload import offload_state_dict as write_state_dict
 from accelerate_big_model.prefetch import read_ahead
+from accelerate_big_model.saving import OffloadedState
 from accelerate_big_model.tensors import (
     Device,
     TiedMap,
@@ -429,16 +430,5 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ConfigurationError: a weight is on the meta device, and no hook knows where it is kept.
     """
-    state = dict(model.state_dict())
-    for prefix, module in model.named_modules():
-        hook = offload_hook(module)
-        if hook is None:
-            continue
-        for name in hook.weights_map:
-            full = joined(prefix, name)
-            if full in state and state[full].device.type == "meta":
-                state[full] = hook.weights_map[name]
-    empty = [name for name, tensor in state.items() if tensor.device.type == "meta"]
-    if empty:
-        raise ConfigurationError(f"No data is known for {', '.join(empty[:10])}, on meta.")
-    return state
+    state = OffloadedState(model)
+    return {name: state.read(name) for name in state.tensors}

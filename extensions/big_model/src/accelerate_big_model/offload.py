@@ -149,6 +149,13 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         return sum(1 for _ in self)
 
 
+def whole_map(weights: Any, name: str) -> tuple[Any, str]:
+    """Return the weights of the whole model, and the full name of one of a module's."""
+    while isinstance(weights, PrefixedDataset):
+        weights, name = weights.dataset, f"{weights.prefix}{name}"
+    return weights, name
+
+
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """Weights by name, some in memory and the rest mapped from disk when asked for.
 
@@ -177,7 +184,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.save_folder = None if save_folder is None else Path(save_folder).resolve()
         if index is None:
             index = load_offload_index(self.save_folder) if self.save_folder else {}
-        self.index = index
+        self.index: Index = index if isinstance(index, dict) else dict(index)  # type: ignore[arg-type]
         self.device = torch.device("cpu") if device is None else as_device(device)
         self._files: dict[Path, Any] = {}
         self._found: dict[str, tuple[Any, str]] = {}
@@ -189,11 +196,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if key not in self.index:
             raise KeyError(f"No offloaded weight {key!r}.{did_you_mean(key, self.all_keys)}")
         file, name = self._file(key)
-        try:
-            now = stamp(file.path)
-        except OSError:
-            now = None
-        if file.stamp != now:
+        if not self.is_unchanged(key):
             raise CheckpointError(
                 f"{file.path} was changed since {key!r} was loaded from it first. Load the model again."
             )
@@ -216,6 +219,35 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             self._files[path] = MAPPED[kind](path) if kind else PlainFile(path, info)
         self._found[key] = self._files[path], str(info.get("weight_name", key))
         return self._found[key]
+
+    def about(self, key: str) -> torch.Tensor:
+        """Return a tensor of a weight's shape and dtype, on meta."""
+        file, name = self._file(key)
+        found = file.peek(name)
+        dtype = self.index[key].get("dtype")
+        wanted = found.dtype if dtype is None else torch_dtype(dtype)
+        return torch.empty(found.shape, dtype=wanted, device="meta")
+
+    def is_unchanged(self, key: str) -> bool:
+        """Say whether a weight's file is the one that was used first."""
+        file, _ = self._file(key)
+        try:
+            return bool(file.stamp == stamp(file.path))
+        except OSError:
+            return False
+
+    def relocate(self, key: str, kind: str, path: Path, name: str) -> None:
+        """Read a weight from another file from now on.
+
+        Args:
+            kind: `safetensors_file` or `torch_file`.
+            path: the file, which holds the same values.
+            name: what the weight is called there.
+        """
+        file, _ = self._found.pop(key)
+        self._files.pop(file.path, None)
+        kept = {about: value for about, value in self.index[key].items() if about not in MAPPED}
+        self.index[key] = {**kept, kind: str(path), "weight_name": name}
 
     def is_cached(self, key: str) -> bool | None:
         """Say whether the system's cache has a weight, as far as is known; None if it cannot be fetched."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate_big_model.device_map import free_memory
 from accelerate_big_model.mapped import read_in
-from accelerate_big_model.offload import OffloadedWeightsLoader, PrefixedDataset
+from accelerate_big_model.offload import OffloadedWeightsLoader, whole_map
 from accelerate_big_model.tensors import TiedMap, offload_hook
 from accelerate_core.errors import CheckpointError
 
@@ -37,7 +37,7 @@ class _Layer:
 
     @cached_property
     def _full(self) -> list[tuple[str, Any, str]]:
-        return [(name, *_whole(self.weights, name)) for name in self.names]
+        return [(name, *whole_map(self.weights, name)) for name in self.names]
 
     def parts(self) -> Iterator[tuple[str, Any, str, bool]]:
         """Yield for each weight: its name, the whole model's weights, its name there, if on disk."""
@@ -190,13 +190,6 @@ def _named(weight: str) -> Iterator[None]:
         ) from None
 
 
-def _whole(weights: Any, name: str) -> tuple[Any, str]:
-    """Return the weights of the whole model, and the full name of one of a module's."""
-    while isinstance(weights, PrefixedDataset):
-        weights, name = weights.dataset, f"{weights.prefix}{name}"
-    return weights, name
-
-
 def read_ahead(model: nn.Module, device: torch.device) -> None:
     """Have the offloaded layers of a model read ahead of each other.
 
@@ -214,7 +207,7 @@ def read_ahead(model: nn.Module, device: torch.device) -> None:
         names = hook.names(module)
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         size = sum(tensors[one].nbytes for one in names)
-        whole, prefix = _whole(hook.weights_map, "")
+        whole, prefix = whole_map(hook.weights_map, "")
         on_disk = isinstance(whole, OffloadedWeightsLoader) and any(
             whole.on_disk(f"{prefix}{one}") for one in names
         )

@@ -290,12 +290,15 @@ class DirectoryCheckpointer:
         if self._state.is_sharded(model):
             self._together("save_model", str(directory), False)
         weights = self._state.whole_model_state(model)
+        offloaded = None
         empty = any(t.is_meta for t in weights.values() if isinstance(t, torch.Tensor))
         if empty and any("_hf_hook" in vars(module) for module in model.modules()):
-            # Parts are on disk or in host memory; their hooks have the weights. Lent, as to scripts.
-            from accelerate_core import get_state_dict_offloaded_model
+            # Parts are on disk or in host memory, and their hooks know where. The package that
+            # attached the hooks exports what reads them.
+            from accelerate_core import OffloadedState
 
-            weights = get_state_dict_offloaded_model(model)
+            offloaded = OffloadedState(model)
+            weights = offloaded.tensors
         elif empty:
             raise CheckpointError(
                 "The model has weights on the meta device, so there is nothing to save."
@@ -306,7 +309,10 @@ class DirectoryCheckpointer:
                 directory,
                 max_shard_size=max_shard_size,
                 safe_serialization=safe_serialization,
+                read=None if offloaded is None else offloaded.read,
             )
+            if offloaded is not None:
+                offloaded.saved_in(directory)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write one object once, with torch or safetensors.

@@ -29,6 +29,8 @@ _CHUNK = 1 << 20
 
 #: Takes the bytes since the last call.
 Progress = Callable[[int], None]
+#: Takes a weight's name and returns the weight.
+Read = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,12 @@ def write_safetensors(
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str],
     progress: Progress | None = None,
+    read: Read | None = None,
 ) -> FileEntry:
     """Write tensors in the safetensors format, one after the other, without a copy of them all.
+
+    Args:
+        read: returns, by name, a tensor that is on the meta device in `tensors`.
 
     The library's own writer takes a path only, and what it wrote would have to be read back for
     the checksum. Format: https://github.com/huggingface/safetensors#format
@@ -156,11 +162,25 @@ def write_safetensors(
         for name in order:
             tensor = tensors[name]
             if tensor.numel():
+                tensor = with_data(name, tensor, read)
                 host = tensor.detach().cpu().contiguous().reshape(-1)
                 # Its memory, without NumPy.
                 file.write((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr()))
 
     return write(path, put, progress)
+
+
+def with_data(name: str, value: Any, read: Read | None) -> Any:
+    """Return a value; one that is on the meta device is read by its name."""
+    if read is None or not isinstance(value, torch.Tensor) or not value.is_meta:
+        return value
+    found = read(name)
+    if (found.shape, found.dtype) != (value.shape, value.dtype):
+        raise CheckpointError(
+            f"{name!r} was expected as {value.dtype} of shape {tuple(value.shape)}, and is "
+            f"{found.dtype} of shape {tuple(found.shape)} where it is kept."
+        )
+    return found
 
 
 def _header(

@@ -35,13 +35,17 @@ def save_weights(
     *,
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
+    read: files.Read | None = None,
 ) -> None:
     """Write a state dict as `model.safetensors`, or in shards of at most `max_shard_size` bytes.
 
-    Each file is written beside its place first; shards of an earlier save are removed.
+    All files are written beside their places before any is replaced, so weights may be read from
+    those that they replace; shards of an earlier save are removed.
 
     Args:
         safe_serialization: write safetensors, else by `torch.save`.
+        read: returns, by name, a weight that is on the meta device in `state`. It is called when
+            the weight is written, so that not all are in memory at once.
     """
     directory.mkdir(parents=True, exist_ok=True)
     whole = clean_state_dict_for_safetensors(state) if safe_serialization else dict(state)
@@ -49,7 +53,7 @@ def save_weights(
         size = sum(one.nbytes for one in whole.values() if isinstance(one, torch.Tensor))
         how = files.MODEL, max_shard_size, safe_serialization
         with byte_bar(f"Writing {directory.name}", size) as advance:
-            made = write_weights(Path(beside), whole, *how, advance)
+            made = write_weights(Path(beside), whole, *how, advance, read)
         # The index comes last: it is what makes shards a model.
         for name in sorted(made, key=lambda name: name.endswith(".json")):
             os.replace(Path(beside, name), directory / name)
@@ -69,10 +73,14 @@ def write_weights(
     max_shard_size: int | str,
     safe: bool,
     progress: files.Progress | None = None,
+    read: files.Read | None = None,
 ) -> dict[str, FileEntry]:
     """Write a state dict as `model.safetensors`, or in shards of at most `max_shard_size` bytes.
 
     For safetensors it has been cleaned of aliases. Returns the files with their checksums.
+
+    Args:
+        read: as in `save_weights`.
     """
     suffix = ".safetensors" if safe else ".bin"
     name = stem if safe else stem.replace(files.MODEL, "pytorch_model", 1)
@@ -85,9 +93,14 @@ def write_weights(
     for filename, shard in shards.items():
         if safe:
             mark = {"format": "pt", MARK: "1"}
-            made[filename] = files.write_safetensors(directory / filename, shard, mark, progress)
+            path = directory / filename
+            made[filename] = files.write_safetensors(path, shard, mark, progress, read)
         else:
-            made[filename] = files.write_torch(directory / filename, dict(shard), progress)
+            made[filename] = files.write_torch(
+                directory / filename,
+                {key: files.with_data(key, value, read) for key, value in shard.items()},
+                progress,
+            )
     if index is not None:
         filename = f"{name}{suffix}.index.json"
         text = json.dumps(index, indent=2, sort_keys=True)

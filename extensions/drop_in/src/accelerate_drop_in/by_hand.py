@@ -221,7 +221,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.skip_batches = skip_batches
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self.base_dataloader, self.skip_batches, None)
+        yield from islice(self.base_dataloader, self.skip_batches, None)
 
     def __len__(self) -> int:
         return max(len(self.base_dataloader) - self.skip_batches, 0)

@@ -1,0 +1,88 @@
+"""Saving a model whose weights are partly on disk, also into the folder that they are read from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from accelerate_big_model.offload import MAPPED, OffloadedWeightsLoader, whole_map
+from accelerate_big_model.tensors import joined, offload_hook
+from accelerate_checkpoint.weights import checkpoint_files
+from accelerate_core.errors import ConfigurationError
+
+
+class OffloadedState:
+    """The state dict of a model with offloaded parts; weights on disk are read one at a time.
+
+    Args:
+        model: with the hooks of its offloaded parts.
+
+    Raises:
+        ConfigurationError: a weight is on the meta device, and no hook knows where it is kept.
+    """
+
+    #: By name; the weights that are on disk are on the meta device here.
+    tensors: dict[str, torch.Tensor]
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors = dict(model.state_dict())
+        self._on_disk: dict[str, tuple[OffloadedWeightsLoader, str]] = {}
+        for prefix, module in model.named_modules():
+            hook = offload_hook(module)
+            if hook is None:
+                continue
+            for name in hook.weights_map:
+                full = joined(prefix, name)
+                if full not in self.tensors or full in self._on_disk:
+                    continue
+                if self.tensors[full].device.type == "meta":
+                    self._find(full, *whole_map(hook.weights_map, name))
+        empty = [
+            name
+            for name, tensor in self.tensors.items()
+            if tensor.device.type == "meta" and name not in self._on_disk
+        ]
+        if empty:
+            raise ConfigurationError(f"No data is known for {', '.join(empty[:10])}, on meta.")
+
+    def _find(self, full: str, weights: object, key: str) -> None:
+        if isinstance(weights, OffloadedWeightsLoader) and weights.on_disk(key):
+            self._on_disk[full] = weights, key
+            self.tensors[full] = weights.about(key)
+        else:
+            self.tensors[full] = weights[key]  # type: ignore[index]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a weight with its data.
+
+        Raises:
+            CheckpointError: its file was changed since it was used first, or cannot be read.
+        """
+        if name not in self._on_disk:
+            return self.tensors[name]
+        weights, key = self._on_disk[name]
+        return weights[key]
+
+    def saved_in(self, directory: Path) -> None:
+        """Have the model read its weights from a folder in which they were just saved.
+
+        Only weights whose files were replaced there, or removed, are read from the new files.
+        """
+        places: dict[str, Path] | None = None
+        for name, (weights, key) in self._on_disk.items():
+            if weights.is_unchanged(key):
+                continue
+            if places is None:
+                places = {
+                    found: path
+                    for path in checkpoint_files(directory.resolve())
+                    for found in MAPPED[_kind(path)](path).names()
+                }
+            if name in places:
+                weights.relocate(key, _kind(places[name]), places[name], name)
+
+
+def _kind(path: Path) -> str:
+    return "safetensors_file" if path.suffix == ".safetensors" else "torch_file"
