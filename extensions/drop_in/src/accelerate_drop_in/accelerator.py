@@ -16,7 +16,9 @@ from accelerate_core.data.feeding import look_ahead
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.data.sources import IndexedSource
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing
+from accelerate_drop_in import assignment, private  # noqa: F401  (adds what clients assign to)
 from accelerate_drop_in.data_loader import shown
+from accelerate_drop_in.fp8 import FP8BackendType
 from accelerate_drop_in.models import without_containers
 
 
@@ -93,9 +95,11 @@ class Accelerator(accelerator.Accelerator):
             from accelerate_drop_in import tracking  # noqa: F401  (its classes take their places)
 
         super().__init__(*args[:_FIRST], **kwargs)
-        config = self.dataloader_config
-        if config.restore_positions is None:
-            config.restore_positions = config.use_stateful_dataloader
+        vars(self)["_is_made"] = True
+        self.dataloader_config = self.dataloader_config  # with the defaults of the original
+        for handler in self._built.handlers.values():
+            if type(handler).__name__ == "DistributedDataParallelKwargs":
+                self.ddp_handler = handler
         if (plugin := self.megatron_lm_plugin) is not None:
             # As the original's scripts are written: calling the model trains a step.
             for name in ("forward_runs_step", "multiply_batch"):
@@ -107,8 +111,33 @@ class Accelerator(accelerator.Accelerator):
         _pickled[key] = self
         return _same, (key,)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_made" in self.__dict__:
+            if assignment.assign(self, "accelerator", name, value, assignment.ACCELERATOR):
+                return
+            if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
+                assignment.refuse_served(self, name)
+        super().__setattr__(name, value)
+
+    @property
+    def ddp_handler(self) -> Any:
+        """The `DistributedDataParallelKwargs` that a script has passed or assigned, else None."""
+        return self.__dict__.get("_ddp_handler")
+
+    @ddp_handler.setter
+    def ddp_handler(self, value: Any) -> None:
+        assignment.assign(self, "accelerator", "ddp_handler", value, assignment.ACCELERATOR)
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """What computes in 8 bits; `NO` where nothing does."""
+        if self.mixed_precision != "fp8":
+            return FP8BackendType.NO
+        return FP8BackendType(self._plugin_attribute("fp8_backend", "Accelerator"))
+
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Prepare objects, which have the mark of the original's after it."""
+        assignment.check_compiler(self)
         for one in args:
             _refuse_offloaded(one)
         made = super().prepare(*args, device_placement=device_placement)
