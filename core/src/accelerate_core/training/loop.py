@@ -138,7 +138,7 @@ class TrainingLoop:
             return nullcontext()
         return self._hooks.trigger_sync_in_backward(self._accelerator, model)  # type: ignore[no-any-return]
 
-    def backward(self, /, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward on a loss: divided by the accumulation steps, scaled, synchronised.
 
         Where `accumulate` was told `num_items`, the loss is a sum, and its gradients are divided
