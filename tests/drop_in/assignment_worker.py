@@ -120,6 +120,27 @@ def loaders_follow_the_configuration_that_was_assigned_before_them() -> None:
 
 
 @case
+def split_batches_is_ignored_as_an_argument_and_honoured_as_a_setting() -> None:
+    for args, given in (((), {"split_batches": True}), ((True, True), {"cpu": True})):
+        with pytest.warns(UserWarning, match="split_batches=True.* has no effect"):
+            ignores = Accelerator(*args, **{"cpu": True, **given})
+        assert not ignores.split_batches
+        assert batches(ignores, 4) == ([[0, 1]], [[2, 3]])[RANK]
+    config = DataLoaderConfiguration(split_batches=True)
+    honours = Accelerator(cpu=True, split_batches=False, dataloader_config=config)
+    assert batches(honours, 4) == ([[0], [2]], [[1], [3]])[RANK]
+
+
+@case
+def a_dispatched_loader_skips_batches_of_each_rank() -> None:
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12.0)), 2))
+    skipped = accelerator.skip_first_batches(loader, 2)
+    assert [batch.tolist() for (batch,) in skipped] == ([[8, 9]], [[10, 11]])[RANK]
+
+
+@case
 def generators_follow_the_types_that_were_assigned() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.rng_types = ["torch"]

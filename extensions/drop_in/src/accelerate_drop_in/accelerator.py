@@ -15,7 +15,7 @@ from accelerate_core.config.schema import origin_of
 from accelerate_core.data.feeding import look_ahead
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.data.sources import IndexedSource
-from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing
+from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing, warn
 from accelerate_drop_in import assignment, private  # noqa: F401  (adds what clients assign to)
 from accelerate_drop_in.data_loader import shown
 from accelerate_drop_in.fp8 import FP8BackendType
@@ -77,6 +77,25 @@ def _same(key: str) -> Accelerator:
     return found
 
 
+#: Where `split_batches` is among the arguments by position.
+_SPLIT_BATCHES = 1
+
+
+def _without_split_batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Take `split_batches` out of the arguments: the original accepts it and ignores it."""
+    asked = kwargs.pop("split_batches", None)
+    if len(args) > _SPLIT_BATCHES:
+        asked = args[_SPLIT_BATCHES]
+        args = (*args[:_SPLIT_BATCHES], None, *args[_SPLIT_BATCHES + 1 :])
+    if asked:
+        warn(
+            f"Accelerator(split_batches={asked!r}) has no effect, as in Accelerate 1.15: the batch size "
+            "of a loader is that of each process. If it is that of all processes together, pass "
+            "dataloader_config=DataLoaderConfiguration(split_batches=True).",
+        )
+    return args
+
+
 class Accelerator(accelerator.Accelerator):
     """accelerate-core's, with what the original's scripts count on.
 
@@ -94,7 +113,7 @@ class Accelerator(accelerator.Accelerator):
         if kwargs.get("log_with") is not None:
             from accelerate_drop_in import tracking  # noqa: F401  (its classes take their places)
 
-        super().__init__(*args[:_FIRST], **kwargs)
+        super().__init__(*_without_split_batches(args[:_FIRST], kwargs), **kwargs)
         vars(self)["_is_made"] = True
         self.dataloader_config = self.dataloader_config  # with the defaults of the original
         for handler in self._built.handlers.values():
