@@ -449,6 +449,15 @@ def drop_in() -> str:
         ["name", "why"], [[f"`{n}`", why] for n, why in sorted(absent.DIFFERENT.items())]
     )
     lines += [
+        "## Installed in place of huggingface-accelerate",
+        "",
+        "The wheel that `make drop-in` builds is the distribution `accelerate`, and it is not Hugging "
+        "Face's: its modules come from accelerate-core. Libraries ask for the distribution by name and "
+        "version, and some look into its metadata. sentence-transformers starts only if the header "
+        "`Home-page` contains `huggingface`. The header of this wheel is the path of this section in "
+        "the repository, because the project has no public address yet; it names what the wheel "
+        "replaces. `pip show accelerate` shows it.",
+        "",
         "## Assigned after construction",
         "",
         "In the original, attributes of an Accelerator and of its state are plain ones, and libraries "
