@@ -42,7 +42,10 @@ _HOMES = {
     ),
     "commands.tpu": ("accelerate_drop_in.commands.tpu", _PARSERS, _CONFIG),
     "commands.utils": (_PARSERS,),
-    "commands.accelerate_cli": ("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),
+    "commands.accelerate_cli": (
+        *("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),
+        *(f"accelerate_drop_in.commands.{name}" for name in ("env", "to_fsdp2", "tpu")),
+    ),
     "data_loader": (
         "accelerate_drop_in.by_hand",
         "accelerate_drop_in.data_loader",
@@ -108,6 +111,8 @@ _LOGGERS: dict[str, Callable[[str], Any]] = {
         get_logger,
     ),
 }
+#: What a module of the original uses, and programs replace in it.
+_GLOBALS = {"commands.env": ("which",)}
 #: Private functions that clients import.
 _PRIVATE_NAMES = {
     "_refuse_recurrent_layers_under_sequence_parallelism": (
@@ -158,6 +163,8 @@ class Served(ModuleType):
             if name == "logger" and module in _LOGGERS:
                 ModuleType.__setattr__(self, name, _logger(module))
                 return vars(self)[name]
+            if name in _GLOBALS.get(module, ()):
+                return getattr(importlib.import_module(_HOMES[module][0]), name)
             if name in _PRIVATE_NAMES:
                 home, inner = _PRIVATE_NAMES[name]
                 return getattr(importlib.import_module(home), inner)
@@ -199,7 +206,8 @@ class Served(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         module = self.__name__.partition(".")[2]
-        if name in names()[module] or (name == "logger" and module in _LOGGERS):
+        other = (*_GLOBALS.get(module, ()), *(("logger",) if module in _LOGGERS else ()))
+        if name in names()[module] or name in other:
             if isinstance(value, ModuleType):
                 return  # the module `tqdm` is imported, where the function has that name
             old = getattr(self, name, None)
