@@ -14,7 +14,7 @@ from accelerate_core.builtin.compile import uncompiled
 from accelerate_core.config.schema import origin_of
 from accelerate_core.data.feeding import look_ahead
 from accelerate_core.data.loader import CoreLoader
-from accelerate_core.data.sources import IndexedSource
+from accelerate_core.data.sources import IndexedSource, IndexIterator
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing, warn
 from accelerate_drop_in import assignment, private  # noqa: F401  (adds what clients assign to)
 from accelerate_drop_in.data_loader import shown
@@ -22,14 +22,38 @@ from accelerate_drop_in.fp8 import FP8BackendType
 from accelerate_drop_in.models import without_containers
 
 
+class _AsAskedFor(IndexIterator):
+    """Draws the indices of a batch when the loader asks for them, and none before."""
+
+    _held = False
+
+    def draw(self) -> None:
+        if self._batches is None:
+            super().draw()
+            self._held = True
+
+    def __next__(self) -> Any:
+        self.draw()
+        if not self._held:
+            self._next = next(self._batches)  # type: ignore[arg-type]
+        elif self.exhausted:
+            raise StopIteration
+        self._held = False
+        self.count += 1
+        return self._next
+
+
 class _ReadAhead(IndexedSource):
     """Reads a batch before the one before it is trained on, as feeding an accelerator does anyway.
 
-    Datasets that draw from the global generator draw then as with the original.
+    Datasets and samplers that draw from the global generator draw then as with the original: the last
+    batch is known by reading on, so indices are not drawn earlier still.
     """
 
     def _items(self, iterator: Iterator[Any], index: Any) -> Iterator[Any]:
-        return (item for item, _, _ in look_ahead(super()._items(iterator, index)))
+        for batch, following, failure in look_ahead(iterator):
+            last = following is None and failure is None
+            yield batch, last, self._real(batch) if last else None, None
 
 
 def _refuse_offloaded(model: Any) -> None:
@@ -182,6 +206,7 @@ class Accelerator(accelerator.Accelerator):
         if isinstance(made, CoreLoader) and not self.dataloader_config.restore_positions:
             source, device = made._source, made.options.device
             if type(source) is IndexedSource and (device is None or device.type == "cpu"):
+                source.stream.iterator = _AsAskedFor
                 made._source = _ReadAhead(source.base, source.stream, source.per_step)
         return made
 
