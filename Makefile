@@ -106,23 +106,25 @@ faults: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "not soak" $(FAULTS) $(ARGS)
 
 # Each in an environment of its own over the one above: `ours` has the drop-in's wheel under the name
-# accelerate, `theirs` the original, which only recording needs.
+# accelerate, `theirs` the original, which only recording needs. `-4.57` has an older transformers.
 CLIENTS_MADE := build/clients
-$(CLIENTS_MADE)/%.stamp: $(VENV)/dev.stamp $(CLIENTS)/requirements.txt $(CLIENTS)/environment.py
+$(CLIENTS_MADE)/%.stamp: $(VENV)/dev.stamp $(wildcard $(CLIENTS)/requirements*.txt) $(CLIENTS)/environment.py
 	$(BIN)/python $(CLIENTS)/environment.py $(CLIENTS_MADE)/$* $(FROM)
 	@touch $@
-$(CLIENTS_MADE)/ours.stamp: FROM = extensions/drop_in/accelerate
-$(CLIENTS_MADE)/ours.stamp: $(shell find extensions/drop_in/accelerate extensions/drop_in/src/*/served -type f -not -name '*.pyc')
-$(CLIENTS_MADE)/theirs.stamp: FROM = accelerate==1.15.0
+CLIENTS_OURS := $(CLIENTS_MADE)/ours.stamp $(CLIENTS_MADE)/ours-4.57.stamp
+CLIENTS_THEIRS := $(CLIENTS_MADE)/theirs.stamp $(CLIENTS_MADE)/theirs-4.57.stamp
+$(CLIENTS_OURS): FROM = extensions/drop_in/accelerate
+$(CLIENTS_OURS): $(shell find extensions/drop_in/accelerate extensions/drop_in/src/*/served -type f -not -name '*.pyc')
+$(CLIENTS_THEIRS): FROM = accelerate==1.15.0
 
 # One at a time: a client on two processes has both cores.
-clients: $(CLIENTS_MADE)/ours.stamp
+clients: $(CLIENTS_OURS)
 	$(BIN)/python -m pytest -m "not soak" $(CLIENTS) $(ARGS)
 
-clients-recorded: $(CLIENTS_MADE)/theirs.stamp
+clients-recorded: $(CLIENTS_THEIRS)
 	$(BIN)/python $(CLIENTS)/record.py $(ARGS)
 
-soak: $(VENV)/dev.stamp $(CLIENTS_MADE)/ours.stamp
+soak: $(VENV)/dev.stamp $(CLIENTS_OURS)
 	$(BIN)/python -m pytest $(ARGS)
 	$(BIN)/python tests/drop_in/peer_tests.py --python $(CLIENTS_MADE)/ours/bin/python
 

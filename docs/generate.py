@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import click
 from packaging.requirements import Requirement
 
 from accelerate_core import Accelerator
+from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
 from accelerate_core.cli import cli
 from accelerate_core.config.core import CORE_SETTINGS, CoreSettings
@@ -141,7 +142,7 @@ def compatibility() -> str:
             backend.compile_at,
             *("yes" if backend.supports.get(key, key in _BY_DEFAULT) else "" for key in _ABILITIES),
             "yes" if backend.needs_group else "",
-            ", ".join(sorted(backend.owns)),
+            ", ".join(sorted(_owned(backend))),
         ]
         for name, backend in backends.items()
     ]
@@ -405,7 +406,7 @@ def launching() -> str:
 
 def drop_in() -> str:
     """Return the table of the original's names: where each is, or why it is not."""
-    from accelerate_drop_in import absent, serving
+    from accelerate_drop_in import absent, assignment, serving
 
     extras = _exports_by_extra()
     lines = [
@@ -448,6 +449,41 @@ def drop_in() -> str:
     lines += table(
         ["name", "why"], [[f"`{n}`", why] for n, why in sorted(absent.DIFFERENT.items())]
     )
+    lines += [
+        "## Installed in place of huggingface-accelerate",
+        "",
+        "The wheel that `make drop-in` builds is the distribution `accelerate`, and it is not Hugging "
+        "Face's: its modules come from accelerate-core. Libraries ask for the distribution by name and "
+        "version, and some look into its metadata. sentence-transformers starts only if the header "
+        "`Home-page` contains `huggingface`. The header of this wheel is the path of this section in "
+        "the repository, because the project has no public address yet; it names what the wheel "
+        "replaces. `pip show accelerate` shows it.",
+        "",
+        "## Assigned after construction",
+        "",
+        "In the original, attributes of an Accelerator and of its state are plain ones, and libraries "
+        "assign to them after construction: the Trainer of Transformers 4 sets "
+        "`accelerator.ddp_handler`, sentence-transformers `accelerator.even_batches`, TRL "
+        "`accelerator.dataloader_config.dispatch_batches`. Here the value reaches the part that uses "
+        "it, or the assignment is an error that says what to do instead. *No effect* is a warning: "
+        "the original does not use the value either. A value equal to the current one is always "
+        "accepted. Names that are not listed are ordinary attributes, and those of a state are shared "
+        "by all states of the process.",
+        "",
+    ]
+    rows = [
+        [f"`{owner}.{name}`", rule.effect, rule.told]
+        for owner, rules in (("accelerator", assignment.ACCELERATOR), ("state", assignment.STATE))
+        for name, rule in sorted(rules.items())
+    ]
+    rows.append(
+        [
+            "`gradient_state.plugin_kwargs`",
+            "honoured",
+            "from the next micro-batch on, also by `update(...)` and key by key",
+        ]
+    )
+    lines += table(["assigned to", "effect", "how, or what to do instead"], rows)
     return "\n".join(lines)
 
 
@@ -499,6 +535,12 @@ STANDARD = "accelerate-core[standard]"
 #: Triggers that are arguments although they end as a section of the config file does.
 _ARGUMENTS = ("parallelism_config",)
 _RESERVED = ("always", "multi_process")
+
+
+def _owned(backend: Any) -> Iterable[str]:
+    """Return what a backend owns whatever its settings are."""
+    declared = backend.owns
+    return Backend.owns if isinstance(declared, property) else declared
 
 
 def known_packages() -> str:

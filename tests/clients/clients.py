@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from environment import OLD
 from support import clean_environment
 
 HERE = Path(__file__).parent
@@ -23,11 +24,15 @@ TIMEOUT = 400
 ROWS: list[tuple[str, float, str]] = []
 
 
+#: Files of cases that run with transformers 4.57: those that require it, and those that run with both.
+ONLY_OLD = ("adapter_layers",)
+ALSO_OLD = ("trainer",)
+
+
 def groups() -> list[str]:
-    """Return the files of cases."""
-    return sorted(
-        p.stem for p in (HERE / "cases").glob("*.py") if p.stem not in ("running", "tiny")
-    )
+    """Return the files of cases; `FILE@4.57` runs in the environment with that transformers."""
+    files = {path.stem for path in (HERE / "cases").glob("*.py")} - {"running", "tiny", *ONLY_OLD}
+    return sorted([*files, *(f"{name}@{OLD}" for name in (*ONLY_OLD, *ALSO_OLD))])
 
 
 def run(environment: str, group: str, processes: int, cases: Sequence[str] = ()) -> dict[str, Any]:
@@ -47,6 +52,8 @@ def _launch(
     environment: str, group: str, processes: int, cases: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return what the cases got, at least one of them, and the names of all that were asked for."""
+    file, _, old = group.partition("@")
+    environment = f"{environment}-{old}" if old else environment
     python = ENVIRONMENTS / environment / "bin" / "python"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
@@ -54,7 +61,7 @@ def _launch(
         if processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone"]
             command += [f"--nproc_per_node={processes}"]
-        command += [str(HERE / "cases" / f"{group}.py"), str(out), *cases]
+        command += [str(HERE / "cases" / f"{file}.py"), str(out), *cases]
         environ = clean_environment(
             OMP_NUM_THREADS="1",
             CUDA_VISIBLE_DEVICES="",

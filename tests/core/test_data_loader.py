@@ -270,6 +270,54 @@ def test_set_epoch_reaches_the_dataset_and_only_when_called():
     assert data.epochs == [4]
 
 
+class TellingBatches(BatchSampler):
+    """Batches of two by code of its own; it notes the epochs it is told and the batches it gave."""
+
+    def __init__(self, sampler, size=2):
+        super().__init__(sampler, size, drop_last=False)
+        self.epochs = []
+        self.given = 0
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        for batch in BatchSampler(self.sampler, self.batch_size, drop_last=False):
+            self.given += 1
+            yield batch
+
+
+class Around(BatchSampler):
+    """A batch sampler around another one, which is told by no one else."""
+
+    def __init__(self, batch_sampler):
+        self.batch_sampler, self.batch_size, self.drop_last = batch_sampler, 2, False
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_set_epoch_reaches_own_batch_samplers_and_samplers_on_any_number_of_ranks(world):
+    batches = TellingBatches(range(8))
+    loader = prepare_data_loader(DataLoader(range(8), batch_sampler=batches), None, world, 0)
+    loader.set_epoch(3)
+    assert batches.epochs == [3]
+
+    sampler = SeedableRandomSampler(range(8), data_seed=1)
+    around = Around(BatchSampler(sampler, 2, drop_last=False))
+    loader = prepare_data_loader(DataLoader(range(8), batch_sampler=around), None, world, 0)
+    loader.set_epoch(5)
+    assert sampler.epoch == 5
+
+
+def test_an_epoch_broken_off_has_drawn_no_batches_beyond_the_next_step():
+    batches = TellingBatches(range(16))
+    loader = prepare_data_loader(DataLoader(range(16), batch_sampler=batches), None, 2, 0)
+    next(iter(loader))
+    assert batches.given == 4  # the step that was served and the one after it, on two ranks
+
+
 @pytest.mark.parametrize("taken", [0, 1, 3, 5])
 @pytest.mark.parametrize("kind", ["sequential", "shuffled", "workers", "generator", "stream"])
 @pytest.mark.parametrize("stateful", [False, True])

@@ -27,24 +27,17 @@ VERSION = "1.15.0"
 LIMIT, FILE_LIMIT = 240, 1500
 #: What is not wanted to pass, by the start of its name, with the reason.
 _WORDS = "it compares a whole sentence of an error or warning; ours are in our own words"
-_TPU = "the command it prints can be pasted into a shell, and ends where a line of it fails"
 EXPECTED: dict[str, str] = {
     "test_accelerator::AcceleratorTester::test_accelerator_state_after_reset": _WORDS,
     "test_accelerator::AcceleratorTester::test_partial_state_after_reset": _WORDS,
     "test_cli::AccelerateLauncherTester::test_cpu_launch_sets_kmp_env": (
         "it pins threads of Intel's OpenMP to cores, those of all ranks of a machine to the same"
     ),
-    "test_cli::EnvCommandTester": "it replaces a function inside of the command",
     "test_cli::LaunchArgTester::test_duplicate_entities": "it counts words in the help of launch",
     "test_cli::ModelEstimatorTester::test_gated": "it replaces a function inside of the command",
     "test_cli::ModelEstimatorTester::test_invalid_model_name": (
         "the command says that there is no such model, and ends with 2"
     ),
-    "test_cli::ToFSDP2Tester::test_nonexistent_config_file": (
-        "the command says that there is no such file, and ends with 2"
-    ),
-    "test_cli::ToFSDP2Tester::test_convert_config_drops": "fsdp_forward_prefetch is not dropped",
-    "test_cli::TpuConfigTester": _TPU,
     "test_compile::RegionalCompilationRebindTester": "regions are compiled in place, not in a copy",
     "test_dataclasses::TestParallelismConfig::test_cp_torch_handler": _WORDS,
     "test_dataclasses::TestParallelismConfig::test_sp_deepspeed_handler": _WORDS,

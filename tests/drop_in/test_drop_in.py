@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from accelerate_drop_in.accelerator import Accelerator
 
 ROOT = Path(__file__).parents[2]
 
@@ -382,3 +385,88 @@ def test_a_pickle_of_an_accelerator_is_itself_in_its_process_alone(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     done = python("-c", PICKLED, "read", tmp_path / "pickle")
     assert "This pickle holds an Accelerator of another process" in done.stderr
+
+
+#: The modules of 1.15 that have a logger.
+LOGGERS = """
+accelerator big_modeling checkpointing commands.launch commands.to_fsdp2 data_loader state tracking utils.bnb
+utils.dataclasses utils.environment utils.fsdp_utils utils.modeling utils.other
+"""
+LOGGING = """
+import importlib, sys
+from unittest import mock
+import accelerate_drop_in; accelerate_drop_in.install()
+for module in sys.argv[1].split():
+    logger = importlib.import_module(f"accelerate.{module}").logger
+    assert logger.name == f"accelerate.{module}", logger
+    logger.setLevel("ERROR")
+    assert logger is importlib.import_module(f"accelerate.{module}").logger
+import accelerate.utils.environment as environment
+with mock.patch("accelerate.utils.environment.logger") as replaced:
+    environment.convert_dict_to_env_variables({"A;": "1"})
+assert replaced.warning.called
+from accelerate.utils import other
+with mock.patch("accelerate.utils.other.logger") as replaced, mock.patch("platform.uname") as uname:
+    uname.return_value = mock.Mock(system="Linux", release="3.1.0")
+    other.check_os_kernel()
+assert replaced.warning.called
+try:
+    importlib.import_module("accelerate.hooks").logger
+except AttributeError:
+    print("right")
+"""
+
+
+def test_modules_that_have_a_logger_in_the_original_have_it_and_it_can_be_replaced() -> None:
+    done = python("-c", LOGGING, LOGGERS)
+    assert done.stdout == "right\n", done.stderr
+
+
+PROBES = """
+import inspect, json
+import accelerate_drop_in; accelerate_drop_in.install()
+import accelerate.utils, accelerate.utils.imports as probes
+from accelerate_drop_in.serving import names
+found = {}
+for name in names()["utils.imports"]:
+    if name.startswith("is_") and name.endswith("_available"):
+        probe = getattr(probes, name)
+        assert probe.__name__ == name
+        assert probe() in (True, False)
+        found[name] = list(inspect.signature(probe).parameters)
+print(json.dumps({name: given for name, given in found.items() if given}))
+for wrong in (lambda: probes.is_deepspeed_available(True), lambda: probes.is_xpu_available(no=1)):
+    try:
+        wrong()
+    except TypeError:
+        continue
+    raise AssertionError
+assert probes.is_numpy_available("1.0") and not probes.is_numpy_available(min_version="99")
+assert probes.is_torch_xla_available(check_is_tpu=True) is False
+accelerate.utils.is_deepspeed_available = len
+assert probes.is_deepspeed_available is len
+"""
+
+
+def test_probes_have_the_arguments_that_the_originals_have() -> None:
+    done = python("-c", PROBES)
+    assert done.returncode == 0, done.stderr
+    devices = ("mlu", "musa", "neuron", "npu", "sdaa", "xpu")
+    assert json.loads(done.stdout) == {
+        "is_bf16_available": ["ignore_tpu"],
+        "is_bnb_available": ["min_version"],
+        "is_hpu_available": ["init_hccl"],
+        "is_mps_available": ["min_version"],
+        "is_numpy_available": ["min_version"],
+        "is_torch_xla_available": ["check_is_tpu", "check_is_gpu"],
+        **{f"is_{device}_available": ["check_device"] for device in devices},
+    }
+
+
+def test_no_argument_of_a_method_is_positional_only() -> None:
+    found = []
+    for name, method in inspect.getmembers(Accelerator, inspect.isfunction):
+        first, *_ = inspect.signature(method).parameters.values() or [None]
+        if first is not None and first.kind is first.POSITIONAL_ONLY and name[0] != "_":
+            found.append(name)
+    assert not found

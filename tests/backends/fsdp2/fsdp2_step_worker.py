@@ -504,6 +504,18 @@ def a_whole_checkpoint_is_one_of_a_single_process() -> None:
 
 
 @case
+def the_kind_of_checkpoint_can_be_changed_after_construction() -> None:
+    folder = scratch("changed_kind")
+    accelerator = fsdp()
+    accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    accelerator.prepare(Tower())
+    accelerator.save_state(folder / "state")
+    assert (folder / "state" / "model.safetensors").is_file()
+    accelerator.load_state(folder / "state")
+    accelerator.end_training()
+
+
+@case
 def shards_come_back() -> None:
     folder = scratch("sharded")
     for blocking in (True, False):

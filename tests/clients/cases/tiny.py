@@ -23,7 +23,7 @@ from transformers import (
 VOCABULARY = 64
 
 
-def classifier(dropout: float = 0.1) -> Any:
+def classifier(dropout: float = 0.1, labels: int = 3) -> Any:
     set_seed(1)
     return BertForSequenceClassification(
         BertConfig(
@@ -33,7 +33,7 @@ def classifier(dropout: float = 0.1) -> Any:
             num_attention_heads=2,
             intermediate_size=32,
             max_position_embeddings=32,
-            num_labels=3,
+            num_labels=labels,
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )

@@ -78,8 +78,6 @@ class FSDP2Backend(Backend):
             )
         super().__init__(settings or FullyShardedDataParallelPlugin(), handlers)
         self.options: FullyShardedDataParallelPlugin = self.settings
-        sharded = self.options.state_dict_type == "SHARDED_STATE_DICT"
-        self.owns = frozenset({"device_placement", *(["checkpoint"] if sharded else [])})  # type: ignore[misc]
         #: Weights of models on meta: rank 0's by name, "rank 0" elsewhere, None where nobody has any.
         self._sources: _OfModels[Any] = weakref.WeakKeyDictionary()
         #: What is sharded, in the order of `prepare`. A list: weak containers cost calls per step.
@@ -94,6 +92,12 @@ class FSDP2Backend(Backend):
         self._shards: Any = None
         self._aligned = False
         self._owners: Any = WeakIdKeyDictionary()
+
+    @property
+    def owns(self) -> frozenset[str]:  # type: ignore[override]
+        """What is not the core's: with sharded checkpoints, as the plugin says now, those too."""
+        sharded = self.options.state_dict_type == "SHARDED_STATE_DICT"
+        return frozenset({"device_placement", *(["checkpoint"] if sharded else [])})
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:

@@ -66,7 +66,6 @@ class Checkpointer(Protocol):
 
     def save_state(
         self,
-        /,
         output_dir: Any = None,
         safe_serialization: bool = True,
         *,
@@ -102,7 +101,6 @@ class Checkpointer(Protocol):
 
     def load_state(
         self,
-        /,
         input_dir: Any = None,
         load_kwargs: dict[str, Any] | None = None,
         *,

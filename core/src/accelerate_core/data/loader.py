@@ -48,6 +48,7 @@ class LoaderOptions:
         feed: iterator of batches -> iterator of batches on the device, for `put_on_device`.
         feed_always: call it where the batches are on the device already, too.
         fixed_batch: a short batch is filled up to the loader's size, and to a multiple of so many.
+        sets_epoch: call `set_epoch` of samplers and datasets at the start of every iteration.
 
     Raises:
         ConfigurationError: there is no such rank.
@@ -66,6 +67,7 @@ class LoaderOptions:
     feed: Callable[[Iterator[Any]], Iterator[Any]] | None = None
     feed_always: bool = False
     fixed_batch: int | None = None
+    sets_epoch: bool = False
 
     def __post_init__(self) -> None:
         check_rank(self.num_processes, self.process_index)
@@ -203,9 +205,11 @@ class CoreLoader(DataLoader[Any]):
         self._tell_epoch(epoch)
 
     def _tell_epoch(self, epoch: int) -> None:
-        batch_sampler = self.batch_sampler
-        owners = [batch_sampler, getattr(batch_sampler, "sampler", None), self.sampler]
-        owners.append(getattr(self.base, "dataset", None))
+        holder = self.batch_sampler
+        owners = [holder, self.sampler, getattr(self.base, "dataset", None)]
+        while holder is not None:  # a batch sampler may be around another one
+            owners.append(getattr(holder, "sampler", None))
+            holder = getattr(holder, "batch_sampler", None)
         for owner in {id(owner): owner for owner in owners}.values():
             tell = getattr(owner, "set_epoch", None)
             if callable(tell):
@@ -288,6 +292,8 @@ class CoreLoader(DataLoader[Any]):
         sampler = self._seedable()
         if sampler is not None:
             sampler.set_epoch(position.epoch)
+        if options.sets_epoch:
+            self._tell_epoch(position.epoch)
         if position.owner is not None:  # an iteration was begun and left
             position.start_of(position.epoch)
             position.kept_workers = False

@@ -103,6 +103,7 @@ class BatchSamplerShard(Wrapper, BatchSampler):
             len,
             lambda batch, part, _: batch[part],
             _joined,
+            looks_ahead=False,
         )
         batches = zip(map(list, self.batch_sampler), repeat(None), repeat(None))
         return ((step.parts[rank], step.real) for step in steps.steps(batches, start))

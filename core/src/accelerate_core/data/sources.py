@@ -32,7 +32,7 @@ class IndexStream(Wrapper):
 
     `start` is where the next iteration begins, in batches of the single-process loader. With
     `head` the first so many batches are given all the same, before those from `start` on: who
-    fills up the end of the epoch needs them.
+    fills up the end of the epoch needs them. `iterator` is the class that iterates.
     """
 
     own_names = ("plan", "state_dict", "load_state_dict")
@@ -41,13 +41,14 @@ class IndexStream(Wrapper):
         self.plan = plan
         self.start = 0
         self.head = 0
+        self.iterator: type[IndexIterator] = IndexIterator
         self.latest: IndexIterator | None = None
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __iter__(self) -> IndexIterator:
-        self.latest = IndexIterator(self.plan, self.start, self.head)
+        self.latest = self.iterator(self.plan, self.start, self.head)
         return self.latest
 
 

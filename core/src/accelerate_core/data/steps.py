@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 from accelerate_core.data.batch import batch_size_of, concat_batches, slice_batch
@@ -86,6 +86,8 @@ class StepReader:
             such size: what is missing is then replaced by whole batches.
         size_of, cut, join: what is done with batches: their size, a part, several as one.
         evenly: fill a last step up to equal parts only, not to full batches.
+        looks_ahead: read a step before the one before it is given. Without it a full step is given as
+            soon as it is read, and its `last` and `more` do not say anything.
 
     An exception while reading ahead is raised when its step is asked for, not before.
     """
@@ -101,6 +103,7 @@ class StepReader:
     cut: Callable[[Any, slice, int], Any] = slice_batch
     join: Callable[[Sequence[Any]], Any] = concat_batches
     evenly: bool = False
+    looks_ahead: bool = True
     _first: list[Any] = field(default_factory=list, init=False)
     _size: int | None = field(default=None, init=False)
 
@@ -122,7 +125,8 @@ class StepReader:
             self._read(passed_over)  # which remembers the start of the epoch
             deque(passed_over, maxlen=0)
         groups = iter(lambda: self._read(batches), [])
-        for group, following, failure in look_ahead(groups):
+        pairs = look_ahead(groups) if self.looks_ahead else self._as_they_come(groups)
+        for group, following, failure in pairs:
             more = failure is not None or following is not None
             last = [
                 not more or (following is not None and not self._has_part(following, rank))
@@ -135,6 +139,15 @@ class StepReader:
             else:
                 parts, real = self._dealt(batches_of_step, not more)
             yield Step(parts, last, more, told if real is None else real, state)
+
+    def _as_they_come(self, groups: Iterator[list[Read]]) -> Iterator[Any]:
+        """Yield full groups before the next one is read; look ahead from the first short one on."""
+        for group in groups:
+            size = self.size_of(group[-1][0]) or 0
+            if len(group) < self.per_step or size < (self._size or 0):
+                yield from look_ahead(chain([group], groups))
+                return
+            yield group, group, None
 
     def _read(self, batches: Iterator[Read]) -> list[Read]:
         """Read the batches of a step; note their size, and the start of the epoch for its end."""

@@ -106,7 +106,7 @@ class TrainingLoop:
             return nullcontext()
         return self._hooks.trigger_sync_in_backward(self._accelerator(), model)  # type: ignore[no-any-return]
 
-    def backward(self, /, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward on a loss: divided by the accumulation steps, scaled, synchronised."""
         learning_rate = kwargs.pop("learning_rate", None) if kwargs else None
         if learning_rate is not None and self._fused_optimizers():

@@ -72,7 +72,6 @@ class DirectoryCheckpointer:
 
     def save_state(
         self,
-        /,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
         *,
@@ -206,7 +205,6 @@ class DirectoryCheckpointer:
 
     def load_state(
         self,
-        /,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
         *,

@@ -49,9 +49,8 @@ class TrainingState:
         hooks, saving = accelerator.hooks, run.saving
         self.process = run.process
         self.collectives: Any = accelerator.communicator
-        self.project: Any = saving.project
+        self._saving = saving
         self.backend = accelerator.backend.name
-        self.owns_format = "checkpoint" in accelerator.backend.owns
         #: What `supports["gradients"]` of the backend says: True, "same_layout" or False.
         self.gives_gradients: Any = accelerator.backend.supports.get("gradients", True)
         self.events: GradientState = training.state
@@ -79,6 +78,16 @@ class TrainingState:
         self.note_once = accelerator.note_once
         #: Ends the run; called by preemption once its save stands.
         self.end_training = run.end_training
+
+    @property
+    def project(self) -> Any:
+        """The `ProjectConfiguration` in force, which a script may replace."""
+        return self._saving.project
+
+    @property
+    def owns_format(self) -> bool:
+        """Whether the backend writes and reads models and optimizers itself, as its settings say now."""
+        return "checkpoint" in self._accelerator.backend.owns
 
     @property
     def optimizers(self) -> Sequence[Any]:

@@ -38,7 +38,7 @@ LEFT_OUT = {
     "FORMAT": _HELP,
     "options_to_group": _HELP,
     **dict.fromkeys(
-        ("ARGUMENT_KEY_MAPPING", "ARGUMENT_VALUE_MAPPING", "ConversionStatus", "load_config"),
+        ("ARGUMENT_KEY_MAPPING", "ARGUMENT_VALUE_MAPPING", "ConversionStatus"),
         _TABLE,
     ),
     **dict.fromkeys(

@@ -14,20 +14,46 @@ from accelerate_core.builtin.compile import uncompiled
 from accelerate_core.config.schema import origin_of
 from accelerate_core.data.feeding import look_ahead
 from accelerate_core.data.loader import CoreLoader
-from accelerate_core.data.sources import IndexedSource
-from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing
+from accelerate_core.data.sources import IndexedSource, IndexIterator
+from accelerate_core.errors import ConfigurationError, RuntimeConflictError, listing, warn
+from accelerate_drop_in import assignment, private  # noqa: F401  (adds what clients assign to)
 from accelerate_drop_in.data_loader import shown
+from accelerate_drop_in.fp8 import FP8BackendType
 from accelerate_drop_in.models import without_containers
+
+
+class _AsAskedFor(IndexIterator):
+    """Draws the indices of a batch when the loader asks for them, and none before."""
+
+    _held = False
+
+    def draw(self) -> None:
+        if self._batches is None:
+            super().draw()
+            self._held = True
+
+    def __next__(self) -> Any:
+        self.draw()
+        if not self._held:
+            self._next = next(self._batches)  # type: ignore[arg-type]
+        elif self.exhausted:
+            raise StopIteration
+        self._held = False
+        self.count += 1
+        return self._next
 
 
 class _ReadAhead(IndexedSource):
     """Reads a batch before the one before it is trained on, as feeding an accelerator does anyway.
 
-    Datasets that draw from the global generator draw then as with the original.
+    Datasets and samplers that draw from the global generator draw then as with the original: the last
+    batch is known by reading on, so indices are not drawn earlier still.
     """
 
     def _items(self, iterator: Iterator[Any], index: Any) -> Iterator[Any]:
-        return (item for item, _, _ in look_ahead(super()._items(iterator, index)))
+        for batch, following, failure in look_ahead(iterator):
+            last = following is None and failure is None
+            yield batch, last, self._real(batch) if last else None, None
 
 
 def _refuse_offloaded(model: Any) -> None:
@@ -75,6 +101,25 @@ def _same(key: str) -> Accelerator:
     return found
 
 
+#: Where `split_batches` is among the arguments by position.
+_SPLIT_BATCHES = 1
+
+
+def _without_split_batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Take `split_batches` out of the arguments: the original accepts it and ignores it."""
+    asked = kwargs.pop("split_batches", None)
+    if len(args) > _SPLIT_BATCHES:
+        asked = args[_SPLIT_BATCHES]
+        args = (*args[:_SPLIT_BATCHES], None, *args[_SPLIT_BATCHES + 1 :])
+    if asked:
+        warn(
+            f"Accelerator(split_batches={asked!r}) has no effect, as in Accelerate 1.15: the batch size "
+            "of a loader is that of each process. If it is that of all processes together, pass "
+            "dataloader_config=DataLoaderConfiguration(split_batches=True).",
+        )
+    return args
+
+
 class Accelerator(accelerator.Accelerator):
     """accelerate-core's, with what the original's scripts count on.
 
@@ -92,10 +137,12 @@ class Accelerator(accelerator.Accelerator):
         if kwargs.get("log_with") is not None:
             from accelerate_drop_in import tracking  # noqa: F401  (its classes take their places)
 
-        super().__init__(*args[:_FIRST], **kwargs)
-        config = self.dataloader_config
-        if config.restore_positions is None:
-            config.restore_positions = config.use_stateful_dataloader
+        super().__init__(*_without_split_batches(args[:_FIRST], kwargs), **kwargs)
+        vars(self)["_is_made"] = True
+        self.dataloader_config = self.dataloader_config  # with the defaults of the original
+        for handler in self._built.handlers.values():
+            if type(handler).__name__ == "DistributedDataParallelKwargs":
+                self.ddp_handler = handler
         if (plugin := self.megatron_lm_plugin) is not None:
             # As the original's scripts are written: calling the model trains a step.
             for name in ("forward_runs_step", "multiply_batch"):
@@ -107,8 +154,33 @@ class Accelerator(accelerator.Accelerator):
         _pickled[key] = self
         return _same, (key,)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_made" in self.__dict__:
+            if assignment.assign(self, "accelerator", name, value, assignment.ACCELERATOR):
+                return
+            if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
+                assignment.refuse_served(self, name)
+        super().__setattr__(name, value)
+
+    @property
+    def ddp_handler(self) -> Any:
+        """The `DistributedDataParallelKwargs` that a script has passed or assigned, else None."""
+        return self.__dict__.get("_ddp_handler")
+
+    @ddp_handler.setter
+    def ddp_handler(self, value: Any) -> None:
+        assignment.assign(self, "accelerator", "ddp_handler", value, assignment.ACCELERATOR)
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """What computes in 8 bits; `NO` where nothing does."""
+        if self.mixed_precision != "fp8":
+            return FP8BackendType.NO
+        return FP8BackendType(self._plugin_attribute("fp8_backend", "Accelerator"))
+
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Prepare objects, which have the mark of the original's after it."""
+        assignment.check_compiler(self)
         for one in args:
             _refuse_offloaded(one)
         made = super().prepare(*args, device_placement=device_placement)
@@ -134,6 +206,7 @@ class Accelerator(accelerator.Accelerator):
         if isinstance(made, CoreLoader) and not self.dataloader_config.restore_positions:
             source, device = made._source, made.options.device
             if type(source) is IndexedSource and (device is None or device.type == "cpu"):
+                source.stream.iterator = _AsAskedFor
                 made._source = _ReadAhead(source.base, source.stream, source.per_step)
         return made
 

@@ -199,8 +199,10 @@ def shown(loader: Any) -> Any:
     """Give a loader of `prepare` the class that the original's has: `isinstance` asks for it.
 
     It counts as one of the class that it reads, and on one process as a dispatcher if it was to be.
+    Like the original's, it calls `set_epoch` of samplers and datasets at the start of every iteration.
     """
     if isinstance(loader, CoreLoader):
+        loader.options = replace(loader.options, sets_epoch=True)
         _read_shards(loader)
         kind: Any = type(loader)
         read: Any = type(loader.base)

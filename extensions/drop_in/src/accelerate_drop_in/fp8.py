@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from enum import Enum
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
 
 from torch import nn
 
 from accelerate_core.errors import MissingPluginError
-from accelerate_drop_in.enums import BaseEnum
+from accelerate_drop_in.enums import EnumWithContains
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -19,8 +20,8 @@ FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
 OptLevel = Literal["O1", "O2"]
 
 
-class FP8BackendType(BaseEnum):
-    """What computes in 8 bits."""
+class FP8BackendType(str, Enum, metaclass=EnumWithContains):  # noqa: UP042
+    """What computes in 8 bits; each equals its plain word."""
 
     NO = "NO"
     TE = "TE"

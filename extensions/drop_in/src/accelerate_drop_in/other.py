@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import functools
 import importlib
-import logging
 import platform
 from collections import deque
 from collections.abc import Mapping
@@ -16,8 +15,10 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from accelerate_core.errors import listing
+from accelerate_core.logging import get_logger
 
-logger = logging.getLogger(__name__)
+#: Programs set levels of loggers by the names of the original's modules.
+logger = get_logger("accelerate.utils.other")
 
 _OLDEST_KERNEL = Version("5.5.0")
 

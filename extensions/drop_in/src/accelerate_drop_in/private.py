@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping, MutableMapping
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +17,9 @@ from accelerate_core import (
 from accelerate_core.data.loader import CoreLoader
 from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process
+from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.training.optimizer import AcceleratedOptimizer
+from accelerate_drop_in.assignment import assign_to_state, kept
 
 #: Runtimes that were reset: what they started is ended when Python exits.
 _left: list[process.Runtime] = []
@@ -65,6 +68,63 @@ def _set_overflow(self: AcceleratedOptimizer, skipped: bool) -> None:
     self._was_skipped = skipped
 
 
+class _AccumulationSettings(MutableMapping[str, Any]):
+    """`plugin_kwargs`: the accumulation settings by name. A change of one takes effect."""
+
+    _names = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+
+    def __init__(self, state: GradientState) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return getattr(self._state, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self._names:
+            raise ConfigurationError(
+                f"plugin_kwargs has no {name!r}; it has {listing(self._names)}."
+                f"{did_you_mean(name, self._names)}"
+            )
+        if name == "num_steps" and not (isinstance(value, int) and value >= 1):
+            raise ConfigurationError(f"num_steps must be a whole number above 0, not {value!r}.")
+        setattr(self._state, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise ConfigurationError(f"plugin_kwargs keeps {name!r}: assign another value to it.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _set_plugin_kwargs(self: GradientState, settings: Mapping[str, Any]) -> None:
+    _AccumulationSettings(self).update(settings)
+
+
+def _kept_on_accelerator_state(self: AcceleratorState, name: str) -> Any:
+    """Return what a script has put on the states, else what an active plugin serves."""
+    found = kept()
+    return found[name] if name in found else _served_on_state(self, name)
+
+
+def _kept_on_state(self: PartialState, name: str) -> Any:
+    """Return what a script has put on the states."""
+    found = kept()
+    if name in found:
+        return found[name]
+    raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+_served_on_state = AcceleratorState.__getattr__
+
+
 def _mesh(self: ParallelismConfig) -> Any:
     """Return the mesh of the Accelerator that runs with this config, None if there is none."""
     user = process.current_user()
@@ -99,13 +159,20 @@ def add() -> None:
     lists["_schedulers"] = attribute("_prepared.schedulers", "")
     lists["_dataloaders"] = attribute("_prepared.loaders", "")
     lists["_custom_objects"] = attribute("_saving.registered", "")
+    lists["_save_model_state_pre_hook"] = attribute("_saving.save_hooks", "")
+    lists["_load_model_state_pre_hook"] = attribute("_saving.load_hooks", "")
     added: dict[Any, dict[str, Any]] = {
         Accelerator: lists,
         AcceleratedOptimizer: {
             "_is_overflow": property(attrgetter("_was_skipped"), _set_overflow),
         },
-        PartialState: {"_reset_state": classmethod(_reset_all)},
+        PartialState: {
+            "_reset_state": classmethod(_reset_all),
+            "__setattr__": assign_to_state,
+            "__getattr__": _kept_on_state,
+        },
         AcceleratorState: {
+            "__getattr__": _kept_on_accelerator_state,
             "_reset_state": classmethod(_reset_accelerators),
             "parallelism_config": attribute("_accelerator.parallelism_config", ""),
             "fork_launched": property(lambda self: "FORK_LAUNCHED" in os.environ),
@@ -113,6 +180,7 @@ def add() -> None:
         GradientState: {
             "_reset_state": classmethod(_keep),
             "_set_sync_gradients": _set_sync_gradients,
+            "plugin_kwargs": property(_AccumulationSettings, _set_plugin_kwargs),
             "initialized": property(lambda self: True),
             "is_xla_gradients_synced": False,
         },

@@ -10,13 +10,16 @@ import dis
 import functools
 import importlib
 import json
+import logging
 import re
 import sys
+from collections.abc import Callable
 from importlib import resources
 from types import FrameType, ModuleType
 from typing import Any
 
 from accelerate_core.errors import MissingPluginError
+from accelerate_core.logging import get_logger
 from accelerate_drop_in.absent import absent, left_out
 
 _CONFIG, _ESTIMATE, _PARSERS = (
@@ -39,7 +42,10 @@ _HOMES = {
     ),
     "commands.tpu": ("accelerate_drop_in.commands.tpu", _PARSERS, _CONFIG),
     "commands.utils": (_PARSERS,),
-    "commands.accelerate_cli": ("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),
+    "commands.accelerate_cli": (
+        *("accelerate_drop_in.commands", _PARSERS, _ESTIMATE),
+        *(f"accelerate_drop_in.commands.{name}" for name in ("env", "to_fsdp2", "tpu")),
+    ),
     "data_loader": (
         "accelerate_drop_in.by_hand",
         "accelerate_drop_in.data_loader",
@@ -87,6 +93,26 @@ _PRIVATE = {
 _ONE_HOME = dict.fromkeys(
     ("ParallelismConfig", "TorchDynamoPlugin"), ("accelerate_drop_in.settings",)
 )
+_PROBE = re.compile(r"is_\w+_available")
+#: Modules that have a logger, by what makes it; programs set its level, or replace it.
+_LOGGERS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(
+        (
+            *("big_modeling", "commands.launch", "commands.to_fsdp2", "state", "utils.bnb"),
+            *("utils.dataclasses", "utils.environment", "utils.modeling"),
+        ),
+        logging.getLogger,
+    ),
+    **dict.fromkeys(
+        (
+            *("accelerator", "checkpointing", "data_loader", "tracking"),
+            *("utils.fsdp_utils", "utils.other"),
+        ),
+        get_logger,
+    ),
+}
+#: What a module of the original uses, and programs replace in it.
+_GLOBALS = {"commands.env": ("which",)}
 #: Private functions that clients import.
 _PRIVATE_NAMES = {
     "_refuse_recurrent_layers_under_sequence_parallelism": (
@@ -134,6 +160,11 @@ class Served(ModuleType):
         if name == "__all__":
             return [one for one in known if left_out(module, one) is None and hasattr(self, one)]
         if name not in known:
+            if name == "logger" and module in _LOGGERS:
+                ModuleType.__setattr__(self, name, _logger(module))
+                return vars(self)[name]
+            if name in _GLOBALS.get(module, ()):
+                return getattr(importlib.import_module(_HOMES[module][0]), name)
             if name in _PRIVATE_NAMES:
                 home, inner = _PRIVATE_NAMES[name]
                 return getattr(importlib.import_module(home), inner)
@@ -157,6 +188,8 @@ class Served(ModuleType):
         if (missing := absent(module, name)) is not None:
             return _Absent(name, (), {"told": missing, "__doc__": missing})
         own = _ONE_HOME.get(name) or _HOMES.get(module, ())
+        if _PROBE.fullmatch(name):
+            own = ("accelerate_drop_in.probes",)
         others = (one for homes in _HOMES.values() for one in homes if not _APART.search(one))
         for home in (*own, "accelerate_core.utils", *others):
             try:
@@ -172,7 +205,9 @@ class Served(ModuleType):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in names()[self.__name__.partition(".")[2]]:
+        module = self.__name__.partition(".")[2]
+        other = (*_GLOBALS.get(module, ()), *(("logger",) if module in _LOGGERS else ()))
+        if name in names()[module] or name in other:
             if isinstance(value, ModuleType):
                 return  # the module `tqdm` is imported, where the function has that name
             old = getattr(self, name, None)
@@ -190,6 +225,16 @@ class Served(ModuleType):
         module = self.__name__.partition(".")[2]
         served = (name for name in names()[module] if left_out(module, name) is None)
         return sorted({*vars(self), *served})
+
+
+def _logger(module: str) -> Any:
+    """Return the logger of a module: that of the module of ours which logs under its name, or a new one."""
+    name = f"accelerate.{module}"
+    for home in _HOMES.get(module, ()):
+        found = getattr(importlib.import_module(home), "logger", None)
+        if found is not None and found.name == name:
+            return found
+    return _LOGGERS[module](name)
 
 
 def _imports(frame: FrameType) -> bool:

@@ -30,6 +30,17 @@ from accelerate_launch.schemas import PluginSchema, plugin_schemas
 MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
+class UnaskedOptionError(ConfigurationError):
+    """An option of `launch` belongs to a backend or precision that the launch does not ask for.
+
+    Cause: the option without the switch of its plugin, or with another one.
+    Mend: add what the text names, or leave the option out.
+    """
+
+    #: The option's names, without dashes.
+    names: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Contributed:
     """One option of a plugin: a field of its settings, or the switch that asks for it."""
@@ -173,10 +184,12 @@ def _check_asked_for(one: Contributed, asked: Because) -> None:
     way = f"--{switch} or {option} {schema.name}" if switch else f"{option} {schema.name}"
     given = asked.value is not None and asked.origin != "default"
     other = f"; {asked.origin} asks for {asked.value!r}" if given else ""
-    raise ConfigurationError(
+    error = UnaskedOptionError(
         f"--{one.field.cli[0]} belongs to the {schema.kind} {schema.name!r}, which this launch does not ask "
         f"for{other}. Add {way}, or leave the option out."
     )
+    error.names = one.field.cli
+    raise error
 
 
 def check_value(field: SettingField, value: Any, where: str) -> None:

@@ -6,25 +6,27 @@ import os
 import sys
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from accelerate_drop_in.commands.arguments import run_own
+from accelerate_drop_in.commands.config_files import default_config
 
-def default_config() -> Path:
-    """Return the config file where none is named: the original's, unless there is ours alone."""
-    from accelerate_launch import default_config_path
-    from accelerate_launch.paths import peers_config
-
-    theirs, ours = peers_config(os.environ), default_config_path(os.environ)
-    return ours if ours.is_file() and not theirs.is_file() else theirs
+#: Section of a config file -> the original's `distributed_type` of a file that has it.
+_SECTIONS = {
+    "deepspeed_config": "DEEPSPEED",
+    "fsdp_config": "FSDP",
+    "megatron_lm_config": "MEGATRON_LM",
+}
 
 
 def call(words: list[str]) -> None:
-    """Run a command of accelerate-core with the config file that the original would use.
+    """Run a command with the config file that the original would use.
 
-    Like there `launch --cpu` uses none that it is not told.
+    Like there `launch --cpu` uses none that it is not told. Options of `launch` that have no effect,
+    since nothing asks for what they belong to, are left out with a warning.
     """
-    from accelerate_core.cli import cli
     from accelerate_core.config.files import CONFIG_VARIABLE
 
     options = takewhile(lambda word: word != "-m" and not word.endswith(".py"), words)
@@ -32,10 +34,10 @@ def call(words: list[str]) -> None:
     path, said = default_config(), os.environ.get(CONFIG_VARIABLE)
     if not said and (words[:1] == ["config"] or (path.is_file() and not unwanted)):
         os.environ[CONFIG_VARIABLE] = str(path)
-    path = Path(os.environ.get(CONFIG_VARIABLE, path))
+    path = Path(_named_file(words) or os.environ.get(CONFIG_VARIABLE) or path)
     before = _text(path)
     try:
-        cli.main(args=words, prog_name="accelerate")
+        _dispatch(words)
     finally:
         if words[:1] == ["config"] and _text(path) != before:
             _let_the_original_read(path)
@@ -43,20 +45,77 @@ def call(words: list[str]) -> None:
             os.environ.pop(CONFIG_VARIABLE, None)
 
 
+def _named_file(words: list[str]) -> str | None:
+    """Return the value of `--config_file`."""
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name in ("--config_file", "--config-file"):
+            return value or next(iter(words[index + 1 :]), None)
+    return None
+
+
+def _dispatch(words: list[str]) -> None:
+    from accelerate_core.cli import cli
+
+    name, rest = (words[0], words[1:]) if words else ("", [])
+    if name == "tpu-config":
+        from accelerate_drop_in.commands import tpu
+
+        run_own(tpu.tpu_command_parser(), tpu.tpu_command_launcher, rest)
+    elif name == "to-fsdp2":
+        from accelerate_drop_in.commands import to_fsdp2
+
+        run_own(to_fsdp2.to_fsdp2_command_parser(), to_fsdp2.to_fsdp2_command, rest)
+    else:
+        if name == "launch":
+            from accelerate_drop_in.commands.unasked import without_unasked
+
+            words = [name, *without_unasked(rest)]
+        elif name == "env" and not {"--json", "--help", "-h"} & {*rest}:
+            from accelerate_drop_in.commands import env
+
+            run_own(env.env_command_parser(), env.env_command, rest)
+            print()
+        cli.main(args=words, prog_name="accelerate")
+
+
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _let_the_original_read(path: Path) -> None:
-    """Add what the original wants in each file, and what is known here by itself."""
+    """Write the file so that the original reads it, and does what it says.
+
+    It wants `distributed_type` and `use_cpu`, which follow from the rest here, and refuses keys that
+    it does not know, even with their default.
+    """
     if path.suffix == ".json":
         return
     text = _text(path)
     found = yaml.safe_load(text)
-    if isinstance(found, dict) and "distributed_type" not in found:
-        several = int(found.get("num_processes") or 1) > 1
-        kind = f"MULTI_{'CPU' if found.get('use_cpu') else 'GPU'}" if several else "NO"
-        path.write_text(f"{text.rstrip()}\ndistributed_type: '{kind}'\n", encoding="utf-8")
+    if not isinstance(found, dict):
+        return
+    added: dict[str, Any] = {}
+    if "use_cpu" not in found:
+        from accelerate_drop_in.environment import get_current_device_type
+
+        found["use_cpu"] = added["use_cpu"] = get_current_device_type()[0] == "cpu"
+    if "distributed_type" not in found:
+        added["distributed_type"] = _distributed_type(found)
+    lines = [line for line in text.splitlines() if line != "gradient_accumulation_steps: 1"]
+    path.write_text("\n".join(lines) + "\n" + yaml.safe_dump(added) * bool(added), encoding="utf-8")
+
+
+def _distributed_type(found: dict[str, Any]) -> str:
+    """Return the original's word for what the values of a file ask for."""
+    for section, kind in _SECTIONS.items():
+        if found.get(section):
+            return kind
+    if int(found.get("num_processes") or 1) == 1:
+        return "NO"
+    from accelerate_drop_in.environment import get_current_device_type
+
+    return "MULTI_CPU" if found["use_cpu"] else get_current_device_type()[1]
 
 
 def run(*command: str) -> None:

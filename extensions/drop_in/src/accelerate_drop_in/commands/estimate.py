@@ -8,7 +8,7 @@ from typing import Any
 from accelerate_big_model.estimate import largest_layer, shapes_of
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_drop_in.commands import run
-from accelerate_drop_in.commands.parsers import CustomArgumentParser
+from accelerate_drop_in.commands.arguments import CustomArgumentParser
 
 #: By how much of float32 a dtype is smaller.
 _SHRINK = {"float32": 1, "float16": 2, "int8": 4, "int4": 8}

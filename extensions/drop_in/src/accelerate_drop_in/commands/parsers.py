@@ -15,36 +15,13 @@ import click
 
 from accelerate_core.cli import cli
 from accelerate_drop_in.commands import call
+from accelerate_drop_in.commands.arguments import CustomArgumentGroup as CustomArgumentGroup
+from accelerate_drop_in.commands.arguments import CustomArgumentParser as CustomArgumentParser
+from accelerate_drop_in.commands.arguments import CustomHelpFormatter as CustomHelpFormatter
+from accelerate_drop_in.commands.unasked import without_unasked
 
 #: What the original calls arguments of our commands.
 _ALSO = {"script": "training_script", "arguments": "training_script_args"}
-
-
-class _Dashes:
-    """Takes options with dashes where they have underscores."""
-
-    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
-        """Add an argument, as argparse does."""
-        also = [one.replace("_", "-") for one in args if one.startswith("--") and "_" in one]
-        return super().add_argument(*args, *also, **kwargs)  # type: ignore[misc]
-
-
-class CustomArgumentGroup(_Dashes, argparse._ArgumentGroup):
-    """A group of a `CustomArgumentParser`."""
-
-
-class CustomArgumentParser(_Dashes, argparse.ArgumentParser):
-    """A parser whose options may be written with dashes or underscores."""
-
-    def add_argument_group(self, *args: Any, **kwargs: Any) -> CustomArgumentGroup:
-        """Add a group of the same kind."""
-        group = CustomArgumentGroup(self, *args, **kwargs)
-        self._action_groups.append(group)
-        return group
-
-
-class CustomHelpFormatter(argparse.HelpFormatter):
-    """The help of a parser; ours hides nothing."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,6 +54,8 @@ class _Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         made = namespace if namespace is not None else argparse.Namespace()
         given = [*(sys.argv[1:] if args is None else args)]
+        if self._words == ("launch",):
+            given = without_unasked(given)
         try:
             context = self._context(given)
         except click.ClickException as error:
@@ -116,7 +95,6 @@ def _command(
 
 
 config_command_parser, config_command = _command("config")
-env_command_parser, env_command = _command("env")
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -133,8 +111,6 @@ def launch_command(args: argparse.Namespace) -> None:
 launch_command_parser, _ = _command("launch", run=launch_command)
 merge_command_parser, merge_command = _command("merge-weights")
 test_command_parser, test_command = _command("test")
-to_fsdp2_command_parser, to_fsdp2_command = _command("to-fsdp2")
-tpu_command_parser, tpu_command_launcher = _command("tpu-config")
 get_config_parser = config_command_parser
 
 

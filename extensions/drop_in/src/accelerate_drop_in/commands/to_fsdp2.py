@@ -1,22 +1,107 @@
-"""`accelerate to-fsdp2`, for programs that convert a config they have read."""
+"""`accelerate to-fsdp2`: a config file for FSDP1 is rewritten for FSDP2."""
 
 from __future__ import annotations
 
+import argparse
+import logging
+import sys
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from accelerate_core.errors import MissingPluginError
 from accelerate_core.plugins.catalog import pip_command
+from accelerate_drop_in.commands.arguments import CustomArgumentParser, run_own
+
+_WHAT = "Rewrite a config file for FSDP1 as one for FSDP2."
+#: What FSDP2 of this project has, and the original's converter leaves out.
+_LEFT_OUT = "fsdp_forward_prefetch"
+
+logger = logging.getLogger("accelerate.commands.to_fsdp2")
+
+
+def main() -> None:
+    """Run `accelerate to-fsdp2`."""
+    run_own(to_fsdp2_command_parser(), to_fsdp2_command, sys.argv[1:])
+
+
+def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return a parser of the arguments of `accelerate to-fsdp2`."""
+    if subparsers is not None:
+        parser = subparsers.add_parser("to-fsdp2", description=_WHAT)
+        parser.set_defaults(func=to_fsdp2_command)
+    else:
+        parser = CustomArgumentParser("accelerate to-fsdp2", description=_WHAT)
+    parser.add_argument("--config_file", required=True, help="the file to convert")
+    parser.add_argument("--output_file", help="where the new one is written")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    made: argparse.ArgumentParser = parser
+    return made
+
+
+def load_config(config_file: str) -> dict[str, Any]:
+    """Return the values of a config file.
+
+    Raises:
+        ValueError: it is empty.
+    """
+    found: dict[str, Any] = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
+    if not found:
+        raise ValueError(f"The config file {config_file} is empty.")
+    return found
+
+
+def to_fsdp2_command(args: argparse.Namespace) -> None:
+    """Convert the file that `args` name.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        FileExistsError: the file to be written is there already.
+        ValueError: nothing says where the new file goes.
+    """
+    source, target = Path(args.config_file), args.output_file
+    if not source.exists():
+        raise FileNotFoundError(f"There is no config file {source}.")
+    if target is None and not args.overwrite:
+        raise ValueError("Say where the new file goes with --output_file, or pass --overwrite.")
+    if target is not None and Path(target).exists() and not args.overwrite:
+        raise FileExistsError(f"{target} is there already: pass --overwrite to replace it.")
+    made = convert_config_to_fsdp2(load_config(args.config_file))
+    Path(target or source).write_text(yaml.safe_dump(made, sort_keys=False), encoding="utf-8")
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a config file of FSDP1 in terms of FSDP2.
+    """Return the values of a config file of FSDP1 in terms of FSDP2; others are returned unchanged.
 
     Raises:
-        ConfigurationError: it is not of FSDP1.
+        ConfigurationError: it asks for what FSDP2 does not do.
         MissingPluginError: the backend is not installed.
     """
+    section = config.get("fsdp_config")
+    if not section:
+        logger.info("There is no fsdp_config; nothing is converted.")
+        return config
+    if section.get("fsdp_version") == 2:
+        logger.warning(
+            "The config is for FSDP2 already (fsdp_version: 2); nothing is converted. If its other "
+            "keys are those of FSDP1, set fsdp_version to 1 and convert it again."
+        )
+        return config
     try:
         from accelerate_fsdp2.convert import converted
     except ModuleNotFoundError as error:
         raise MissingPluginError(f"FSDP2 comes with a backend: {pip_command('fsdp2')}") from error
-    return converted(config, "The config")[0]
+    if _LEFT_OUT in section:
+        logger.warning(
+            "%s is left out, as by the original's converter; FSDP2 has it here.", _LEFT_OUT
+        )
+        section = {key: value for key, value in section.items() if key != _LEFT_OUT}
+    made, notes = converted({**config, "fsdp_config": section}, "The config")
+    for note in notes:
+        logger.warning(note)
+    new = made["fsdp_config"]
+    for key in section:
+        if f"fsdp_{key}" in new and key not in new:  # written without the prefix, as it may be
+            new[key] = new.pop(f"fsdp_{key}")
+    return made

@@ -1,0 +1,339 @@
+"""What happens when a script assigns to an attribute of an Accelerator or a state that exists already.
+
+In the original most attributes are plain ones, so that scripts and libraries assign to them. Here the
+value reaches the part that uses it, or the assignment is refused and the error says what to do instead.
+What has no effect in the original has none here either, and a warning says so. Other names are ordinary
+attributes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from accelerate_core.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accelerate_core.config.lookup import Sources, resolve_settings
+from accelerate_core.config.provenance import Because
+from accelerate_core.data.rng import check_rng_types
+from accelerate_core.distributed import process
+from accelerate_core.errors import ConfigurationError, MissingPluginError, warn
+from accelerate_core.plugins.discovery import lent
+
+Effect = Literal["honoured", "no effect", "refused"]
+
+
+class AssignmentError(ConfigurationError, AttributeError):
+    """An attribute of an Accelerator or a state cannot be replaced after it was made.
+
+    Cause: a script or a library assigns to it.
+    Mend: what the text says, which is nearly always an argument of `Accelerator`.
+    """
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an assignment to one attribute does.
+
+    Args:
+        effect: whether the value is used.
+        told: what it is used for, or what to do instead.
+        apply: puts the value where it is used.
+    """
+
+    effect: Effect
+    told: str
+    apply: Callable[[Any, Any], None] | None = None
+
+
+# --- what is honoured ---------------------------------------------------------------------------
+
+
+def _expect(name: str, value: Any, kind: type[Any], *, optional: bool = False) -> None:
+    if not isinstance(value, kind) and not (optional and value is None):
+        or_none = " or None" if optional else ""
+        raise AssignmentError(
+            f"accelerator.{name} takes a {kind.__name__}{or_none}, not {value!r}."
+        )
+
+
+def _set_ddp_handler(accelerator: Any, value: Any) -> None:
+    try:
+        from accelerate_ddp import DDPBackend, DistributedDataParallelKwargs
+    except ModuleNotFoundError as error:
+        raise MissingPluginError(str(lent("DistributedDataParallelKwargs"))) from error
+    _expect("ddp_handler", value, DistributedDataParallelKwargs, optional=True)
+    vars(accelerator)["_ddp_handler"] = value
+    if not isinstance(accelerator.backend, DDPBackend):
+        return
+    cls = DistributedDataParallelKwargs if value is None else type(value)
+    made, because = resolve_settings(cls, value, Sources.of(dict(os.environ)), owner="ddp")
+    if value is not None:
+        # One set of values for both: what the script changes in its own object later counts, too.
+        value.__dict__ = made.__dict__
+    accelerator.backend.settings = made if value is None else value
+    accelerator._built.settings[accelerator._built.backend_record] = {
+        name: _assigned(one, "ddp_handler") for name, one in because.items()
+    }
+
+
+def _assigned(one: Because, name: str) -> Because:
+    by_script = one.origin.startswith("constructor argument")
+    return Because(one.value, f"accelerator.{name}") if by_script else one
+
+
+def _set_autocast_handler(accelerator: Any, value: Any) -> None:
+    _expect("autocast_handler", value, AutocastKwargs, optional=True)
+    vars(accelerator)["autocast_handler"] = value
+    if value is not None and value.upcast_outputs is not None:
+        accelerator.upcast_outputs = value.upcast_outputs
+
+
+def _set_profile_handler(accelerator: Any, value: Any) -> None:
+    kind = lent("ProfileKwargs")
+    _expect("profile_handler", value, kind, optional=True)
+    accelerator._built.handlers[kind] = value
+
+
+def _set_dataloader_config(accelerator: Any, value: Any) -> None:
+    _expect("dataloader_config", value, DataLoaderConfiguration)
+    if value.restore_positions is None:
+        value.restore_positions = value.use_stateful_dataloader
+    vars(accelerator)["dataloader_config"] = value
+    accelerator._prepared.dataloader_config = value
+    accelerator._collectives._loaders = value
+
+
+def _set_project_configuration(accelerator: Any, value: Any) -> None:
+    _expect("project_configuration", value, ProjectConfiguration)
+    vars(accelerator)["project_configuration"] = value
+    accelerator._saving.project = value
+
+
+def _set_device_placement(accelerator: Any, value: Any) -> None:
+    _expect("device_placement", value, bool)
+    vars(accelerator)["device_placement"] = value
+    accelerator._prepared.device_placement = value
+
+
+def _set_step_scheduler(accelerator: Any, value: Any) -> None:
+    _expect("step_scheduler_with_optimizer", value, bool)
+    vars(accelerator)["step_scheduler_with_optimizer"] = value
+
+
+def _set_rng_types(accelerator: Any, value: Any) -> None:
+    names = check_rng_types(value)
+    vars(accelerator)["rng_types"] = accelerator._prepared._rng_types = names
+
+
+def _set_dynamo_plugin(accelerator: Any, value: Any) -> None:
+    _expect("state.dynamo_plugin", value, TorchDynamoPlugin)
+    before = accelerator.dynamo_plugin
+    vars(accelerator)["dynamo_plugin"] = value
+    try:
+        check_compiler(accelerator)
+    except ConfigurationError:
+        vars(accelerator)["dynamo_plugin"] = before
+        raise
+
+
+def check_compiler(accelerator: Any) -> None:
+    """Refuse a compiler that was named after the Accelerator was made without any.
+
+    Raises:
+        AssignmentError: nothing would be compiled.
+    """
+    plugin = accelerator.dynamo_plugin
+    active = {record.name for record, _, _ in accelerator._plugins.plugins}
+    if plugin.enabled and "torch_compile" not in active:
+        raise AssignmentError(
+            f"state.dynamo_plugin names the compiler {plugin.backend!r}, but the Accelerator was made "
+            "without one. Pass it when the Accelerator is made: "
+            f"Accelerator(dynamo_backend={plugin.backend!r})."
+        )
+
+
+def _set_engine(accelerator: Any, value: Any) -> None:
+    if not hasattr(accelerator, "deepspeed_engine_wrapped"):
+        vars(accelerator)["deepspeed_engine_wrapped"] = value
+    elif value is not None and value is not accelerator.deepspeed_engine_wrapped:
+        raise AssignmentError(
+            "accelerator.deepspeed_engine_wrapped is the engine of the model that was prepared last; "
+            "only None can be assigned. Prepare the model to have an engine."
+        )
+
+
+def _replace_list(name: str) -> Callable[[Any, Any], None]:
+    def replace(accelerator: Any, value: Any) -> None:
+        # In place: the parts hold the list itself.
+        getattr(accelerator, name)[:] = list(value)
+
+    return replace
+
+
+_LATER = "for what is prepared from then on"
+_FP8 = (
+    "the recipe is part of the precision: pass it in kwargs_handlers when the Accelerator is made"
+)
+_DERIVED = "it follows from what the Accelerator was made with and has prepared"
+_MADE = "pass it when the Accelerator is made"
+
+#: Attributes of the Accelerator. Properties that the original cannot set either are not listed.
+ACCELERATOR: dict[str, Rule] = {
+    "ddp_handler": Rule(
+        "honoured", "by DDP, for models that are prepared from then on", _set_ddp_handler
+    ),
+    "autocast_handler": Rule("honoured", f"by autocast(), and {_LATER}", _set_autocast_handler),
+    "profile_handler": Rule("honoured", "by profile()", _set_profile_handler),
+    "dataloader_config": Rule("honoured", f"{_LATER}; also field by field", _set_dataloader_config),
+    "even_batches": Rule("honoured", f"{_LATER}"),
+    "gradient_accumulation_steps": Rule("honoured", "from the next micro-batch on"),
+    "sync_gradients": Rule("honoured", "until the next micro-batch"),
+    "step": Rule("honoured", "from the next micro-batch on"),
+    "flag_tensor": Rule("honoured", "by check_trigger()"),
+    "project_configuration": Rule(
+        "honoured", "by the next save or load; also field by field", _set_project_configuration
+    ),
+    "device_placement": Rule("honoured", _LATER, _set_device_placement),
+    "step_scheduler_with_optimizer": Rule(
+        "honoured", "for schedulers that are prepared from then on", _set_step_scheduler
+    ),
+    "rng_types": Rule("honoured", "for loaders that are prepared from then on", _set_rng_types),
+    "deepspeed_engine_wrapped": Rule("honoured", "None alone, which frees nothing", _set_engine),
+    **{
+        f"_{name}": Rule("honoured", "in place", _replace_list(f"_{name}"))
+        for name in ("models", "optimizers", "schedulers", "dataloaders", "custom_objects")
+    },
+    "scaler_handler": Rule("no effect", "the scaler is made with the Accelerator"),
+    "init_handler": Rule("no effect", "the process group is started with the Accelerator"),
+    **dict.fromkeys(
+        ("fp8_recipe_handler", "ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler"),
+        Rule("refused", _FP8),
+    ),
+    **dict.fromkeys(
+        (
+            *("has_fp8_handler", "fp8_enabled", "fp8_backend", "delayed_fp8_autocast"),
+            *("has_lomo_optimizer", "native_amp"),
+        ),
+        Rule("refused", _DERIVED),
+    ),
+    "scaler": Rule(
+        "refused",
+        "optimizers and checkpoints share it: pass GradScalerKwargs in kwargs_handlers, or another "
+        "mixed_precision, when the Accelerator is made",
+    ),
+    "log_with": Rule("refused", _MADE),
+    "trackers": Rule("refused", "init_trackers() starts those of Accelerator(log_with=...)"),
+    "gradient_state": Rule(
+        "refused",
+        "loaders, optimizers and schedulers share it: assign to its attributes, or call "
+        "gradient_state.plugin_kwargs.update(...)",
+    ),
+    "state": Rule("refused", "assign to its attributes"),
+    **{
+        name: Rule("refused", f"pass it to Accelerator({name}=...), or assign to its fields")
+        for name in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+    },
+}
+
+_OF_PROCESS = "it follows from how the process was started"
+#: Attributes of `accelerator.state`, `AcceleratorState()` and `PartialState()`.
+STATE: dict[str, Rule] = {
+    "dynamo_plugin": Rule(
+        "honoured",
+        "for models that are prepared from then on, if the Accelerator was made with a compiler",
+        lambda state, value: _set_dynamo_plugin(state._accelerator, value),
+    ),
+    **{name: ACCELERATOR[name] for name in ("fsdp_plugin", "megatron_lm_plugin")},
+    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), ACCELERATOR["deepspeed_plugin"]),
+    **dict.fromkeys(("mixed_precision", "_mixed_precision"), Rule("refused", _MADE)),
+    **dict.fromkeys(("parallelism_config", "device_mesh"), Rule("refused", _MADE)),
+    **dict.fromkeys(
+        (
+            *("distributed_type", "num_processes", "process_index", "local_process_index"),
+            *("device", "backend"),
+        ),
+        Rule("refused", _OF_PROCESS),
+    ),
+    "debug": Rule("refused", "set ACCELERATE_DEBUG_MODE, or start with `launch --debug`"),
+}
+
+
+def assign(owner: Any, shown: str, name: str, value: Any, rules: Mapping[str, Rule]) -> bool:
+    """Put a value where it is used; return False where the attribute is an ordinary one.
+
+    Args:
+        owner: the Accelerator or the state.
+        shown: what the owner is called in errors.
+        rules: those of the owner's attributes.
+
+    Raises:
+        AssignmentError: the attribute cannot be replaced.
+    """
+    rule = rules.get(name)
+    if rule is None:
+        return False
+    if rule.effect == "refused":
+        _refuse(owner, shown, name, value, rule)
+    elif rule.effect == "no effect":
+        vars(owner)[name] = value
+        warn(
+            f"{shown}.{name} = ... has no effect: {rule.told}. Pass it in kwargs_handlers when the "
+            "Accelerator is made."
+        )
+    elif rule.apply is None:
+        return False
+    else:
+        rule.apply(owner, value)
+    return True
+
+
+def _refuse(owner: Any, shown: str, name: str, value: Any, rule: Rule) -> None:
+    now = getattr(owner, name.lstrip("_"), None)
+    # A state is made anew each time that it is asked for; all show the same.
+    same = name == "state" and isinstance(value, type(now))
+    if now is value or same or (isinstance(value, bool | int | str | list) and now == value):
+        return
+    raise AssignmentError(f"{shown}.{name} cannot be replaced: {rule.told}.")
+
+
+def refuse_served(accelerator: Any, name: str) -> None:
+    """Refuse to hide what an active plugin serves as an attribute of the Accelerator.
+
+    Raises:
+        AssignmentError: a plugin serves one of this name.
+    """
+    for served in accelerator._plugins.call_each("state_attributes", accelerator=accelerator):
+        if name in served:
+            raise AssignmentError(
+                f"accelerator.{name} cannot be replaced: an active plugin serves it. Assign to its "
+                "attributes, or pass it when the Accelerator is made."
+            )
+
+
+# --- states -------------------------------------------------------------------------------------
+
+
+def kept() -> dict[str, Any]:
+    """Return what scripts have put on the states of this process, which all instances show."""
+    runtime = process.running()
+    if runtime is None:
+        return {}
+    found: dict[str, Any] = vars(runtime).setdefault("_kept", {})
+    return found
+
+
+def assign_to_state(state: Any, name: str, value: Any) -> None:
+    """Assign to an attribute of a state: by its rule, else it is kept for all states."""
+    if assign(state, type(state).__name__, name, value, STATE):
+        return
+    if name.startswith("_") or hasattr(type(state), name):
+        object.__setattr__(state, name, value)
+    else:
+        kept()[name] = value
