@@ -640,5 +640,5 @@ def test_machines_that_do_not_meet_are_one_error(script: Path) -> None:
     how = ["--rdzv_backend", "c10d", "--rdzv_conf", "read_timeout=2,join_timeout=2,is_host=0"]
     done = run_cli("launch", "--cpu", *machines, *address, *how, script)
     assert done.returncode == 1
-    assert "this machine did not meet the others" in done.stderr
+    assert "This machine did not meet machine 0 at 127.0.0.9, port 29519" in done.stderr
     assert "Traceback" not in done.stderr

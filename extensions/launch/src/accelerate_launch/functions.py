@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from accelerate_core.errors import RuntimeConflictError
 from accelerate_launch.devices import get_free_port
+from accelerate_launch.machine_0 import MachineZero, find_machine_0, split_endpoint
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 
 #: Tells a child that it was forked by us; the peer's name for the same thing.
@@ -25,6 +26,7 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
     """Run `function(*args)` in the processes of `plan` on this machine, and wait for their end.
 
     Raises:
+        ConfigurationError: the address of machine 0 does not resolve, or nothing answers there.
         RuntimeConflictError: this process uses a device, an Accelerator or a process group, which
             forked processes could not use.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
@@ -40,6 +42,9 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
     port = plan.main_process_port or DEFAULT_PORT
     if alone and port == DEFAULT_PORT:
         port = get_free_port()
+    endpoint = plan.rdzv_endpoint or f"{plan.main_process_ip or LOOPBACK}:{port}"
+    if not alone:
+        _find_machine_0(plan, endpoint, conf)
     with patch_environment(TORCHELASTIC_SIGNALS_TO_HANDLE=_SIGNALS), _signal_handlers_kept():
         made = LaunchConfig(
             start_method=plan.start_method,
@@ -48,7 +53,7 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
             max_nodes=plan.num_machines,
             run_id=plan.rdzv_id or "none",
             rdzv_backend=plan.rdzv_backend,
-            rdzv_endpoint=plan.rdzv_endpoint or f"{plan.main_process_ip or LOOPBACK}:{port}",
+            rdzv_endpoint=endpoint,
             rdzv_configs=conf,
             max_restarts=plan.max_restarts,
             monitor_interval=plan.monitor_interval,
@@ -56,6 +61,15 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
             local_addr=LOOPBACK if alone else plan.local_addr,
         )
         elastic_launch(made, _Rank(function))(*args)
+
+
+def _find_machine_0(plan: LaunchPlan, endpoint: str, conf: Mapping[str, Any]) -> None:
+    host, port = split_endpoint(endpoint)
+    given = "rdzv_endpoint" if plan.rdzv_endpoint else "master_addr and use_port"
+    source = f"{given} of the function that launches"
+    is_machine_0 = plan.machine_rank == 0 if plan.rdzv_backend == "static" else None
+    machine = MachineZero(host, port, source, plan.rdzv_backend, conf)
+    find_machine_0(machine, is_machine_0=is_machine_0)
 
 
 class _Rank:

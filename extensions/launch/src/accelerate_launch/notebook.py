@@ -92,8 +92,8 @@ def notebook_launcher(
         log_line_prefix_template: how lines of their output begin, as in torchrun.
 
     Raises:
-        ConfigurationError: a number or name is not possible, `spawn` cannot find the function, or
-            the launcher that is named takes no functions.
+        ConfigurationError: a number or name is not possible, `spawn` cannot find the function,
+            the launcher that is named takes no functions, or machine 0 does not answer.
         RuntimeConflictError: this process uses a device, an Accelerator or a process
             group already, which forked processes could not use.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
