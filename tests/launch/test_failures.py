@@ -117,6 +117,35 @@ def test_a_rank_that_the_agent_ended_on_its_way_out_failed_by_its_exception(tmp_
     assert "killed by SIGTERM; process 101" in text
 
 
+MISMATCH = """
+import torch
+from accelerate_core import Accelerator
+
+accelerator = Accelerator(cpu=True, process_group_timeout=60)
+accelerator.gather(torch.ones(5000 if accelerator.process_index else 3))
+"""
+
+
+@pytest.mark.dist
+def test_an_abort_in_a_collective_says_to_run_with_debug(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MISMATCH)
+    options = ("launch", "--cpu", "--num_processes", "2")
+    done = run_cli(*options, "train.py", cwd=tmp_path)
+    assert done.returncode == 128 + signal.SIGABRT
+    assert "run again with --debug" in done.stderr.split("killed by SIGABRT")[1]
+    done = run_cli(*options, "--debug", "train.py", cwd=tmp_path)
+    assert "process 1: [5000]" in done.stderr
+    assert "run again" not in done.stderr
+
+
+def test_a_mismatch_that_gloo_raises_says_to_run_with_debug(tmp_path: Path) -> None:
+    text = "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] 8 vs 4."
+    described, _ = describe({0: record(tmp_path, 0, raised(text), True)})
+    assert "run again with --debug" in described
+    described, _ = describe({1: record(tmp_path, 1, raised("mine"), True)})
+    assert "run again" not in described
+
+
 BAD = {
     "argument": ("Accelerator(cpu=True, mixed_precision='fp17')", {}),
     "unknown argument": ("Accelerator(cpus=True)", {}),

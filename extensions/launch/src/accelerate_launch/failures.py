@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -11,10 +12,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate_core.truth import flag
+
 #: Names the agent to its ranks, which then leave their tracebacks to it.
 AGENT_VARIABLE = "ACCELERATE_AGENT_PID"
 #: Seconds after which a rank that has failed and goes on is shown.
 _PATIENCE = 5.0
+
+_RUN_WITH_DEBUG = (
+    "If this happened in a collective (gather, reduce, broadcast ...), the ranks gave it tensors that "
+    "do not fit together.\nTo see which rank differs, run again with --debug (or "
+    "ACCELERATE_DEBUG_MODE=1)."
+)
+#: What gloo raises for it, when it raises.
+_MISMATCH = re.compile(r"EnforceNotMet|enforce fail at .*gloo")
 
 #: Process -> the file it was to write its error into; torch forgets the name of one not written.
 _files: dict[int, str] = {}
@@ -75,6 +86,8 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
     said = _said(failure)
     above = f"{said} (its traceback stands above)" if said else "What it printed stands above."
     lines.append(above if trace in ("", *_shown) else trace)
+    if _aborted_in_collective(failures) and not flag(os.environ, "ACCELERATE_DEBUG_MODE"):
+        lines.append(_RUN_WITH_DEBUG)
     log = _log(failure)
     lines.append(f"Log: {log}" if log else "Keep logs: --log_dir DIR")
     if alike:
@@ -90,6 +103,17 @@ def _status(failure: Any) -> int:
     # A rank that wrote down its exception was on its way out when the agent ended all of them.
     left = failure.exitcode == -signal.SIGTERM and _said(failure)
     return 1 if left else int(failure.exitcode)
+
+
+def _aborted_in_collective(failures: Mapping[int, Any]) -> bool:
+    """Tell whether a rank ended as ranks do whose tensors do not fit those of the others.
+
+    The library of collectives then ends the process from a thread of its own, so that there is no
+    Python exception, or raises an error that says nothing about the tensors.
+    """
+    return any(
+        _status(one) == -signal.SIGABRT or _MISMATCH.search(_said(one)) for one in failures.values()
+    )
 
 
 def _how(failure: Any) -> str:
