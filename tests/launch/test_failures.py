@@ -15,7 +15,7 @@ from support import clean_environment
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accelerate_core.distributed import failures
-from accelerate_launch.failures import describe, held
+from accelerate_launch.failures import describe, describe_function, held
 
 HEAD = "Traceback (most recent call last):"
 OURS = re.compile(r'File "[^"]*/accelerate_\w+/')
@@ -142,6 +142,9 @@ def test_a_mismatch_that_gloo_raises_says_to_run_with_debug(tmp_path: Path) -> N
     text = "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] 8 vs 4."
     described, _ = describe({0: record(tmp_path, 0, raised(text), True)})
     assert "run again with --debug" in described
+    assert "run again with --debug" in describe_function(
+        {0: record(tmp_path, 2, raised(text), True)}
+    )
     described, _ = describe({1: record(tmp_path, 1, raised("mine"), True)})
     assert "run again" not in described
 

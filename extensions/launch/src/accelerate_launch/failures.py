@@ -27,6 +27,13 @@ _RUN_WITH_DEBUG = (
 #: What gloo raises for it, when it raises.
 _MISMATCH = re.compile(r"EnforceNotMet|enforce fail at .*gloo")
 
+#: Files with the frames between a process that was started and the function that it runs.
+_CALLERS = (
+    "torch/distributed/elastic/multiprocessing/errors/__init__.py",
+    "accelerate_launch/functions.py",
+    "accelerate_launch/notebook.py",
+)
+
 #: Process -> the file it was to write its error into; torch forgets the name of one not written.
 _files: dict[int, str] = {}
 #: Tracebacks that were shown before their ranks had ended.
@@ -103,6 +110,39 @@ def _status(failure: Any) -> int:
     # A rank that wrote down its exception was on its way out when the agent ended all of them.
     left = failure.exitcode == -signal.SIGTERM and _said(failure)
     return 1 if left else int(failure.exitcode)
+
+
+def describe_function(failures: Mapping[int, Any]) -> str:
+    """Return a text about the ranks of a function that failed; the line that raised comes last.
+
+    Frames of torch and of the launcher, which lie between the function and its process, are left out.
+    """
+    first = min(failures, key=lambda one: failures[one].timestamp)
+    lines = []
+    for rank in sorted(failures.keys() - {first}):
+        lines.append(f"Rank {rank} failed as well: {_said(failures[rank])}")
+    if _aborted_in_collective(failures) and not flag(os.environ, "ACCELERATE_DEBUG_MODE"):
+        lines.append(_RUN_WITH_DEBUG)
+    lines.append(f"Rank {first} failed: {_how(failures[first])}.")
+    message = failures[first].message
+    more = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    trace = _without_launcher(str(more.get("py_callstack", "")))
+    return "\n".join([*lines, trace] if trace else lines)
+
+
+def _without_launcher(trace: str) -> str:
+    """Leave the frames out that every function has above it when a launcher calls it."""
+    kept: list[str] = []
+    ours = False
+    for line in trace.rstrip().splitlines():
+        if line.startswith('  File "'):
+            file = line.split('"')[1].replace(os.sep, "/")
+            ours = file.endswith(_CALLERS)
+        elif not line.startswith("    "):
+            ours = False
+        if not ours:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def _aborted_in_collective(failures: Mapping[int, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -11,7 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate_core.errors import RuntimeConflictError
+from accelerate_core.truth import flag
 from accelerate_launch.devices import get_free_port
+from accelerate_launch.failures import describe_function
 from accelerate_launch.machine_0 import MachineZero, find_machine_0, split_endpoint
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 
@@ -33,6 +36,7 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
     """
     if plan.start_method == "fork":
         _check_forkable()
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     alone = plan.num_machines == 1
@@ -60,7 +64,15 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
             log_line_prefix_template=plan.log_line_prefix_template,
             local_addr=LOOPBACK if alone else plan.local_addr,
         )
-        elastic_launch(made, _Rank(function))(*args)
+        try:
+            with _short_logs(plan.max_restarts):
+                elastic_launch(made, _Rank(function))(*args)
+        except ChildFailedError as error:
+            if flag(os.environ, "ACCELERATE_DEBUG_MODE"):
+                raise
+            error.args = (describe_function(error.failures),)
+            # torch's own frames are not shown: the text has the function's traceback.
+            raise error.with_traceback(None) from None
 
 
 def _find_machine_0(plan: LaunchPlan, endpoint: str, conf: Mapping[str, Any]) -> None:
@@ -125,6 +137,42 @@ def _check_forkable() -> None:
             "This process is already in a torch.distributed process group; end it with "
             "torch.distributed.destroy_process_group() before launching."
         )
+
+
+class _ShortLogs(logging.Filter):
+    """Shortens what torch logs when a rank fails: its traceback is that of the error at the end."""
+
+    def __init__(self, restarts: int) -> None:
+        super().__init__()
+        self.restarts = restarts
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep one line per failure if the ranks are started again, and none if they are not."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            last = str(error).rstrip().splitlines()[-1:]
+            record.msg, record.args = ": ".join([record.getMessage(), *last]), None
+            record.exc_info = None
+        return self.restarts > 0
+
+
+@contextmanager
+def _short_logs(restarts: int) -> Iterator[None]:
+    """Shorten torch's logs of failing ranks, unless debug mode is on."""
+    shown = flag(os.environ, "ACCELERATE_DEBUG_MODE")
+    names = (
+        ()
+        if shown
+        else ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+    )
+    short = _ShortLogs(restarts)
+    for name in names:
+        logging.getLogger(name).addFilter(short)
+    try:
+        yield
+    finally:
+        for name in names:
+            logging.getLogger(name).removeFilter(short)
 
 
 @contextmanager
