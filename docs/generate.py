@@ -521,14 +521,16 @@ _SHOWN = ("ddp", "single", "directory", "simple", "torchrun", "bf16", "no", "jso
 
 
 def readme() -> str:
-    """Return the README with what `accelerate-core plugins` prints where nothing is set."""
+    """Return the README with what `accelerate-core plugins --all` prints where nothing is set."""
     run = planned_run({})
     shown = [row for row in plugin_rows(run, ask_trackers=True) if row["name"] in _SHOWN]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         print_rows(shown)
     table = "\n".join(line.rstrip() for line in printed.getvalue().strip("\n ").splitlines())
-    return _filled("../README.md", "plugins", f"```\n$ accelerate-core plugins\n {table}\n```\n")
+    return _filled(
+        "../README.md", "plugins", f"```\n$ accelerate-core plugins --all\n {table}\n```\n"
+    )
 
 
 STANDARD = "accelerate-core[standard]"

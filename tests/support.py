@@ -37,6 +37,8 @@ _HIDDEN = (
     "TORCHELASTIC_",
     "OMPI_",
     "PMI_",
+    "PMIX_",
+    "SLURM_",
     "MASTER_",
     "GROUP_",
     "ROLE_",

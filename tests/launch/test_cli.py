@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from launched import run_cli
 from support import clean_environment
 
 from accelerate_core.cli import cli
+from accelerate_core.plugins import catalog
+from accelerate_core.plugins.discovery import PluginRecord, installed
 from accelerate_launch.commands.env import environment_report
+from accelerate_launch.commands.launch import EXAMPLES
 
 COMMANDS = ("config", "launch", "env", "plugins", "estimate-memory", "test")
 HELP = [[], *([name] for name in COMMANDS)]
@@ -114,6 +119,80 @@ def test_plugins_as_a_table() -> None:
     assert result.exit_code == 0, result.output
     assert "because" in result.output
     assert "disabled" in result.output
+
+
+def test_plugins_that_nothing_asks_for_are_only_named() -> None:
+    said = CliRunner().invoke(cli, ["plugins"]).output
+    table, rest = said.split("Also installed, and not asked for here (--all shows them):")
+    rows = {tuple(line.split()[:2]) for line in table.splitlines()}
+    assert ("backend", "single") in rows
+    assert ("launcher", "torchrun") in rows  # it was considered
+    assert not {("backend", "ddp"), ("command", "launch"), ("tracker", "jsonl")} & rows
+    assert re.search(r"backend +.*\bddp\b", rest)
+    assert "command" not in rest
+    everything = CliRunner().invoke(cli, ["plugins", "--all"]).output
+    rows = {tuple(line.split()[:2]) for line in everything.splitlines()}
+    assert {("backend", "ddp"), ("command", "launch"), ("tracker", "jsonl")} <= rows
+    assert "Also installed" not in everything
+    precisions = CliRunner().invoke(cli, ["plugins", "--kind", "precision"]).output
+    assert "fp16" in precisions
+
+
+def test_env_names_active_plugins_and_versions_without_the_table_of_plugins() -> None:
+    said = CliRunner(env={"ACCELERATE_BACKEND": None}).invoke(cli, ["env"]).output
+    assert re.search(r"^ backend +single +one process", said, re.MULTILINE)
+    assert re.search(r"^ accelerate-ddp +0\.", said, re.MULTILINE)
+    assert "available" not in said
+    assert "not asked for" not in said
+    assert "accelerate-core plugins --all" in said
+
+
+def test_env_and_config_show_spell_values_as_config_files_do() -> None:
+    for arguments in (["env"], ["config", "show"]):
+        words = CliRunner().invoke(cli, arguments).output.split()
+        assert "false" in words
+        assert not {"None", "True", "False"} & set(words)
+    values = environment_report({})["configuration"].values()
+    assert {"none", "false", "true"} <= {row["value"] for row in values}
+
+
+def test_launch_without_a_script_says_what_to_type() -> None:
+    result = CliRunner().invoke(cli, ["launch", "--cpu", "--num-processes", "2"])
+    assert result.exit_code == 2
+    assert "No script was given." in result.output
+    assert "launch --cpu --num-processes 2 train.py\n" in result.output
+
+
+def test_help_of_launch_begins_with_examples_that_work(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "config.yaml").write_text("num_processes: 1\n")
+    said = run_cli("launch", "--help").stdout
+    examples = said.split("Examples:\n")[1].split("\n\n")[0]
+    lines = re.sub(r" \\\n +", " ", examples).splitlines()
+    commands = [line.split("launch ", 1)[1] for line in lines if not line.startswith("  #")]
+    assert len(commands) == len(EXAMPLES)
+    for arguments in commands:
+        tried = run_cli("launch", "--dry_run", *arguments.split(), cwd=tmp_path)
+        assert tried.returncode == 0, tried.stderr
+    groups = said.split("in this order:\n")[1].split("\n\n")[0]
+    assert re.search(r"Processes;\s+Machines;.*Backend\s+ddp;.*Other", groups, re.DOTALL)
+
+
+def test_help_lists_what_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(kind: str) -> tuple[PluginRecord, ...]:
+        found = installed().of_kind(kind)
+        gone = ("accelerate-big-model", "accelerate-testing", "accelerate-wandb")
+        return tuple(one for one in found if one.distribution not in gone)
+
+    monkeypatch.setattr("accelerate_core.cli.installed", lambda: SimpleNamespace(of_kind=without))
+    monkeypatch.setattr(catalog, "pip_command", lambda extra: f"pip install {extra}")
+    said = CliRunner().invoke(cli, ["--help"]).output
+    listed = said.split("Not installed; pip install NAME adds them:\n")[1]
+    assert re.search(r"commands +.*estimate-memory \[big-model\]", listed)
+    assert re.search(r"trackers +wandb\n", listed)
+    assert "fsdp" not in listed  # another name of what is installed
+    said = CliRunner().invoke(cli, ["plugins", "--help"]).output
+    assert re.search(r"commands +check \[testing\], hooks \[testing\], new \[testing\]", said)
 
 
 def test_env_hides_secrets_and_shows_sources() -> None:

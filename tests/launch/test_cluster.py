@@ -141,6 +141,23 @@ STEP = {**JOB, "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
 STEP |= {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
 
 
+def test_each_task_trains_alone_if_the_command_line_says_one_machine(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from accelerate_core import Accelerator\nprint(Accelerator().num_processes)\n"
+    )
+    launch = [sys.executable, "-m", "accelerate_core.cli", "launch", "--cpu"]
+    done = subprocess.run(
+        [*launch, "--num_machines", "1", "train.py"],
+        cwd=tmp_path,
+        env=clean_environment(**STEP),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
 def test_one_task_per_node_is_a_machine_of_ours(script: Path) -> None:
     plan = plan_of(script, STEP, num_processes=4)
     assert (plan.num_machines, plan.machine_rank, plan.main_process_ip) == (2, 1, "gpu01")

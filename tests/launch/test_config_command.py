@@ -217,6 +217,20 @@ def test_the_peers_file_is_taken_over_once_and_used_then(env: dict[str, str]) ->
     assert yaml.safe_load(Path(f"{other}.yaml").read_text()) == {"num_processes": 3}
 
 
+def test_import_says_what_it_read_and_left_out(env: dict[str, str], tmp_path: Path) -> None:
+    status, output = config(env, "import")
+    assert status == 2
+    assert "Hugging Face Accelerate has no config file here" in output
+    assert "accelerate-core config import FILE" in output
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text("num_processes: 2\nmain_training_function: main\nmixed_precision: bf16\n")
+    status, output = config(env, "import", str(theirs))
+    assert status == 0, output
+    assert f"Read {theirs}: num_processes, mixed_precision." in output
+    assert "Left out main_training_function: the script is run as a program" in output
+    assert f"Written: {Path(env[HOME]) / 'config.yaml'}" in output
+
+
 def read(terminal: int) -> bytes:
     ready, _, _ = select.select([terminal], [], [], 5)
     return os.read(terminal, 4096) if ready else b""

@@ -15,7 +15,7 @@ from support import clean_environment
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accelerate_core.distributed import failures
-from accelerate_launch.failures import describe, held
+from accelerate_launch.failures import describe, describe_function, held
 
 HEAD = "Traceback (most recent call last):"
 OURS = re.compile(r'File "[^"]*/accelerate_\w+/')
@@ -115,6 +115,38 @@ def test_a_rank_that_the_agent_ended_on_its_way_out_failed_by_its_exception(tmp_
     text, status = describe({1: ProcessFailure(1, 101, -signal.SIGTERM, wrote_nothing)})
     assert status == 128 + signal.SIGTERM
     assert "killed by SIGTERM; process 101" in text
+
+
+MISMATCH = """
+import torch
+from accelerate_core import Accelerator
+
+accelerator = Accelerator(cpu=True, process_group_timeout=60)
+accelerator.gather(torch.ones(5000 if accelerator.process_index else 3))
+"""
+
+
+@pytest.mark.dist
+def test_an_abort_in_a_collective_says_to_run_with_debug(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MISMATCH)
+    options = ("launch", "--cpu", "--num_processes", "2")
+    done = run_cli(*options, "train.py", cwd=tmp_path)
+    assert done.returncode == 128 + signal.SIGABRT
+    assert "run again with --debug" in done.stderr.split("killed by SIGABRT")[1]
+    done = run_cli(*options, "--debug", "train.py", cwd=tmp_path)
+    assert "process 1: [5000]" in done.stderr
+    assert "run again" not in done.stderr
+
+
+def test_a_mismatch_that_gloo_raises_says_to_run_with_debug(tmp_path: Path) -> None:
+    text = "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] 8 vs 4."
+    described, _ = describe({0: record(tmp_path, 0, raised(text), True)})
+    assert "run again with --debug" in described
+    assert "run again with --debug" in describe_function(
+        {0: record(tmp_path, 2, raised(text), True)}
+    )
+    described, _ = describe({1: record(tmp_path, 1, raised("mine"), True)})
+    assert "run again" not in described
 
 
 BAD = {

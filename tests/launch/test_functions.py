@@ -142,3 +142,58 @@ def test_what_it_raises_is_not_blamed_on_the_plugin(root: Path) -> None:
     done = run(root, code)
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: work failed on the ranks [1]"
     assert "ValueError: only here" in done.stderr
+
+
+FAILING = """
+from accelerate_launch import notebook_launcher
+
+def train(where):
+    from accelerate_core import Accelerator
+
+    accelerator = Accelerator(cpu=True, process_group_timeout=60)
+    if accelerator.process_index == where:
+        raise ValueError("my mistake")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+notebook_launcher(train, ({where},), num_processes={processes}, max_restarts={restarts})
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("processes", "restarts", "limit"), [(2, 0, 10), (1, 0, 8), (2, 1, 16)])
+def test_exception_in_a_launched_function_ends_with_the_users_line(
+    tmp_path: Path, processes: int, restarts: int, limit: int
+) -> None:
+    (tmp_path / "cell.py").write_text(
+        FAILING.format(where=processes - 1, processes=processes, restarts=restarts)
+    )
+    lines = failing(tmp_path).splitlines()
+    assert len(lines) <= limit, "\n".join(lines)
+    assert lines[-1] == "ValueError: my mistake"
+    assert lines[-2].strip() == 'raise ValueError("my mistake")'
+    assert lines[-3].endswith("in train")
+    if processes > 1:
+        assert "ChildFailedError: Rank 1 failed: exit status 1, process " in lines[-5]
+
+
+@pytest.mark.dist
+def test_debug_mode_shows_all_frames_of_a_launched_function(tmp_path: Path) -> None:
+    (tmp_path / "cell.py").write_text(FAILING.format(where=1, processes=2, restarts=0))
+    said = failing(tmp_path, ACCELERATE_DEBUG_MODE="1")
+    assert "accelerate_launch/functions.py" in said
+    assert "Root Cause" in said
+
+
+def failing(folder: Path, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "cell.py"],
+        cwd=folder,
+        env=clean_environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    return done.stderr.strip()

@@ -30,6 +30,7 @@ LISTINGS = (
     "env",
     "config show",
     "plugins",
+    "plugins --all",
     "plugins why torchrun",
     "plugins hooks",
     "plugins check jsonl --list",
@@ -39,6 +40,7 @@ LISTINGS = (
     "checkpoints verify .",
     f"checkpoints show {LONG}",
     "runs show .",
+    "launch --config_file config.yaml --num_processes 2 --mixed_precision bf16 --dry_run script.py",
     # The last: the script takes the place of the command.
     "launch --explain --config_file config.yaml script.py",
 )
@@ -139,6 +141,7 @@ def test_a_terminal_gets_lines_that_fit_and_every_fact(shown: str) -> None:
     parts = dict(part.split("\r\n", 1) for part in said.split("##### ")[1:])
     assert [*parts] == [*LISTINGS]
     lines = [(what, line.split("\r")[-1]) for what in parts for line in parts[what].split("\r\n")]
+    lines = [one for one in lines if " -m accelerate_launch.agent " not in one[1]]  # to be copied
     assert {what: line for what, line in lines if cell_len(line) > COLUMNS} == {}
     usage = re.compile(r"\]\.\.\.|SIZE,\.\.\.|num_items=\.\.\.")
     cut = {what: line for what, line in lines if "…" in line or "..." in usage.sub("", line)}
@@ -170,5 +173,17 @@ def test_a_pipe_gets_whole_lines_and_no_escapes(folder: Path) -> None:
     rows = [line.split() for line in done.stdout.splitlines()]
     tracker = next(row for row in rows if row[:2] == ["tracker", "jsonl"])
     assert "accelerate-tracking" in tracker
-    assert tracker[6:] == ["not", "asked", "for"]
+    assert tracker[6] == "log_with='all'"
     assert any(row[:2] == [LONG, "whole"] for row in rows)
+    parts = dict(part.split("\n", 1) for part in done.stdout.split("##### ")[1:])
+    for listing in ("env", "config show", "plugins", "plugins --all", "plugins hooks"):
+        lines = parts[listing].splitlines()
+        assert max(map(len, lines)) <= 120, listing
+        assert not any(line.endswith(" ") for line in lines), listing
+
+
+def test_dry_run_leaves_names_of_variables_whole_and_internals_out(shown: str) -> None:
+    said = ANSI.sub("", shown).split("--dry_run script.py\r\n")[1].split("##### ")[0]
+    rows = [line.split() for line in said.split("\r\n")]
+    assert ["ACCELERATE_MIXED_PRECISION", "bf16", "command", "line"] in [row[:4] for row in rows]
+    assert "ACCELERATE_BECAUSE" not in said

@@ -25,6 +25,9 @@ except ModuleNotFoundError as missing:
         f"Install the usual ones with: {catalog.pip_command('standard')}"
     )
 
+#: What the help lists of the packages that are not installed.
+_LISTED_KINDS = ("command", "backend", "precision", "tracker")
+
 
 class Mistake(click.ClickException):
     """What the user asked for cannot be done: the message alone, and exit status 2."""
@@ -85,6 +88,32 @@ class Commands(click.Group):
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+        missing = self._not_installed()
+        if missing:
+            with formatter.section(f"Not installed; {catalog.pip_command('NAME')} adds them"):
+                formatter.write_dl(missing)
+
+    def _not_installed(self) -> list[tuple[str, str]]:
+        """Return, for each kind, the names that packages of ours would add.
+
+        A name whose extra is called otherwise has that extra in brackets.
+        """
+        rows = []
+        # Inside a group of commands, only its own commands are of interest.
+        for kind in ("command",) if self.prefix else _LISTED_KINDS:
+            known = catalog.known_names(kind)
+            here = {one.name for one in installed().of_kind(kind)}
+            extras_here = {known.get(name) for name in here}
+            prefix = self.prefix if kind == "command" else ""
+            names = []
+            for name, extra in known.items():
+                own = name.removeprefix(prefix)
+                if extra in extras_here or not name.startswith(prefix) or "." in own:
+                    continue
+                names.append(own if own == extra else f"{own} [{extra}]")
+            if names:
+                rows.append((f"{kind}s", ", ".join(names)))
+        return rows
 
     def invoke(self, ctx: click.Context) -> object:
         try:

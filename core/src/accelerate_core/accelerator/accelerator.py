@@ -38,7 +38,6 @@ from accelerate_core.config.parallelism import ParallelismConfig
 from accelerate_core.config.shown import Shown
 from accelerate_core.contract.hooks import wrong_answer
 from accelerate_core.contract.parts import Tracking
-from accelerate_core.contract.topology import read_topology
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.delegation import attribute
 from accelerate_core.distributed import failures
@@ -158,7 +157,7 @@ class Accelerator(
         arguments = dict(locals())
         del arguments["self"], arguments["plugin_arguments"]
         failures.install()
-        topology = runtimes.running() or read_topology(os.environ)
+        topology = runtimes.running() or runtimes.launched_topology()
         built = construct(arguments, plugin_arguments, topology)
         self._built = built
         self._closed = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +23,9 @@ _RANK_VARIABLES = (
     "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE",
     "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
 )
+
+#: SLURM numbers its own steps from here: the batch script, an interactive shell, `extern`.
+_RESERVED_STEP = 4294967280
 
 
 @dataclass
@@ -73,6 +78,72 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
         local, local_size = said.get(local_name, rank), said.get(local_size_name, size)
         return Topology(rank, size, local, local_size, because)
     return Topology()
+
+
+def check_launched(topology: Topology, environ: Mapping[str, str]) -> None:
+    """Refuse to start one of several tasks as if it were alone.
+
+    A scheduler starts each task of a job step, but only a launcher gives it a rank. Without ranks,
+    every task would train a model of its own. `RANK=0 WORLD_SIZE=1` says that this is intended.
+
+    Raises:
+        ConfigurationError: with the command that starts the tasks as ranks.
+    """
+    if topology.num_processes > 1 or {"RANK", "WORLD_SIZE"} <= environ.keys():
+        return
+    pmix_rank = environ.get("PMIX_RANK", "")
+    if several_slurm_tasks(environ):
+        rank, tasks = environ["SLURM_PROCID"], _slurm_tasks(environ)
+        nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
+        who = f"one of {tasks} tasks of a SLURM step (SLURM_PROCID={rank})"
+        start = f"srun --nodes={nodes} --ntasks={tasks}"
+    elif pmix_rank.isdigit() and int(pmix_rank) > 0:  # PMIx does not say how many there are
+        who = f"one of several processes (PMIX_RANK={pmix_rank})"
+        start = "mpirun -n NUMBER"
+    else:
+        return
+    script = sys.argv if sys.argv and sys.argv[0].endswith(".py") else ["SCRIPT.py"]
+    command = shlex.join(script)
+    raise ConfigurationError(
+        f"This process is {who}, but RANK and WORLD_SIZE are not set, so each of them would train "
+        "its own model as rank 0 of 1. Start them with the launcher, which sets the ranks:\n"
+        f"    {start} accelerate-core launch {command}\n"
+        "If each of them is meant to train alone, say so with RANK=0 and WORLD_SIZE=1:\n"
+        f"    {start} env RANK=0 WORLD_SIZE=1 python {command}"
+    )
+
+
+def check_address(topology: Topology, environ: Mapping[str, str]) -> None:
+    """Refuse ranks of an MPI on several machines that do not know where rank 0 is.
+
+    Raises:
+        ConfigurationError: MASTER_ADDR is not set, so each machine would look for rank 0 on itself.
+    """
+    if "MASTER_ADDR" in environ or "RANK" in environ:
+        return
+    slurm_nodes = environ.get("SLURM_STEP_NUM_NODES", "1") if several_slurm_tasks(environ) else "1"
+    if topology.local_num_processes < topology.num_processes or slurm_nodes != "1":
+        raise ConfigurationError(
+            f"The {topology.num_processes} ranks ({topology.because}) are on several machines, but "
+            "MASTER_ADDR does not say on which one rank 0 is. Set MASTER_ADDR to its host name for "
+            "all ranks, or start the script with the launcher: accelerate-core launch."
+        )
+
+
+def several_slurm_tasks(environ: Mapping[str, str]) -> bool:
+    """Tell whether `srun` started this process as one of several tasks.
+
+    A batch script and the shell of `salloc` run once, however many tasks the job has.
+    """
+    step, rank = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_PROCID", "")
+    in_step = step.isdigit() and int(step) < _RESERVED_STEP
+    is_task = rank.isdigit() and (in_step or int(rank) > 0)
+    return is_task and _slurm_tasks(environ) > 1
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> int:
+    text = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
+    return int(text) if text.isdigit() else 1
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -21,7 +21,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from accelerate_core.contract.topology import Process, Topology, read_topology
+from accelerate_core.contract.topology import (
+    Process,
+    Topology,
+    check_address,
+    check_launched,
+    read_topology,
+)
 from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, RuntimeConflictError, warn
 
@@ -97,7 +103,7 @@ def acquire(
         _check_fits(runtime, cpu, device, timeout, comm_backend)
     try:
         if runtime is None:
-            topology, store = _adopted() if _has_group() else (read_topology(os.environ), None)
+            topology, store = _adopted() if _has_group() else (launched_topology(), None)
             if device is not None:
                 chosen = _named_device(device)
             else:
@@ -126,6 +132,18 @@ def acquire(
         runtime.users.append(weakref.ref(user))
         runtime.unended += 1
     return runtime
+
+
+def launched_topology() -> Topology:
+    """Return the ranks that the launcher set.
+
+    Raises:
+        ConfigurationError: a scheduler started several processes, and no launcher gave them ranks.
+    """
+    topology = read_topology(os.environ)
+    if not _has_group():
+        check_launched(topology, os.environ)
+    return topology
 
 
 def _has_group() -> bool:
@@ -273,6 +291,7 @@ def _store(process: Process) -> Any:
 
     global _generation
     _generation += 1
+    check_address(process, os.environ)
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     # A process alone meets nobody: any free port, as several such may run beside each other.
     usual = "0" if process.num_processes == 1 else "29500"

@@ -122,7 +122,8 @@ def _kept_on_state(self: PartialState, name: str) -> Any:
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-_served_on_state = AcceleratorState.__getattr__
+# Type checkers do not see `__getattr__`, so that they find misspelt names.
+_served_on_state: Any = vars(AcceleratorState)["__getattr__"]
 
 
 def _mesh(self: ParallelismConfig) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
+import threading
 from typing import Any, ClassVar
 
 import psutil
@@ -17,11 +19,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 
+from accelerate_core.errors import ConfigurationError
+from accelerate_core.truth import truth
 from accelerate_launch.failures import AGENT_VARIABLE, describe, held, remember
 from accelerate_launch.lost_rendezvous import LONG_PATIENCE, LostRendezvous
+from accelerate_launch.machine_0 import MachineZero, find_machine_0, split_endpoint
 
 #: Stands between the agent's options and the program.
 _TARGET = "--"
+
+#: Seconds of waiting for the other machines after which the agent says so.
+_SILENCE = 8.0
 
 #: `EX_TEMPFAIL`: the ranks have saved and want to be started again.
 _AGAIN = 75
@@ -30,16 +38,26 @@ _AGAIN = 75
 def main(arguments: list[str]) -> int:
     """Run `torch.distributed.run`; return the status of the rank that failed first, which is shown.
 
-    With `--quiet` as the first argument nothing is said of the other ranks.
+    Two options of our own come before torch's: with `--quiet` nothing is said of the other ranks,
+    and `--address_source TEXT` says where the address of machine 0 came from.
     """
-    quiet, at = arguments[0] == "--quiet", arguments.index(_TARGET)
+    at = arguments.index(_TARGET)
+    ours, theirs = _own_options().parse_known_args(arguments[:at])
+    quiet = ours.quiet
     _Agent.quiet = quiet
     torchrun: Any = agent
-    parsed = torchrun.parse_args([*arguments[quiet:at], "target"])
+    parsed = torchrun.parse_args([*theirs, "target"])
     # Not parsed by anybody: it may begin with a dash, or have a "--" of its own.
     parsed.training_script, *parsed.training_script_args = arguments[at + 1 :]
     if not {"2", "3"} & set(parsed.tee):  # else what ranks print goes into their logs, too
         os.environ[AGENT_VARIABLE] = str(os.getpid())
+    try:
+        _find_machine_0(parsed, ours.address_source)
+    except ConfigurationError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     _pass_signals_on(parsed)
     if parsed.nnodes not in ("1", "1:1") and parsed.rdzv_backend != "static":
         _Agent.watch = LostRendezvous(parsed.rdzv_endpoint)
@@ -64,6 +82,29 @@ def main(arguments: list[str]) -> int:
         )
         return 1
     return 0
+
+
+def _own_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--address_source", default="the launcher's command line")
+    return parser
+
+
+def _find_machine_0(parsed: Any, source: str) -> None:
+    """Wait for machine 0 if there are several machines; say so, or what is wrong with its address."""
+    if parsed.standalone or parsed.nnodes in ("1", "1:1"):
+        return
+    conf = dict(pair.split("=", 1) for pair in parsed.rdzv_conf.split(",") if pair)
+    if parsed.rdzv_backend == "static":
+        host, port = parsed.master_addr, parsed.master_port
+        is_machine_0 = parsed.node_rank == 0
+    else:
+        host, port = split_endpoint(parsed.rdzv_endpoint)
+        is_machine_0 = truth(conf["is_host"]) if "is_host" in conf else None
+    machine = MachineZero(host, port, source, parsed.rdzv_backend, conf)
+    find_machine_0(machine, is_machine_0=is_machine_0)
+    _Agent.meeting = f"all {parsed.nnodes} machines to meet at {machine}"
 
 
 def _send_on(number: int, frame: Any) -> None:
@@ -96,6 +137,11 @@ def _pass_signals_on(parsed: Any) -> None:
     signal.signal(signal.SIGTERM, send)
 
 
+def _say_what_it_waits_for() -> None:
+    sys.stderr.write(f"Still waiting for {_Agent.meeting}.\n")
+    sys.stderr.flush()
+
+
 def _add_ended(failures: dict[int, ProcessFailure], processes: Any, group: WorkerGroup) -> None:
     """Add the ranks that ended after the first failure: torch 2.8 forgets them, and what they left."""
     for local_rank, handler in getattr(processes, "subprocess_handlers", {}).items():
@@ -111,6 +157,8 @@ class _Agent(LocalElasticAgent):
     #: Ends the agent where the store on another machine has stopped to answer.
     watch: ClassVar[LostRendezvous | None] = None
     quiet: ClassVar[bool] = False
+    #: What several machines wait for when they start, for a message; empty for one machine.
+    meeting: ClassVar[str] = ""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.watch is not None:
@@ -142,10 +190,15 @@ class _Agent(LocalElasticAgent):
             settings = getattr(worker_group.spec.rdzv_handler, "_settings", None)
             join = settings.timeout.join.total_seconds() if settings is not None else 600.0
             self.watch.waiting(join + LONG_PATIENCE)
+        reminder = threading.Timer(_SILENCE, _say_what_it_waits_for)
+        reminder.daemon = True
+        if self.meeting:
+            reminder.start()
         try:
             super()._rendezvous(worker_group)
             self._agree_on_restarts(worker_group)
         finally:
+            reminder.cancel()
             if self.watch is not None:
                 self.watch.answered()
 

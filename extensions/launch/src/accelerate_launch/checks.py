@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 
@@ -16,6 +15,7 @@ from accelerate_core.plugins.discovery import installed
 from accelerate_core.truth import truth
 from accelerate_launch import devices, peer
 from accelerate_launch.cluster import ClusterEnvironment
+from accelerate_launch.machine_0 import is_here
 from accelerate_launch.options import LAUNCH_OPTIONS
 from accelerate_launch.plan import COUNTED, LaunchPlan
 from accelerate_launch.schemas import WITH_SETTINGS
@@ -238,7 +238,7 @@ def check_machines(chosen: Mapping[str, Because], around: ClusterEnvironment) ->
             f"num_machines={machines.value} needs --main_process_ip: the address of machine 0."
         )
     alone = machines.value == 1 and processes.value > 1
-    if alone and address.value and not _is_here(address.value):
+    if alone and address.value and not is_here(str(address.value)):
         raise ConfigurationError(
             f"main_process_ip={address} is no address of this machine, the only one of this launch. "
             "Leave it out, or give --num_machines."
@@ -254,19 +254,3 @@ def check_port(plan: LaunchPlan) -> None:
             f"Port {port} ({plan.because['main_process_port'].origin}) is in use on this machine. "
             "Choose another, or leave it out and a free one is taken."
         )
-
-
-def _is_here(address: str) -> bool:
-    """Tell whether an address is one of this machine's; a name that nobody resolves is none."""
-    try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, where in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind(where)
-            except OSError:
-                continue
-            return True
-    return False

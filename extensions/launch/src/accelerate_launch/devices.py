@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from accelerate_core.errors import ConfigurationError
+from accelerate_launch.machine_0 import resolve
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK
 
 _BUILD = re.compile(r"^(cuda|hip|rocm|xpu)\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
@@ -91,12 +92,12 @@ def local_address(peer: str, port: int | None) -> str | None:
     No packet is sent: the system only looks up its route.
     """
     try:
-        found = socket.getaddrinfo(peer, port or 1, type=socket.SOCK_DGRAM)
+        found = resolve(peer, port or 1, socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
-    except (OSError, IndexError, UnicodeError):
+    except OSError:
         return None
 
 

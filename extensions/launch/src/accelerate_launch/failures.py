@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -11,10 +12,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate_core.truth import flag
+
 #: Names the agent to its ranks, which then leave their tracebacks to it.
 AGENT_VARIABLE = "ACCELERATE_AGENT_PID"
 #: Seconds after which a rank that has failed and goes on is shown.
 _PATIENCE = 5.0
+
+_RUN_WITH_DEBUG = (
+    "If this happened in a collective (gather, reduce, broadcast ...), the ranks gave it tensors that "
+    "do not fit together.\nTo see which rank differs, run again with --debug (or "
+    "ACCELERATE_DEBUG_MODE=1)."
+)
+#: What gloo raises for it, when it raises.
+_MISMATCH = re.compile(r"EnforceNotMet|enforce fail at .*gloo")
+
+#: Files with the frames between a process that was started and the function that it runs.
+_CALLERS = (
+    "torch/distributed/elastic/multiprocessing/errors/__init__.py",
+    "accelerate_launch/functions.py",
+    "accelerate_launch/notebook.py",
+)
 
 #: Process -> the file it was to write its error into; torch forgets the name of one not written.
 _files: dict[int, str] = {}
@@ -75,6 +93,8 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
     said = _said(failure)
     above = f"{said} (its traceback stands above)" if said else "What it printed stands above."
     lines.append(above if trace in ("", *_shown) else trace)
+    if _aborted_in_collective(failures) and not flag(os.environ, "ACCELERATE_DEBUG_MODE"):
+        lines.append(_RUN_WITH_DEBUG)
     log = _log(failure)
     lines.append(f"Log: {log}" if log else "Keep logs: --log_dir DIR")
     if alike:
@@ -90,6 +110,50 @@ def _status(failure: Any) -> int:
     # A rank that wrote down its exception was on its way out when the agent ended all of them.
     left = failure.exitcode == -signal.SIGTERM and _said(failure)
     return 1 if left else int(failure.exitcode)
+
+
+def describe_function(failures: Mapping[int, Any]) -> str:
+    """Return a text about the ranks of a function that failed; the line that raised comes last.
+
+    Frames of torch and of the launcher, which lie between the function and its process, are left out.
+    """
+    first = min(failures, key=lambda one: failures[one].timestamp)
+    lines = []
+    for rank in sorted(failures.keys() - {first}):
+        lines.append(f"Rank {rank} failed as well: {_said(failures[rank])}")
+    if _aborted_in_collective(failures) and not flag(os.environ, "ACCELERATE_DEBUG_MODE"):
+        lines.append(_RUN_WITH_DEBUG)
+    lines.append(f"Rank {first} failed: {_how(failures[first])}.")
+    message = failures[first].message
+    more = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    trace = _without_launcher(str(more.get("py_callstack", "")))
+    return "\n".join([*lines, trace] if trace else lines)
+
+
+def _without_launcher(trace: str) -> str:
+    """Leave the frames out that every function has above it when a launcher calls it."""
+    kept: list[str] = []
+    ours = False
+    for line in trace.rstrip().splitlines():
+        if line.startswith('  File "'):
+            file = line.split('"')[1].replace(os.sep, "/")
+            ours = file.endswith(_CALLERS)
+        elif not line.startswith("    "):
+            ours = False
+        if not ours:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _aborted_in_collective(failures: Mapping[int, Any]) -> bool:
+    """Tell whether a rank ended as ranks do whose tensors do not fit those of the others.
+
+    The library of collectives then ends the process from a thread of its own, so that there is no
+    Python exception, or raises an error that says nothing about the tensors.
+    """
+    return any(
+        _status(one) == -signal.SIGABRT or _MISMATCH.search(_said(one)) for one in failures.values()
+    )
 
 
 def _how(failure: Any) -> str:

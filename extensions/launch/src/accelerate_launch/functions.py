@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from accelerate_core.errors import RuntimeConflictError
+from accelerate_core.truth import flag
 from accelerate_launch.devices import get_free_port
+from accelerate_launch.failures import describe_function
+from accelerate_launch.machine_0 import MachineZero, find_machine_0, split_endpoint
 from accelerate_launch.plan import DEFAULT_PORT, LOOPBACK, LaunchPlan
 
 #: Tells a child that it was forked by us; the peer's name for the same thing.
@@ -25,12 +29,14 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
     """Run `function(*args)` in the processes of `plan` on this machine, and wait for their end.
 
     Raises:
+        ConfigurationError: the address of machine 0 does not resolve, or nothing answers there.
         RuntimeConflictError: this process uses a device, an Accelerator or a process group, which
             forked processes could not use.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
     """
     if plan.start_method == "fork":
         _check_forkable()
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     alone = plan.num_machines == 1
@@ -40,6 +46,9 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
     port = plan.main_process_port or DEFAULT_PORT
     if alone and port == DEFAULT_PORT:
         port = get_free_port()
+    endpoint = plan.rdzv_endpoint or f"{plan.main_process_ip or LOOPBACK}:{port}"
+    if not alone:
+        _find_machine_0(plan, endpoint, conf)
     with patch_environment(TORCHELASTIC_SIGNALS_TO_HANDLE=_SIGNALS), _signal_handlers_kept():
         made = LaunchConfig(
             start_method=plan.start_method,
@@ -48,14 +57,31 @@ def run_elastic(function: Callable[..., Any], args: Sequence[Any], plan: LaunchP
             max_nodes=plan.num_machines,
             run_id=plan.rdzv_id or "none",
             rdzv_backend=plan.rdzv_backend,
-            rdzv_endpoint=plan.rdzv_endpoint or f"{plan.main_process_ip or LOOPBACK}:{port}",
+            rdzv_endpoint=endpoint,
             rdzv_configs=conf,
             max_restarts=plan.max_restarts,
             monitor_interval=plan.monitor_interval,
             log_line_prefix_template=plan.log_line_prefix_template,
             local_addr=LOOPBACK if alone else plan.local_addr,
         )
-        elastic_launch(made, _Rank(function))(*args)
+        try:
+            with _short_logs(plan.max_restarts):
+                elastic_launch(made, _Rank(function))(*args)
+        except ChildFailedError as error:
+            if flag(os.environ, "ACCELERATE_DEBUG_MODE"):
+                raise
+            error.args = (describe_function(error.failures),)
+            # torch's own frames are not shown: the text has the function's traceback.
+            raise error.with_traceback(None) from None
+
+
+def _find_machine_0(plan: LaunchPlan, endpoint: str, conf: Mapping[str, Any]) -> None:
+    host, port = split_endpoint(endpoint)
+    given = "rdzv_endpoint" if plan.rdzv_endpoint else "master_addr and use_port"
+    source = f"{given} of the function that launches"
+    is_machine_0 = plan.machine_rank == 0 if plan.rdzv_backend == "static" else None
+    machine = MachineZero(host, port, source, plan.rdzv_backend, conf)
+    find_machine_0(machine, is_machine_0=is_machine_0)
 
 
 class _Rank:
@@ -111,6 +137,42 @@ def _check_forkable() -> None:
             "This process is already in a torch.distributed process group; end it with "
             "torch.distributed.destroy_process_group() before launching."
         )
+
+
+class _ShortLogs(logging.Filter):
+    """Shortens what torch logs when a rank fails: its traceback is that of the error at the end."""
+
+    def __init__(self, restarts: int) -> None:
+        super().__init__()
+        self.restarts = restarts
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep one line per failure if the ranks are started again, and none if they are not."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            last = str(error).rstrip().splitlines()[-1:]
+            record.msg, record.args = ": ".join([record.getMessage(), *last]), None
+            record.exc_info = None
+        return self.restarts > 0
+
+
+@contextmanager
+def _short_logs(restarts: int) -> Iterator[None]:
+    """Shorten torch's logs of failing ranks, unless debug mode is on."""
+    shown = flag(os.environ, "ACCELERATE_DEBUG_MODE")
+    names = (
+        ()
+        if shown
+        else ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+    )
+    short = _ShortLogs(restarts)
+    for name in names:
+        logging.getLogger(name).addFilter(short)
+    try:
+        yield
+    finally:
+        for name in names:
+            logging.getLogger(name).removeFilter(short)
 
 
 @contextmanager

@@ -7,12 +7,14 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 from accelerate_core.config.provenance import Because
 from accelerate_core.distributed import failures
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.plugins.discovery import find
+from accelerate_core.truth import flag
 from accelerate_launch.functions import patch_environment
 from accelerate_launch.plan import LOOPBACK, LaunchPlan, Target
 from accelerate_launch.planning import asks_launchers, refuse_nesting
@@ -92,8 +94,8 @@ def notebook_launcher(
         log_line_prefix_template: how lines of their output begin, as in torchrun.
 
     Raises:
-        ConfigurationError: a number or name is not possible, `spawn` cannot find the function, or
-            the launcher that is named takes no functions.
+        ConfigurationError: a number or name is not possible, `spawn` cannot find the function,
+            the launcher that is named takes no functions, or machine 0 does not answer.
         RuntimeConflictError: this process uses a device, an Accelerator or a process
             group already, which forked processes could not use.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank
@@ -147,7 +149,9 @@ def notebook_launcher(
         log_line_prefix_template=log_line_prefix_template,
         start_method=start_method,
     )
-    _start("notebook_launcher", function, args, plan)
+    failed = _start("notebook_launcher", function, args, plan)
+    if failed is not None:
+        raise failed
 
 
 def debug_launcher(
@@ -186,7 +190,9 @@ def debug_launcher(
         environment={"ACCELERATE_USE_CPU": "true"},
         start_method=start_method,
     )
-    _start("debug_launcher", function, args, plan)
+    failed = _start("debug_launcher", function, args, plan)
+    if failed is not None:
+        raise failed
 
 
 def _target(function: Callable[..., Any]) -> Target:
@@ -195,8 +201,12 @@ def _target(function: Callable[..., Any]) -> Target:
 
 def _start(
     caller: str, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan
-) -> None:
-    """Let the launcher of `plan` run `function(*args)` in its processes, and wait for their end."""
+) -> Exception | None:
+    """Let the launcher of `plan` run `function(*args)` in its processes, and wait for their end.
+
+    Returns what that raised, without the frames of this package above the function; debug mode
+    raises it with all of them.
+    """
     if plan.num_processes < 1:
         number = plan.processes_per_machine
         raise ConfigurationError(f"num_processes={number} must be at least 1.")
@@ -205,7 +215,22 @@ def _start(
         because = Because(plan.launcher, f"{caller}(launcher=...)")
         plan = replace(plan, because={**plan.because, "launcher": because})
     launcher: Any = choose_launcher(plan)
-    launcher.launch_function(PrepareForLaunch(function, environment=plan.environment), args, plan)
+    prepared = PrepareForLaunch(function, environment=plan.environment)
+    try:
+        launcher.launch_function(prepared, args, plan)
+    except Exception as error:
+        if flag(os.environ, "ACCELERATE_DEBUG_MODE"):
+            raise
+        return error.with_traceback(_below_ours(error.__traceback__))
+    return None
+
+
+def _below_ours(trace: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that begins with the first frame outside of this package."""
+    here = os.path.dirname(__file__)
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
+        trace = trace.tb_next
+    return trace
 
 
 def _check_start_method(name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from accelerate_core.contract.topology import several_slurm_tasks
 from accelerate_launch.plan import LaunchPlan, Target
 
 
@@ -26,6 +28,15 @@ class SimpleLauncher:
     def launch_command(self, plan: LaunchPlan) -> list[str]:
         """Return the command that starts the plan on this machine."""
         return target_command(plan.target)
+
+    def launch_environment(self, plan: LaunchPlan) -> dict[str, str]:
+        """Return the ranks of a process that is to train alone beside other tasks of SLURM.
+
+        Without them the script would refuse to start, as each task might train alone by mistake.
+        """
+        if "RANK" in plan.environment or not several_slurm_tasks(os.environ):
+            return {}
+        return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
     def launch_function(
         self, function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan

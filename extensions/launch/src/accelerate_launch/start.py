@@ -26,6 +26,7 @@ from accelerate_core.plugins.discovery import (
     installed,
 )
 from accelerate_core.plugins.selection import Considered, Fired, Selection
+from accelerate_launch.machine_0 import check_resolves
 from accelerate_launch.plan import LaunchPlan, counted
 
 logger = logging.getLogger(__name__)
@@ -236,11 +237,24 @@ def _answer(launcher: Any, method: str, plan: LaunchPlan) -> Any:
 
 
 def start(plan: LaunchPlan, environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the plan's command, so that signals reach it directly."""
+    """Replace this process by the plan's command, so that signals reach it directly.
+
+    Raises:
+        ConfigurationError: this process is a rank, and the host name of rank 0 does not resolve.
+    """
     command = command_of(plan)
     environment = child_environment(plan, environ)
+    _check_rank_address(plan)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":  # exec on Windows detaches from the console
         sys.exit(subprocess.call(command, env=environment))
     os.execvpe(command[0], command, environment)
+
+
+def _check_rank_address(plan: LaunchPlan) -> None:
+    """Check the address that a scheduler's ranks meet at: they would wait for it without a word."""
+    address = plan.environment.get("MASTER_ADDR")
+    if address is not None:
+        source = f"MASTER_ADDR from {plan.because['num_processes'].origin}"
+        check_resolves(address, int(plan.environment["MASTER_PORT"]), source)

@@ -29,6 +29,8 @@ class TorchrunLauncher:
         command = [sys.executable, "-m", _AGENT_MODULE]
         if plan.quiet:
             command.append("--quiet")
+        if plan.num_machines > 1:
+            command += ["--address_source", address_source(plan)]
         command += _rendezvous(plan)
         command += ["--nproc_per_node", str(plan.processes_per_machine)]
         command += ["--max_restarts", str(plan.max_restarts)]
@@ -47,6 +49,14 @@ class TorchrunLauncher:
     ) -> None:
         """Run a function in the plan's processes on this machine, with the agent in this process."""
         run_elastic(function, args, plan)
+
+
+def address_source(plan: LaunchPlan) -> str:
+    """Return where the address and port of machine 0 came from, for messages of the agent."""
+    address, port = (plan.because.get(name) for name in ("main_process_ip", "main_process_port"))
+    port_source = "default" if port is None or port.value is None else port.origin
+    address_source = "default" if address is None else address.origin
+    return f"main_process_ip from {address_source}, main_process_port from {port_source}"
 
 
 def _rendezvous(plan: LaunchPlan) -> list[str]:

@@ -28,7 +28,17 @@ _MARK = "TESTING_RUN_OF_ACCELERATE"
 _GRACE = 2.0
 
 #: What must not leak from whoever runs a test into what it starts.
-_HIDDEN = ("ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "MASTER_", "GROUP_", "ROLE_")
+_HIDDEN = (
+    "ACCELERATE_",
+    "TORCHELASTIC_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "SLURM_",
+    "MASTER_",
+    "GROUP_",
+    "ROLE_",
+)
 #: With PYTHONOPTIMIZE a check would assert nothing.
 _HIDDEN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONOPTIMIZE")
 

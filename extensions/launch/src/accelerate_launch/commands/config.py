@@ -18,7 +18,7 @@ from accelerate_core.plugins.discovery import disabled_names, find, installed
 from accelerate_launch import peer
 from accelerate_launch.commands.dialogue import ask_everything
 from accelerate_launch.commands.options import CONTEXT
-from accelerate_launch.commands.tables import print_table
+from accelerate_launch.commands.tables import print_table, shown
 from accelerate_launch.contributed import said_to_plugins
 from accelerate_launch.paths import default_config_path, peers_config
 from accelerate_launch.planning import decide, find_config
@@ -82,7 +82,20 @@ def import_command(file: str | None, config_file: str | None) -> None:
         raise ConfigurationError(
             f"There is {path} already. Remove it, or name another one with --config_file."
         )
-    _write(path, peer.said_by(read_config(file or peers_config(os.environ))))
+    source = Path(file) if file is not None else peers_config(os.environ)
+    if file is None and not source.is_file():
+        raise ConfigurationError(
+            f"Hugging Face Accelerate has no config file here ({source}). Name the file to import: "
+            "accelerate-core config import FILE."
+        )
+    config = read_config(source)
+    values = peer.said_by(config)
+    click.echo(f"Read {source}: {', '.join(map(str, values)) or 'no setting'}.")
+    left_out = {**peer.OBSOLETE_KEYS, **peer.IGNORED_KEYS}
+    for key in config:
+        if key not in values:
+            click.echo(f"Left out {key}: {left_out[key]}.")
+    _write(path, values)
 
 
 @command.command("set", context_settings=CONTEXT)
@@ -114,11 +127,12 @@ def show_command(config_file: str | None, as_json: bool) -> None:
         click.echo(json.dumps(said, indent=2, default=str))
         return
     cells = (
-        [(text, "dim" * (one.origin == "default")) for text in (name, str(one.value), one.origin)]
+        [(text, "dim" * (one.origin == "default")) for text in (name, shown(one.value), one.origin)]
         for name, one in rows.items()
         if one.value is not None
     )
-    print_table(("setting", "value", "from"), cells, title="what a launch would take")
+    columns = ("setting", "value", "from")
+    print_table(columns, cells, title="what a launch would take", names_whole=True)
 
 
 @command.command("validate", context_settings=CONTEXT)

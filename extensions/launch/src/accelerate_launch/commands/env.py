@@ -17,11 +17,11 @@ from accelerate_core.config.core import CORE_SETTINGS
 from accelerate_core.config.files import ConfigFile
 from accelerate_core.config.lookup import Sources, resolve_core
 from accelerate_core.errors import AccelerateError
-from accelerate_launch.commands.plugins import print_rows
-from accelerate_launch.commands.tables import print_table
+from accelerate_core.plugins.discovery import installed
+from accelerate_launch.commands.tables import print_table, shown
 from accelerate_launch.contributed import contributed_options
 from accelerate_launch.explain.planned_run import planned_run
-from accelerate_launch.explain.report import rows
+from accelerate_launch.explain.report import rows as plugin_rows
 from accelerate_launch.planning import decide, find_config
 
 _SECRET = re.compile(
@@ -42,7 +42,7 @@ _DISTRIBUTIONS = ("accelerate-core", "torch", "numpy", "safetensors", "pydantic"
 @click.option("--config_file", "--config-file", metavar="FILE", help="Read this config file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(config_file: str | None, as_json: bool) -> None:
-    """Show versions, devices, plugins and the configuration in force."""
+    """Show versions, devices, the configuration in force and the active plugins."""
     environ = dict(os.environ)
     made = environment_report(environ, find_config(config_file, environ))
     if as_json:
@@ -58,7 +58,7 @@ def environment_report(
     return {
         "versions": _versions(),
         "devices": _devices(),
-        "plugins": rows(planned_run(environ, config)),
+        "plugins": plugin_rows(planned_run(environ, config)),
         "configuration": _configuration(environ, config),
         "variables": _variables(environ),
     }
@@ -66,7 +66,8 @@ def environment_report(
 
 def _versions() -> dict[str, str]:
     made = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in _DISTRIBUTIONS:
+    plugins = sorted({one.distribution for one in installed().plugins} - {"accelerate-core"})
+    for name in (*_DISTRIBUTIONS, *plugins):
         try:
             made[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -108,7 +109,7 @@ def _configuration(
         return {**told, "error": {"value": str(error), "from": ""}}
     values |= {name: one for name, one in chosen.items() if one.value is not None}
     for name, because in values.items():
-        told[name] = {"value": str(because.value), "from": because.origin}
+        told[name] = {"value": shown(because.value), "from": because.origin}
     return told
 
 
@@ -127,7 +128,14 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _print(made: Mapping[str, Any]) -> None:
     for title in ("versions", "devices", "variables"):
         if made[title]:
-            print_table(("name", "value"), made[title].items(), title=title)
+            rows = made[title].items()
+            print_table(("name", "value"), rows, title=title, names_whole=True)
     settings = ((name, *row.values()) for name, row in made["configuration"].items())
-    print_table(("setting", "value", "from"), settings, title="configuration")
-    print_rows(made["plugins"], title="plugins")
+    columns = ("setting", "value", "from")
+    print_table(columns, settings, title="configuration", names_whole=True)
+    active = [row for row in made["plugins"] if row["state"] == "active"]
+    faulty = [row for row in made["plugins"] if row["state"] in ("broken", "refused", "undecided")]
+    plugins = [(row["kind"], row["name"], row["because"]) for row in active]
+    plugins += [(row["kind"], f"{row['name']}: {row['state']}", row["because"]) for row in faulty]
+    print_table(("kind", "active plugin", "because"), plugins, title="plugins")
+    click.echo("accelerate-core plugins --all lists every plugin and why it is active or not.")

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from accelerate_core.config.provenance import decode
+from accelerate_core.config.provenance import BECAUSE_VARIABLE, decode
 from accelerate_core.config.schema import settings_fields
-from accelerate_launch.commands.options import CONTEXT, GroupedCommand, launch_options
+from accelerate_launch.commands.options import CONTEXT, TYPED, GroupedCommand, launch_options
 from accelerate_launch.commands.tables import print_table
 from accelerate_launch.contributed import said_to_plugins
 from accelerate_launch.options import Unused
@@ -19,21 +19,44 @@ from accelerate_launch.plan import LaunchPlan
 from accelerate_launch.planning import find_config, make_plan
 from accelerate_launch.start import child_environment, choose_launcher, command_of, start
 
+#: What to do, and the command for it.
+EXAMPLES = (
+    ("train on every accelerator of this machine, or in one process", "train.py --lr 0.1"),
+    ("two processes on the CPU", "--cpu --num_processes 2 train.py"),
+    ("bf16 and sharded parameters", "--mixed_precision bf16 --backend fsdp2 train.py"),
+    ("the answers of `accelerate-core config`", "--config_file config.yaml train.py"),
+    (
+        "the first of two machines with eight accelerators each",
+        "--num_machines 2 --machine_rank 0 --main_process_ip node1 --num_processes 16 train.py",
+    ),
+    ("only show what would be started, and why", "--dry_run --explain train.py"),
+)
+
 
 @click.command(
     "launch",
     cls=GroupedCommand,
+    examples=EXAMPLES,
     context_settings={**CONTEXT, "allow_interspersed_args": False},
 )
 @launch_options
-@click.argument("script", metavar="SCRIPT")
+@click.argument("script", metavar="SCRIPT", required=False)
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
-def command(script: str, arguments: tuple[str, ...], config_file: str | None, **given: Any) -> None:
+def command(
+    script: str | None, arguments: tuple[str, ...], config_file: str | None, **given: Any
+) -> None:
     """Start SCRIPT in one process or many, on one machine or several.
 
     Options stand before SCRIPT; what follows it goes to the script untouched.
     One process runs the script directly, more are started by torchrun.
     """
+    if script is None:
+        ctx = click.get_current_context()
+        typed = shlex.join([*ctx.meta[TYPED], "train.py"])
+        raise click.UsageError(
+            "No script was given. Name it after the options, and its own arguments after it:\n\n"
+            f"    {ctx.command_path} {typed}"
+        )
     environ = dict(os.environ)
     plan = make_plan(script, arguments, given, environ, find_config(config_file, environ))
     unused = [one for one in settings_fields(Unused) if given[one.name] is not None]
@@ -58,11 +81,11 @@ def _print_command(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     added = [
         (name, text, origins.get(name, "the launcher"))
         for name, text in made
-        if environ.get(name) != text
+        if environ.get(name) != text and name != BECAUSE_VARIABLE
     ]
     if added:
         title = "environment added for the processes"
-        print_table(("variable", "value", "from"), added, title=title)
+        print_table(("variable", "value", "from"), added, title=title, names_whole=True)
     else:
         click.echo("No environment variables are added.")
 
@@ -75,4 +98,5 @@ def print_reasons(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         for name, because in values.items()
         if because.value is not None or because.origin != "default"
     )
-    print_table(("option", "value", "from"), rows, title="why", stderr=True)
+    columns = ("option", "value", "from")
+    print_table(columns, rows, title="why", stderr=True, names_whole=True)

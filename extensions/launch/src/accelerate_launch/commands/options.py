@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -19,6 +20,9 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 #: How the help of a setting begins that is accepted for older command lines; `--help` leaves it out.
 OLDER = "older: "
+
+#: Key of a context's `meta`: the arguments of a `GroupedCommand` as they were typed.
+TYPED = "accelerate_launch.typed"
 
 
 class GroupedOption(click.Option):
@@ -69,6 +73,11 @@ class GroupedCommand(click.Command):
 
     _contributed: list[click.Parameter] | None = None
 
+    def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: Pairs of a purpose and what stands after the command's name.
+        self.examples = examples
+
     def contributed(self) -> list[click.Parameter]:
         """Return the options of the installed plugins."""
         if self._contributed is None:
@@ -79,6 +88,7 @@ class GroupedCommand(click.Command):
         return [*super().get_params(ctx), *(self._contributed or [])]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta.setdefault(TYPED, list(args))
         try:
             return super().parse_args(ctx, self._with_switches(ctx, list(args)))
         except click.NoSuchOption as error:
@@ -137,9 +147,26 @@ class GroupedCommand(click.Command):
             record = parameter.get_help_record(ctx)
             if record is not None and isinstance(parameter, click.Option):
                 groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
+        groups["Other"] = groups.pop("Other")
+        if self.examples:
+            self._format_examples(ctx, formatter)
+            with formatter.section("Groups of options, in this order"):
+                formatter.write_text("; ".join(name.partition(" (")[0] for name in groups))
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+    def _format_examples(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Examples"):
+            for purpose, arguments in self.examples:
+                formatter.write(f"{'':>{formatter.current_indent}}# {purpose}\n")
+                width = formatter.width - formatter.current_indent
+                words = f"{ctx.command_path} {arguments}"
+                lines = textwrap.wrap(words, width - 2, break_on_hyphens=False)
+                for number, line in enumerate(lines):
+                    continued = "    " if number else ""
+                    more = " \\" if number < len(lines) - 1 else ""
+                    formatter.write(f"{'':>{formatter.current_indent}}{continued}{line}{more}\n")
 
 
 def underscores(name: str) -> str:

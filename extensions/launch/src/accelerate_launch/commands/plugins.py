@@ -31,10 +31,16 @@ _BOTH = "because, distribution (api)"
 @click.group("plugins", cls=Commands, prefix="plugins.", invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--kind", default=None, help="Only plugins of this kind.")
+@click.option("--all", "show_all", is_flag=True, help="Also those that nothing asks for.")
 @click.option("--config_file", metavar="FILE", help="Decide with this config file, as launch.")
 @click.pass_context
-def command(ctx: click.Context, as_json: bool, kind: str | None, config_file: str | None) -> None:
-    """Show which plugins are installed, which are active here, and why."""
+def command(
+    ctx: click.Context, as_json: bool, kind: str | None, show_all: bool, config_file: str | None
+) -> None:
+    """Show which plugins are active here, which are installed besides, and why.
+
+    Plugins that nothing asks for are only named; --all, --kind and --json show them like the others.
+    """
     if ctx.invoked_subcommand is not None:
         return
     if kind is not None and kind not in GROUPS.values():
@@ -42,7 +48,8 @@ def command(ctx: click.Context, as_json: bool, kind: str | None, config_file: st
         raise ConfigurationError(f"--kind {kind!r} is not one of {listing(GROUPS.values())}.{hint}")
     environ = dict(os.environ)
     run = planned_run(environ, find_config(config_file, environ))
-    made = rows(run, ask_trackers=kind in (None, "tracker"))
+    everything = show_all or as_json or kind is not None
+    made = rows(run, ask_trackers=everything and kind in (None, "tracker"))
     shown = [row for row in made if kind in (None, row["kind"])]
     if as_json:
         click.echo(json.dumps(shown, indent=2))
@@ -50,11 +57,30 @@ def command(ctx: click.Context, as_json: bool, kind: str | None, config_file: st
         print_rows(
             {**row, "because": "see the error below"} if row["state"] == "undecided" else row
             for row in shown
+            if everything or is_asked_for(row)
         )
+        if not everything:
+            _print_rest(shown)
     for problem in problems(run):
         click.echo(f"Error: {problem}", err=True)
     if problems(run):
         sys.exit(1)
+
+
+def is_asked_for(row: Mapping[str, str]) -> bool:
+    """Tell whether a plugin is active, or was considered, or could not be used."""
+    return row["state"] != "available"
+
+
+def _print_rest(rows: Iterable[Mapping[str, str]]) -> None:
+    """Name the plugins that nothing asks for; commands have the help."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if not is_asked_for(row) and row["kind"] != "command":
+            names.setdefault(row["kind"], []).append(row["name"])
+    if names:
+        click.echo("Also installed, and not asked for here (--all shows them):")
+        print_terms((kind, ", ".join(found)) for kind, found in names.items())
 
 
 def print_rows(rows: Iterable[Mapping[str, str]], title: str | None = None) -> None:

@@ -1,0 +1,194 @@
+"""A wrong address of machine 0 is an error within seconds; a machine 0 that starts late is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import clean_environment
+
+from accelerate_core.errors import ConfigurationError
+from accelerate_launch import machine_0
+from accelerate_launch.devices import get_free_port
+from accelerate_launch.machine_0 import MachineZero, find_machine_0, resolve, split_endpoint
+
+SOURCE = "main_process_ip from config.yaml line 3"
+#: How the launcher is started on one of two machines.
+LAUNCH = [sys.executable, "-m", "accelerate_core.cli", "launch", "--cpu"]
+LAUNCH += ["--num_machines", "2", "--num_processes", "2"]
+
+
+def machine(
+    port: int, host: str = "127.0.0.1", backend: str = "static", **conf: Any
+) -> MachineZero:
+    return MachineZero(host, port, SOURCE, backend, conf)
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text("print('trained')\n")
+    return subprocess.Popen(
+        [*LAUNCH, *arguments, "train.py"],
+        cwd=folder,
+        env=clean_environment(PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_name_that_does_not_resolve_is_an_error_at_once(tmp_path: Path, backend: str) -> None:
+    began = time.monotonic()
+    address = ["--main_process_ip", "no-such-host.invalid", "--main_process_port", "29511"]
+    run = start(tmp_path, "--machine_rank", "1", *address, "--rdzv_backend", backend)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert time.monotonic() - began < 15
+    assert "host name 'no-such-host.invalid' of machine 0, port 29511" in said
+    assert "main_process_ip from command line --main_process_ip" in said
+    assert "Traceback" not in said
+
+
+def test_rank_of_a_scheduler_does_not_wait_for_an_unknown_name(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    size = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    rank = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    done = subprocess.run(
+        [*LAUNCH[:5], "train.py"],
+        cwd=tmp_path,
+        env=clean_environment(**size, **rank, MASTER_ADDR="no-such-host.invalid"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "'no-such-host.invalid' of machine 0" in done.stderr
+    assert "MASTER_ADDR from Open MPI" in done.stderr
+
+
+def test_silent_name_service_is_an_error_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_0, "_RESOLVE", 0.2)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(3) or [])
+    with pytest.raises(OSError, match="no name service answered"):
+        resolve("somewhere", 1)
+
+
+@contextlib.contextmanager
+def silent_port() -> Iterator[int]:
+    """Yield a port that lets connections wait: its queue is full and nothing is accepted."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        port = listener.getsockname()[1]
+        for _ in range(3):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(("127.0.0.1", port))
+        yield port
+
+
+def test_machine_that_does_not_answer_is_an_error_that_says_where_its_address_came_from() -> None:
+    began = time.monotonic()
+    with silent_port() as port, pytest.raises(ConfigurationError) as failure:
+        find_machine_0(machine(port), is_machine_0=False)
+    assert time.monotonic() - began < 11
+    assert f"machine 0 at 127.0.0.1, port {port} ({SOURCE}): it does not answer" in str(
+        failure.value
+    )
+
+
+def test_silent_machine_is_waited_for_if_that_is_asked_for() -> None:
+    began = time.monotonic()
+    with silent_port() as port, pytest.raises(ConfigurationError):
+        find_machine_0(machine(port, timeout="9"), is_machine_0=False)
+    assert time.monotonic() - began > 8
+
+
+@pytest.mark.parametrize(("backend", "key"), [("static", "timeout"), ("c10d", "join_timeout")])
+def test_waiting_for_a_listener_is_announced_and_ends(
+    capfd: pytest.CaptureFixture[str], backend: str, key: str
+) -> None:
+    nowhere = machine(get_free_port(), backend=backend, **{key: "3"})
+    with pytest.raises(ConfigurationError, match="nothing listens there yet; tried for 3 s"):
+        find_machine_0(nowhere, is_machine_0=False)
+    said = capfd.readouterr().err
+    assert f"Waiting for {nowhere}: nothing listens there yet" in said
+    assert f"gives up after 3 s (--rdzv_conf {key}=SECONDS)" in said
+
+
+def test_another_service_on_the_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_0, "UNANSWERED", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    caller, _ = server.accept()
+                    caller.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                    caller.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=r"another service answers there: 'SSH-2\.0"):
+            find_machine_0(machine(port), is_machine_0=False)
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_store_of_torch_is_recognised_and_goes_on_working(libuv: bool) -> None:
+    from torch.distributed import TCPStore
+
+    wait = timedelta(seconds=30)
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=wait, use_libuv=libuv)
+    find_machine_0(machine(store.port), is_machine_0=False)
+    store.set("key", "value")
+    other = TCPStore("127.0.0.1", store.port, is_master=False, timeout=wait)
+    assert other.get("key") == b"value"
+
+
+def test_machine_0_that_cannot_reach_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_0, "_SELF", 0.5)
+    monkeypatch.setattr(machine_0, "is_here", lambda host: False)
+    port = get_free_port()
+    find_machine_0(machine(port), is_machine_0=True)  # 127.0.0.1 does reach this machine
+    with pytest.raises(ConfigurationError, match="cannot reach itself"):
+        find_machine_0(machine(port, host="192.0.2.1"), is_machine_0=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("node1:4000", ("node1", 4000)),
+        ("node1", ("node1", 29500)),
+        ("[fe80::1]:4000", ("fe80::1", 4000)),
+    ],
+)
+def test_endpoints_are_split(text: str, expected: tuple[str, int]) -> None:
+    assert split_endpoint(text) == expected
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("first", [1, 0], ids=["machine 1 first", "machine 0 first"])
+def test_machines_that_start_one_after_the_other_meet(tmp_path: Path, first: int) -> None:
+    port = str(get_free_port())
+    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    early = start(tmp_path, "--machine_rank", str(first), *address)
+    assert early.stdout is not None
+    said = early.stdout.readline()
+    awaited = "Still waiting for all 2 machines" if first == 0 else "Waiting for machine 0"
+    assert said.startswith(awaited)
+    assert f"port {port} (main_process_ip from command line" in said
+    late = start(tmp_path, "--machine_rank", str(1 - first), *address)
+    outputs = [run.communicate(timeout=120)[0] for run in (early, late)]
+    assert [run.returncode for run in (early, late)] == [0, 0], outputs
+    assert ["trained" in output for output in outputs] == [True, True]
