@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worker import PG_TIMEOUT, RANK, case, run_cases
 
-from accelerate_core import DataLoaderConfiguration
+from accelerate_core import DataLoaderConfiguration, PartialState
+from accelerate_core.errors import DistributedOperationException
 from accelerate_core.utils import DistributedDataParallelKwargs
 from accelerate_drop_in.accelerator import Accelerator
 
@@ -138,6 +139,17 @@ def a_dispatched_loader_skips_batches_of_each_rank() -> None:
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12.0)), 2))
     skipped = accelerator.skip_first_batches(loader, 2)
     assert [batch.tolist() for (batch,) in skipped] == ([[8, 9]], [[10, 11]])[RANK]
+
+
+@case
+def debug_can_be_switched_on_for_the_next_collectives() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.debug = True
+    assert PartialState().debug
+    with pytest.raises(DistributedOperationException, match="do not fit together"):
+        accelerator.gather(torch.ones(1 + RANK))
+    PartialState().debug = False
+    assert accelerator.gather(torch.ones(1)).tolist() == [1.0, 1.0]
 
 
 @case

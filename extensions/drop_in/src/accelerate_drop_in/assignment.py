@@ -159,6 +159,16 @@ def check_compiler(accelerator: Any) -> None:
         )
 
 
+def _set_debug(state: Any, value: Any) -> None:
+    _expect("state.debug", value, bool)
+    runtime, user = process.current_runtime(), process.current_user()
+    runtime.debug = value
+    if user is not None:
+        parts = user._collectives
+        for one in (parts.comm, parts.data_comm, parts.loss_comm):
+            one.debug = value
+
+
 def _set_engine(accelerator: Any, value: Any) -> None:
     if not hasattr(accelerator, "deepspeed_engine_wrapped"):
         vars(accelerator)["deepspeed_engine_wrapped"] = value
@@ -261,7 +271,9 @@ STATE: dict[str, Rule] = {
         ),
         Rule("refused", _OF_PROCESS),
     ),
-    "debug": Rule("refused", "set ACCELERATE_DEBUG_MODE, or start with `launch --debug`"),
+    "debug": Rule(
+        "honoured", "by the next collective; assign the same value on all ranks", _set_debug
+    ),
 }
 
 
