@@ -112,9 +112,13 @@ class DeepSpeedBackend(Backend):
         return None
 
     def core_defaults(self) -> Mapping[str, Any]:
-        """Take accumulation, precision and parallel dimensions from DeepSpeed's config."""
+        """Take accumulation, precision and parallel dimensions from DeepSpeed's config.
+
+        Schedulers move once per optimizer step.
+        """
         config = self.plugin.hf_ds_config
-        found: dict[str, Any] = {}
+        # DeepSpeed's users count a schedule in optimizer steps.
+        found: dict[str, Any] = {"scheduler_steps": "per_step"}
         if (steps := automatic.accumulation_of(config)) is not None:
             found["gradient_accumulation_steps"] = steps
         if (own := automatic.own_precision(config)) is not None:

@@ -14,7 +14,6 @@ from torch import nn
 from accelerate_core import AcceleratorView
 from accelerate_core.distributed.tree import convert_to_fp32, map_tensors
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
-from accelerate_core.training.scheduler import AcceleratedScheduler
 from accelerate_deepspeed import automatic
 from accelerate_deepspeed.config import HfDeepSpeedConfig
 from accelerate_deepspeed.library import rank_environment
@@ -182,20 +181,21 @@ def make_engine(
     job.model.value = engine
     if job.optimizer is not None:
         job.optimizer.value = accelerator.wrap_optimizer(engine.optimizer)
+    optimizers = [job.optimizer.value] if job.optimizer is not None else []
     for entry in job.schedulers:
         scheduler = entry.value
-        if isinstance(scheduler, DummyScheduler):
-            if scheduler.lr_scheduler_callable is not None:
-                scheduler = scheduler.lr_scheduler_callable(engine.basic_optimizer)
-            else:  # stepped by the loop, as every other
-                scheduler, engine.lr_scheduler = own_scheduler, None
-        # One step per optimizer step: DeepSpeed's users count a schedule in those.
-        entry.value = AcceleratedScheduler(
-            scheduler,
-            [job.optimizer.value] if job.optimizer is not None else [],
-            gradient_state=accelerator.gradient_state,
-            step_with_optimizer=accelerator.step_scheduler_with_optimizer,
-        )
+        if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
+            scheduler = scheduler.lr_scheduler_callable(engine.basic_optimizer)
+        elif isinstance(scheduler, DummyScheduler):
+            if accelerator.scheduler_steps == "per_process":
+                raise ConfigurationError(
+                    "scheduler_steps='per_process' is for schedulers of torch: the scheduler of a "
+                    "DeepSpeed config, which DummyScheduler stands for, counts optimizer steps. Leave "
+                    "scheduler_steps out."
+                )
+            # The loop steps it, as it does every other.
+            scheduler, engine.lr_scheduler = own_scheduler, None
+        entry.value = accelerator.wrap_scheduler(scheduler, optimizers)
     return engine
 
 

@@ -23,7 +23,6 @@ from accelerate_core import (
 )
 from accelerate_core.contract.schedule import ScheduleResult, ScheduleStep
 from accelerate_core.errors import ConfigurationError, PrepareError, did_you_mean, listing
-from accelerate_core.training.scheduler import AcceleratedScheduler
 from accelerate_megatron import checkpoint, library, models
 from accelerate_megatron.data import IndexedLoader, MegatronLMDummyDataLoader, place_loaders
 from accelerate_megatron.engine import Engine, build_optimizer
@@ -106,9 +105,12 @@ class MegatronBackend(Backend):
         return None
 
     def core_defaults(self) -> Mapping[str, Any]:
-        """Take the mesh from the plugin's degrees."""
+        """Take the mesh from the plugin's degrees; schedulers move once per optimizer step."""
         layout = self.plugin.sizes()
-        return {"parallelism_config": ParallelismConfig(tp_size=layout.tp, pp_size=layout.pp)}
+        return {
+            "parallelism_config": ParallelismConfig(tp_size=layout.tp, pp_size=layout.pp),
+            "scheduler_steps": "per_step",
+        }
 
     def check(self, accelerator: AcceleratorView) -> None:
         """Refuse sizes that contradict each other, or that cannot be."""
@@ -240,6 +242,11 @@ class MegatronBackend(Backend):
                 "in one call of prepare."
             )
         if isinstance(scheduler, MegatronLMDummyScheduler):
+            if accelerator.scheduler_steps == "per_process":
+                raise ConfigurationError(
+                    "scheduler_steps='per_process' is for schedulers of torch: megatron's own, which "
+                    "MegatronLMDummyScheduler stands for, counts samples. Leave scheduler_steps out."
+                )
             _, count = accelerator.hooks.data_shard(accelerator)
             scheduler = build_scheduler(
                 self.plugin,
@@ -248,13 +255,7 @@ class MegatronBackend(Backend):
                 data_ranks=1 if accelerator.split_batches else count,
                 samples_per_step=self._samples(accelerator, plan, count),
             )
-        # It moves by one step of the optimizer, whatever the number of data ranks.
-        entry.value = AcceleratedScheduler(
-            scheduler,
-            mine[:1],
-            gradient_state=accelerator.gradient_state,
-            step_with_optimizer=accelerator.step_scheduler_with_optimizer,
-        )
+        entry.value = accelerator.wrap_scheduler(scheduler, mine[:1])
 
     def _multiplied(self, loader: Any) -> Any:
         if isinstance(loader, IndexedLoader):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
 import torch
 
@@ -105,6 +105,9 @@ class Accelerator(
         process_group_timeout: seconds a collective may wait.
         upcast_outputs: convert half precision outputs of models to fp32 (default True).
         parallelism_config: sizes of the dimensions of a device mesh, for backends that have one.
+        scheduler_steps: how far a prepared scheduler moves when the optimizer steps:
+            `"per_process"`, once for each process that reads different data, or `"per_step"`,
+            once; the default is the backend's, as in Hugging Face Accelerate.
         preemption_signals: signals, such as "SIGTERM,SIGUSR1", on which all ranks save at the next
             step boundary and leave with status 75; needs automatic checkpoint naming.
         checkpointer: name of the plugin that saves and loads; default: `directory`.
@@ -147,6 +150,7 @@ class Accelerator(
         backend: str | type[Backend] | Backend | None = None,
         process_group_timeout: float | None = None,
         upcast_outputs: bool | None = None,
+        scheduler_steps: Literal["per_process", "per_step"] | None = None,
         preemption_signals: str | None = None,
         checkpointer: str | None = None,
         tracking: str | None = None,
@@ -170,6 +174,7 @@ class Accelerator(
         self.device_placement = device_placement
         self.rng_types = check_rng_types(rng_types)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.scheduler_steps: str = built.because["scheduler_steps"].value
         self.dataloader_config = built.dataloader
         self.project_configuration = built.project
         self.dynamo_plugin = built.dynamo

@@ -58,6 +58,10 @@ class PreparedVerbs:
         """Return the optimizer under the accumulation cycle."""
         return self._prepared.wrap_optimizer(optimizer)
 
+    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any]) -> Any:
+        """Return a scheduler that follows these prepared optimizers by `scheduler_steps`."""
+        return self._prepared.wrap_scheduler(scheduler, list(optimizers))
+
     def unwrap_model(
         self,
         model: torch.nn.Module,

@@ -47,6 +47,12 @@ class CoreSettings:
     upcast_outputs: bool = option(
         default=True, help="convert half precision outputs of models to fp32"
     )
+    scheduler_steps: str = option(
+        default="per_process",
+        choices=("per_process", "per_step"),
+        help="how far a prepared scheduler moves when the optimizer steps: once for each process that "
+        "reads different data, or once; some backends have another default",
+    )
     preemption_signals: str | None = option(
         default=None,
         help="signals on which the run saves and leaves with status 75, such as SIGTERM,SIGUSR1",

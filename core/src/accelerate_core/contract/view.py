@@ -104,6 +104,10 @@ class AcceleratorView(Protocol):
         """Whether schedulers step when optimizers do."""
 
     @property
+    def scheduler_steps(self) -> str:
+        """How far schedulers move when the optimizer steps: `per_process` or `per_step`."""
+
+    @property
     def mixed_precision(self) -> str:
         """Name of the precision."""
 
@@ -138,6 +142,9 @@ class AcceleratorView(Protocol):
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """Return an optimizer under the accumulation cycle."""
+
+    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any]) -> Any:
+        """Return a scheduler that follows these prepared optimizers by the rule in force."""
 
     # --- the step -----------------------------------------------------------------------------
 

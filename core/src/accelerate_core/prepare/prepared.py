@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -198,17 +199,25 @@ class Prepared:
         self.plugins.call_each("on_step_end", accelerator=self.accelerator, optimizer=optimizer)
 
     def wrap_scheduler(self, scheduler: Any, optimizers: list[Any]) -> Any:
-        """Return the scheduler following its optimizers."""
+        """Return the scheduler following its optimizers, by the rule in force."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
-        _, count = self._hooks.data_shard(self.accelerator)
+        accelerator = self.accelerator
+        _, count = self._hooks.data_shard(accelerator)
+        rule = accelerator.because["scheduler_steps"]
+        follows = accelerator.step_scheduler_with_optimizer
+        announce = None
+        if count > 1 and follows and accelerator.is_main_process:
+            text = _scheduler_rule(type(scheduler).__name__, rule.value, rule.origin, count)
+            announce = partial(print, text, file=sys.stderr)
         return AcceleratedScheduler(
             scheduler,
             optimizers,
-            gradient_state=self.accelerator.gradient_state,
-            num_processes=count,
-            step_with_optimizer=self.accelerator.step_scheduler_with_optimizer,
+            gradient_state=accelerator.gradient_state,
+            num_processes=count if rule.value == "per_process" else 1,
+            step_with_optimizer=follows,
             split_batches=self.dataloader_config.split_batches,
+            on_first_step=announce,
         )
 
     def wrapper_of(self, optimizer: Any) -> AcceleratedOptimizer | None:
@@ -277,3 +286,13 @@ class Prepared:
                 stack.enter_context(override_even_batches(self.loaders, even_batches))
             stack.enter_context(self._hooks.join_uneven_inputs(accelerator, joinables))
         return stack
+
+
+def _scheduler_rule(kind: str, rule: str, origin: str, count: int) -> str:
+    """Return the line that says, at the first step, how far a scheduler moves."""
+    moves = f"{count} steps, one for each process," if rule == "per_process" else "one step"
+    other = "per_step" if rule == "per_process" else "per_process"
+    return (
+        f"accelerate-core: {kind} moves {moves} whenever the optimizer steps "
+        f"(scheduler_steps={rule!r}: {origin}). scheduler_steps={other!r} changes this."
+    )

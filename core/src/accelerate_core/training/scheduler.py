@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,14 +16,16 @@ class AcceleratedScheduler:
     """A scheduler that counts what the optimizer did.
 
     * Inside an accumulation cycle, and where the optimizer's step was skipped, it stands still.
-    * `num_processes` steps at a time: it was written for one process's number of batches, of
-      which n processes see an n-th each. With `split_batches` one, as nothing changed. Called with
+    * `num_processes` steps at a time, if `scheduler_steps` is "per_process": it was written for one
+      process's number of batches, of which n processes see an n-th each. With `split_batches` one,
+      as nothing changed. Called with
       a metric (`ReduceLROnPlateau`) or an epoch it steps once: n times the same one would be n
       times without getting better.
     * `step_with_optimizer=False` (stepped per epoch, say): it steps as called.
 
     Args:
         gradient_state: says whether optimizers step now.
+        on_first_step: called once, when the scheduler first moves.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class AcceleratedScheduler:
         num_processes: int = 1,
         step_with_optimizer: bool = True,
         split_batches: bool = False,
+        on_first_step: Callable[[], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers: list[AcceleratedOptimizer] = (
@@ -43,6 +47,7 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self._at_a_time = 1 if split_batches else num_processes
+        self._on_first_step = on_first_step
 
     #: A backend that wraps schedulers itself has them pointed at another optimizer, too.
     optimizer: Any = attribute("scheduler.optimizer", "Whose rates it sets.", settable=True)
@@ -70,6 +75,9 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
+        if self._on_first_step is not None:
+            self._on_first_step()
+            self._on_first_step = None
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(1 if args or kwargs else self._at_a_time):
             # The last round of n may reach over the end that a one-cycle schedule refuses to pass.

@@ -1,0 +1,42 @@
+"""A scheduler moves by one rule on every backend, if the script asks for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import run_workers
+
+HERE = Path(__file__).parent
+#: What Hugging Face Accelerate does under each of them.
+DEFAULTS = {
+    "ddp": "per_process",
+    "fsdp2": "per_process",
+    "deepspeed": "per_step",
+    "megatron": "per_step",
+}
+
+pytestmark = pytest.mark.dist
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name in ("losses", "rates"):
+        assert one[name] == pytest.approx(other[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize("backend", DEFAULTS)
+def test_the_rule_that_was_asked_for_holds(backend: str) -> None:
+    arguments = [backend, HERE / "megatron"]
+    run = run_workers(HERE / "scheduler_worker.py", 2, arguments, timeout=150).checked()
+    found = run.results[0]
+    same(found["per_process"], found["plain 2"])
+    same(found["per_step"], found["plain 1"])
+    default = DEFAULTS[backend]
+    same(found["None"], found[default])
+    assert f"scheduler_steps = '{default}'" in found["None"]["explained"][0]
+    (line,) = found["None"]["said"]
+    assert f"scheduler_steps='{default}'" in line
+    moves = "2 steps, one for each process," if default == "per_process" else "one step"
+    assert f"ExponentialLR moves {moves} whenever the optimizer steps" in line
+    assert run.results[1]["None"]["said"] == []
