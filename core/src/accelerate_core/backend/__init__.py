@@ -8,7 +8,7 @@ a step, and `distributed.torch_collectives` those that communicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
+from accelerate_core.backend.pending import PendingGradientHooks
 from accelerate_core.backend.step import StepHooks
 from accelerate_core.config.parallelism import JOINT
 from accelerate_core.contract.capabilities import NEEDS
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _SCOPES: dict[Scope, str] = {"data": "dp", "loss": "dp_cp"}
 
 
-class Backend(StepHooks, TorchCollectives):
+class Backend(StepHooks, PendingGradientHooks, TorchCollectives):
     """Base of every backend.
 
     Class attributes are declarations the core, its error texts and the docs read:
@@ -388,56 +389,6 @@ class Backend(StepHooks, TorchCollectives):
         Default: load into the optimizer.
         """
         optimizer.load_state_dict(state)
-
-    @owner
-    def pending_gradients(
-        self,
-        accelerator: AcceleratorView,
-        model: torch.nn.Module,
-        parameters: Collection[torch.Tensor],
-    ) -> Mapping[str, torch.Tensor]:
-        """Return this rank's gradients that no optimizer has stepped with yet.
-
-        Called by a save in the middle of an accumulation cycle, once per model and without a
-        collective between the ranks. `parameters` are those whose optimizer has not stepped since
-        the last backward. The names are the backend's own: only `load_pending_gradients` reads them.
-
-        Default: return the `grad` of each of these parameters, by the parameter's name.
-        """
-        wanted = {id(parameter) for parameter in parameters}
-        named = accelerator.unwrap_model(model).named_parameters()
-        return {
-            name: parameter.grad
-            for name, parameter in named
-            if parameter.grad is not None and id(parameter) in wanted
-        }
-
-    @owner
-    def load_pending_gradients(
-        self,
-        accelerator: AcceleratorView,
-        model: torch.nn.Module,
-        gradients: Mapping[str, torch.Tensor],
-        factor: float,
-    ) -> None:
-        """Put back what `pending_gradients` returned, on a model without gradients.
-
-        Called once, with a factor of 1, if as many ranks on the same mesh load as saved.
-        Otherwise every rank is called with the gradients of each rank that saved, in order, and
-        adds them up, each multiplied by `factor`, so that the mean over the ranks stays the same.
-
-        Default: add to the `grad` of each parameter of that name.
-        """
-        inner = accelerator.unwrap_model(model)
-        for name, gradient in gradients.items():
-            parameter = inner.get_parameter(name)
-            value = gradient.to(parameter.device)
-            if factor != 1.0:
-                value = value * factor
-            if parameter.grad is None:
-                parameter.grad = value
-            else:
-                parameter.grad += value
 
     @owner
     def rng_state(self, accelerator: AcceleratorView) -> Mapping[str, Any]:
