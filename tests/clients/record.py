@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,10 @@ from clients import ENVIRONMENTS, HERE, RECORDED, groups, launch_project, record
 
 def write(group: str, processes: int, made: Any) -> None:
     place = RECORDED / f"{group}-{processes}.json"
-    place.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(made, indent=1)
+    # A list of numbers on one line: losses and orders of samples are read and compared as a whole.
+    text = re.sub(r"\[[^][{}]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
+    place.write_text(text + "\n", encoding="utf-8")
 
 
 def record_project(processes: int) -> None:
