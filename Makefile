@@ -182,6 +182,7 @@ PAIR = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --n
 bench: $(VENV)/dev.stamp $(CLIENTS_MADE)/ours.stamp $(CLIENTS_MADE)/theirs.stamp
 	$(PIP) install -c constraints.txt accelerate==1.15.0 lightning-fabric==2.6.6
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/step_counts.py
 	$(PAIR) benchmarks/collectives.py
 	$(PAIR) benchmarks/loaders.py
 	$(BIN)/python benchmarks/sampler_scale.py

@@ -32,7 +32,7 @@ from accelerate_fsdp2.gradients import (
     average,
     clip_norm,
     local,
-    local_with_grad,
+    locals_with_grads,
     scale,
 )
 from accelerate_fsdp2.settings import (
@@ -512,7 +512,7 @@ class FSDP2Backend(Backend):
         if scaler is None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        parts = [local_with_grad(p) for p in parameters if p.grad is not None]
+        parts = locals_with_grads(parameters)
         stand_in = SimpleNamespace(param_groups=[{"params": parts}])  # all a scaler asks of one
         scaler.unscale_(stand_in)
         entry = scaler._per_optimizer_states.pop(id(stand_in))

@@ -18,12 +18,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def local_with_grad(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that this rank holds, with that part's gradient."""
-    part = local(parameter.detach()).detach()
-    assert parameter.grad is not None
-    part.grad = local(parameter.grad)
-    return part
+def locals_with_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the part that this rank holds of each parameter with a gradient, with that part's."""
+    parts = []
+    for parameter in parameters:  # without a function per parameter: it runs in every step
+        grad = parameter.grad
+        if grad is None:
+            continue
+        held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        part = held.detach()
+        part.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
+        parts.append(part)
+    return parts
 
 
 def groups_of(model: nn.Module) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -115,7 +116,11 @@ class Engine:
             loss = self.optimizer.scale_loss(loss)
         return loss.reshape(())
 
-    @property
+    @cached_property
+    def _finalize(self) -> Any:
+        return imported("distributed.finalize_model_grads").finalize_model_grads
+
+    @cached_property
     def balances(self) -> bool:
         """Whether routers add losses of their own."""
         config = self.config
@@ -137,7 +142,7 @@ class Engine:
         """Reduce gradients over the ranks and hand them to the optimizer, once per step."""
         if self.ready:
             return
-        imported("distributed.finalize_model_grads").finalize_model_grads(self.chunks)
+        self._finalize(self.chunks)
         self.overflowed = bool(self.optimizer.prepare_grads())
         self.ready = True
 

@@ -196,7 +196,8 @@ class Prepared:
         )
 
     def _tell_step_end(self, optimizer: Any) -> None:
-        self.plugins.call_each("on_step_end", accelerator=self.accelerator, optimizer=optimizer)
+        for listener in self._step_listeners:
+            listener(accelerator=self.accelerator, optimizer=optimizer)
 
     def wrap_scheduler(self, scheduler: Any, optimizers: list[Any]) -> Any:
         """Return the scheduler following its optimizers, by the rule in force."""

@@ -1,0 +1,42 @@
+"""What a step adds to the raw library's own loop, on two ranks: counts, so no clock is involved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from support import run_workers
+
+COUNTS = Path(__file__).parents[1] / "benchmarks" / "step_counts.py"
+
+#: Python calls that a (micro-)batch may add, on every backend, and how many more a check allows:
+#: fp16 and Megatron's micro-batches are a few above.
+LIMIT, SLACK = 30, 10
+#: How much torch's own calls may differ under DTensor, by what it has cached.
+VARIES = 60
+
+
+def counts(tmp_path: Path, backend: str) -> dict[str, Any]:
+    """Return the counts of each row that is quick to measure; the benchmark has all of them."""
+    target = tmp_path / "counts.json"
+    arguments = ["--worker", backend, "--json", target, "--quick"]
+    run_workers(COUNTS, 2, arguments, timeout=200, env={"OMP_NUM_THREADS": "1"}).checked()
+    return json.loads(target.read_text())
+
+
+def check_counts(tmp_path: Path, backend: str) -> None:
+    """Assert that a step of this backend costs what the raw loop costs, whatever the model."""
+    rows = counts(tmp_path, backend)
+    assert rows
+    for title, row in rows.items():
+        print(backend, title, row)
+        varies = VARIES if backend == "fsdp2" else 0
+        assert row["calls"] / row["micro_batches"] <= LIMIT + SLACK + varies, title
+        assert row["own growth"] <= 0, f"{title}: our calls grow with the model"
+        assert row["growth"] <= varies, f"{title}: calls grow with the model"
+        # GradScaler under FSDP2 reduces the overflow flag over the ranks once.
+        assert row["collectives"] <= (backend == "fsdp2" and "fp16" in title), title
+        assert row["reads"] <= 0, title
+        assert row["copied growth"] <= 0, f"{title}: what is copied grows with the model"
+        assert row["state_dicts"] == 0, f"{title}: a registered object was copied"
