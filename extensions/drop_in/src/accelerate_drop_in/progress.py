@@ -26,6 +26,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         main_process_only: False draws one bar per process.
         kwargs: those of tqdm.
 
+    Raises:
+        TypeError: the first argument is `main_process_only`, which older versions took there.
+
     Example:
         for x, y in tqdm(loader, desc="epoch 1"):
             loss = loss_function(model(x), y)
