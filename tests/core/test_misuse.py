@@ -123,7 +123,7 @@ def test_results_of_prepare_that_are_thrown_away_are_warned_about() -> None:
 
     (text,) = said(thrown_away)
     assert text.startswith("The results of prepare() are thrown away")
-    assert "goes on with SGD, DataLoader as before" in text
+    assert "keeps using SGD, DataLoader as before" in text
 
     def one_by_one() -> None:
         accelerator = Accelerator(cpu=True)

@@ -174,7 +174,7 @@ class Mistakes:
 
         mistakes = Mistakes()
         for steps in (1, 0, -1):
-            with mistakes:  # goes on after the error
+            with mistakes:  # continues after the error
                 if steps < 1:
                     raise ConfigurationError(f"steps={steps} must be at least 1.")
         try:

@@ -322,7 +322,7 @@ def absent_attribute(name: str, owner: str, known: list[str]) -> Any:
     """Answer for an attribute no active plugin serves.
 
     Raises:
-        UnknownNameError: nobody knows it, with the nearest name.
+        UnknownNameError: there is no such name; the message has the nearest one.
     """
     if name in catalog.ABSENT_ATTRIBUTES:
         return catalog.ABSENT_ATTRIBUTES[name]

@@ -46,7 +46,7 @@ class ShardedModel:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model, None once nobody holds it any more."""
+        """The model; None after it was deleted."""
         return self._model()
 
     @property

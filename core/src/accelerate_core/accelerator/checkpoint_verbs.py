@@ -67,22 +67,23 @@ class CheckpointVerbs:
         max_shard_size: int | str = "10GB",
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Write everything that going on needs into a directory; return the directory.
+        """Save everything that a run needs to resume into a directory, and return its path.
 
-        It appears whole or not at all, with a manifest of sizes and checksums; what stood there
-        is replaced in the same moment. All ranks call this.
+        The directory appears complete or not at all, with a manifest of sizes and checksums. If it
+        exists, it is replaced at that moment. Call this on every rank.
 
         Args:
-            output_dir: not with automatic naming (`ProjectConfiguration`).
-            safe_serialization: weights as safetensors; False: in torch's own format.
-            blocking: False copies the state to host memory and returns; it is written while
-                training goes on, and the next save, `load_state`, `wait_for_checkpoint` or
-                `end_training` waits for it and raises what it failed with.
-            max_shard_size: largest file of weights: bytes, or a text such as "5GB".
-            save_model_func_kwargs: for backends that write checkpoints themselves.
+            output_dir: where to save; leave it out with automatic naming (`ProjectConfiguration`).
+            safe_serialization: write weights as safetensors; False uses torch's own format.
+            blocking: False copies the state to host memory and returns. A thread writes it while
+                training continues. The next save, `load_state`, `wait_for_checkpoint` or
+                `end_training` waits for it, and raises its error if it failed.
+            max_shard_size: size of the largest weights file: bytes, or a string such as "5GB".
+            save_model_func_kwargs: options of backends that write checkpoints themselves.
 
         Raises:
-            CheckpointError: a rank failed to save; on every rank. Earlier checkpoints stand.
+            CheckpointError: a rank failed to save. Every rank raises it, and earlier checkpoints
+                are unchanged.
 
         Example:
             for epoch in range(2):
@@ -109,29 +110,29 @@ class CheckpointVerbs:
         verify: bool = True,
         **load_model_func_kwargs: Any,
     ) -> str:
-        """Read what `save_state` wrote into the same prepared objects; return the directory.
+        """Load a checkpoint of `save_state` into the same prepared objects, and return its path.
 
-        The checkpoint is verified first, and nothing is changed if it is damaged. An ordinary
-        loop over a prepared loader then goes on where the run stood. Directories that Hugging
-        Face Accelerate 1.x wrote load too.
+        The checkpoint is verified first, and nothing changes if it is damaged. A loop over a
+        prepared loader then continues with the next batch. Directories that Hugging Face Accelerate
+        1.x wrote can be loaded, too.
 
         Args:
-            input_dir: if None the newest whole one of those with automatic names; damaged ones
-                are passed over, with a warning.
-            load_kwargs: for `torch.load`, of optimizers.
+            input_dir: the checkpoint; None is the newest complete one with an automatic name.
+                Damaged ones are skipped with a warning.
+            load_kwargs: passed to `torch.load` for optimizers.
             trust: also unpickle Python objects in the states of optimizers, schedulers and
-                registered objects; only for directories you wrote yourself.
-            verify: False compares sizes only, not checksums.
-            load_model_func_kwargs: `strict=False`, and others for backends that read checkpoints
+                registered objects; only for directories that you wrote yourself.
+            verify: False compares only sizes, not checksums.
+            load_model_func_kwargs: `strict=False`, and options of backends that read checkpoints
                 themselves.
 
         Raises:
-            CheckpointError: something is missing, damaged or does not fit, by name.
+            CheckpointError: a file is missing, damaged or does not fit. The message names it.
 
         Example:
             accelerator.save_state("checkpoint")
             accelerator.load_state("checkpoint")  # in the next run, after prepare
-            for x, y in loader:  # goes on where the run stood
+            for x, y in loader:  # continues with the next batch
                 loss = loss_function(model(x), y)
         """
         return self._saving.checkpointer.load_state(
@@ -139,7 +140,7 @@ class CheckpointVerbs:
         )
 
     def wait_for_checkpoint(self) -> None:
-        """Return when the checkpoint being written stands; raise what it failed with, if it did."""
+        """Wait until the checkpoint that is being written is complete; raise its error if it failed."""
         self._saving.wait_for_checkpoint()
 
     def register_for_checkpointing(self, *objects: Any) -> None:

@@ -37,7 +37,7 @@ class CollectiveVerbs:
         return self._collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather what was computed from a batch, without the samples repeated to fill the last one.
+        """Gather results of a batch, without the samples that were repeated to fill the last one.
 
         Args:
             input_data: nested structure of tensors; or objects: a list of samples, or fields
@@ -45,8 +45,8 @@ class CollectiveVerbs:
             use_gather_object: gather as objects whatever they are (tensors of differing sizes).
 
         Returns:
-            Tensors as `gather` does; objects as `gather_object` does, in one list. All ranks
-            get the result, and nobody waits for more than this one collective.
+            Tensors as `gather` returns them; objects in one list, as `gather_object` returns them.
+            Every rank gets the result, in one collective.
 
         Example:
             right = total = 0

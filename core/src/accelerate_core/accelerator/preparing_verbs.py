@@ -105,7 +105,7 @@ class PreparedVerbs:
     ) -> AbstractContextManager[Any]:
         """Return a context in which ranks may run out of batches at different steps.
 
-        No effect on one process, or where the backend cannot, which is said.
+        It has no effect on one process, or if the backend cannot do this, which logs a warning.
 
         Args:
             joinables: prepared models.

@@ -42,11 +42,11 @@ class TrainingVerbs:
 
         Args:
             models: the models trained in the block; all prepared ones if none is given.
-            num_items: over how many items (tokens, samples) of this rank the block's loss is
-                *summed*: a number, or a tensor of one element, which is not read back. The
-                gradients of the cycle are then those of the sum of all losses divided by the
-                number of all items, of all micro-batches and ranks, as of one big batch; nothing
-                is divided by the accumulation steps. Give it for every block of a cycle.
+            num_items: how many items (tokens, samples) of this rank the block's loss is *summed*
+                over: a number, or a tensor with one element, which is not read back. The gradients
+                of the cycle are then those of the sum of all losses, divided by the number of
+                items of all micro-batches and ranks, as if they were one big batch. Nothing is
+                divided by the accumulation steps. Pass it in every block of a cycle.
 
         Raises:
             ConfigurationError: `num_items` is given for some blocks of a cycle only, or the
@@ -96,7 +96,7 @@ class TrainingVerbs:
             autocast_handler: used instead of the Accelerator's own.
 
         Example:
-            # forward of a prepared model is in it already; what is computed beside it is not
+            # the forward of a prepared model runs in it already; other computations do not
             with accelerator.autocast():
                 loss = loss_function(model(x), y)
         """
@@ -105,8 +105,8 @@ class TrainingVerbs:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward on a loss: divided by the accumulation steps, scaled, synchronised.
 
-        Where `accumulate` was told `num_items`, the loss is a sum, and its gradients are divided
-        by the number of items once the cycle's last one is there.
+        With `accumulate(num_items=...)` the loss is a sum, and its gradients are divided by the
+        number of items after the last backward of the cycle.
 
         Args:
             loss: scalar tensor.
@@ -149,8 +149,8 @@ class TrainingVerbs:
         """Clip the norm of all gradients taken together.
 
         Args:
-            max_norm: the largest norm that is left as it is.
-            norm_type: which norm: 2 is the Euclidean one.
+            max_norm: the largest norm that stays unchanged.
+            norm_type: order of the norm; 2 is the Euclidean norm.
 
         Returns:
             The norm before clipping, a 0-d tensor.

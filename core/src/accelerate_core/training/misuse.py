@@ -139,7 +139,7 @@ def warn_if_thrown_away(given: Iterable[Any], made: Iterable[Any]) -> None:
     lost = [type(old).__name__ for old, new in zip(given, made, strict=True) if old is not new]
     if lost and _result_is_dropped():
         warn(
-            f"The results of prepare() are thrown away: the script goes on with {', '.join(lost)} as "
+            f"The results of prepare() are thrown away: the script keeps using {', '.join(lost)} as "
             "before. Use what it returns: `model, optimizer, loader = accelerator.prepare(model, "
             "optimizer, loader)`."
         )
