@@ -149,7 +149,8 @@ def test_diloco_learns_nearly_what_ddp_does_with_an_eighth_of_the_communication(
         found[backend] = run.results[0]
     ours, theirs = found["diloco"], found["ddp"]
     assert ours["steps"] == theirs["steps"] == STEPS
-    assert ours["bytes"] == STEPS // 8 * ours["model"]
+    # The first reduction compares the ranks' shapes, too, which takes some hundred bytes.
+    assert 0 <= ours["bytes"] - STEPS // 8 * ours["model"] < 1000
     assert ours["bytes"] == pytest.approx(theirs["bytes"] / 8, rel=0.001)
     assert ours["loss"] < 1.05 * theirs["loss"]
 

@@ -743,8 +743,8 @@ class ChangesNothing(Keeps):
     pass
 
 
-def seeds_anew(self, states, saved_by, gradients):
-    TrainingState.load_rank_state(self, states, saved_by, gradients)
+def seeds_anew(self, states, saved_by, gradients, mesh=None):
+    TrainingState.load_rank_state(self, states, saved_by, gradients, mesh)
     torch.manual_seed(0)
 
 

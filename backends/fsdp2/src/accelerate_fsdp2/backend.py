@@ -49,6 +49,19 @@ _T = TypeVar("_T")
 _OfModels = weakref.WeakKeyDictionary[nn.Module, _T]
 
 
+class _Owns:
+    """`Backend.owns`, read when it is asked for: a script may change `state_dict_type` later.
+
+    Of the class it is what every instance owns.
+    """
+
+    def __get__(self, backend: FSDP2Backend | None, cls: type) -> frozenset[str]:
+        own = frozenset({"device_placement"})
+        if backend is not None and backend.options.state_dict_type == "SHARDED_STATE_DICT":
+            own |= {"checkpoint"}
+        return own
+
+
 class FSDP2Backend(Backend):
     """Shards models over a device mesh, beside tensor, context and sequence parallelism."""
 
@@ -66,6 +79,7 @@ class FSDP2Backend(Backend):
         "several_models": True,
     }
     needs_group = True
+    owns: ClassVar[Any] = _Owns()
     Settings = FullyShardedDataParallelPlugin
     more_settings = (TorchContextParallelConfig,)
     handlers = (FullyShardedDataParallelPlugin,)
@@ -92,12 +106,6 @@ class FSDP2Backend(Backend):
         self._shards: Any = None
         self._aligned = False
         self._owners: Any = WeakIdKeyDictionary()
-
-    @property
-    def owns(self) -> frozenset[str]:  # type: ignore[override]
-        """What is not the core's: with sharded checkpoints, as the plugin says now, those too."""
-        sharded = self.options.state_dict_type == "SHARDED_STATE_DICT"
-        return frozenset({"device_placement", *(["checkpoint"] if sharded else [])})
 
     @classmethod
     def detect(cls, request: Request) -> Claim | None:

@@ -95,7 +95,7 @@ class CheckpointVerbs:
         """
         return self._saving.save_state(
             output_dir,
-            safe_serialization,
+            safe_serialization=safe_serialization,
             blocking=blocking,
             max_shard_size=max_shard_size,
             **save_model_func_kwargs,
@@ -136,7 +136,11 @@ class CheckpointVerbs:
                 loss = loss_function(model(x), y)
         """
         return self._saving.checkpointer.load_state(
-            input_dir, load_kwargs, trust=trust, verify=verify, **load_model_func_kwargs
+            input_dir,
+            load_kwargs=load_kwargs,
+            trust=trust,
+            verify=verify,
+            **load_model_func_kwargs,
         )
 
     def wait_for_checkpoint(self) -> None:
