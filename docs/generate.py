@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import click
 from packaging.requirements import Requirement
 
 from accelerate_core import Accelerator
-from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
 from accelerate_core.cli import cli
 from accelerate_core.config.core import CORE_SETTINGS, CoreSettings
@@ -142,7 +141,7 @@ def compatibility() -> str:
             backend.compile_at,
             *("yes" if backend.supports.get(key, key in _BY_DEFAULT) else "" for key in _ABILITIES),
             "yes" if backend.needs_group else "",
-            ", ".join(sorted(_owned(backend))),
+            ", ".join(sorted(backend.owns)),
         ]
         for name, backend in backends.items()
     ]
@@ -537,12 +536,6 @@ STANDARD = "accelerate-core[standard]"
 #: Triggers that are arguments although they end as a section of the config file does.
 _ARGUMENTS = ("parallelism_config",)
 _RESERVED = ("always", "multi_process")
-
-
-def _owned(backend: Any) -> Iterable[str]:
-    """Return what a backend owns whatever its settings are."""
-    declared = backend.owns
-    return Backend.owns if isinstance(declared, property) else declared
 
 
 def known_packages() -> str:

@@ -120,6 +120,8 @@ def _outputs(ctx: CheckContext, count: int, disturbed: int) -> list[list[torch.T
 def gradients_meet(ctx: CheckContext) -> str:
     """Ranks have the same gradients when `reduces_gradients` says so."""
     accelerator = ctx.accelerator()
+    if ctx.supports.get("gradients", True) is not True:
+        ctx.skip("gradients are in buffers of the backend")
     said = accelerator.backend.reduces_gradients
     when = {"backward": "after backward", "step": "after clipping"}.get(said or "")
     if when is None:
@@ -129,6 +131,8 @@ def gradients_meet(ctx: CheckContext) -> str:
     parameters = list(trainer.model.parameters())
     if said == "step":
         accelerator.clip_grad_norm_(parameters, 1e9)
+    if any(hasattr(parameter.grad, "placements") for parameter in parameters):
+        ctx.skip("gradients are sharded: each rank has another part")
     gradients = [None if p.grad is None else p.grad.tolist() for p in parameters]
     ctx.alike(accelerator, gradients, f"gradients {when}")
     return when
