@@ -122,6 +122,7 @@ import torch
 from accelerate_core import Accelerator
 
 accelerator = Accelerator(cpu=True, process_group_timeout=60)
+accelerator.gather(torch.ones(3))  # the first call compares shapes, later ones do not
 accelerator.gather(torch.ones(5000 if accelerator.process_index else 3))
 """
 

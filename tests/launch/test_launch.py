@@ -295,7 +295,7 @@ def test_explain_says_where_values_came_from(script: Path) -> None:
         (["--num_processes", "two", "show.py"], "'two' is not a valid integer"),
         (["--dynamo_mode", "max-autotun", "show.py"], "Did you mean 'max-autotune'?"),
         (["--config_file", "nowhere.yaml", "show.py"], "nowhere.yaml"),
-        ([], "Missing argument 'SCRIPT'"),
+        ([], "No script was given."),
     ],
 )
 def test_user_mistakes_are_one_message(script: Path, arguments: list[str], message: str) -> None:
