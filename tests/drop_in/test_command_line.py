@@ -205,3 +205,25 @@ def test_the_config_of_the_environment_is_the_one_that_env_shows(tmp_path: Path)
     file.write_text("num_processes: 4\n")
     done = accelerate(tmp_path, "env", **{CONFIG_VARIABLE: str(file)})
     assert "\t- num_processes: 4" in done.stdout
+
+
+SERVED = Path(__file__).parents[2] / "extensions/drop_in/src/accelerate_drop_in/served"
+
+
+def test_a_module_of_commands_runs_by_python_m(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys; print('trained', *sys.argv[1:])")
+
+    def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", f"accelerate.commands.{module}", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=clean_environment(HF_HOME=str(tmp_path / "cache"), PYTHONPATH=str(SERVED)),
+        )
+
+    launched = run("launch", "--cpu", "--num_processes", "1", "train.py", "--epochs", "3")
+    assert launched.stdout == "trained --epochs 3\n", launched.stderr
+    assert run("launch", "--nonsense", "train.py").returncode == 2
+    assert "`Accelerate` version" in run("accelerate_cli", "env").stdout

@@ -217,6 +217,18 @@ def test_the_peers_file_is_taken_over_once_and_used_then(env: dict[str, str]) ->
     assert yaml.safe_load(Path(f"{other}.yaml").read_text()) == {"num_processes": 3}
 
 
+def test_import_names_the_line_of_the_file_that_it_reads(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text("mixed_precision: bf16\nfoo: 3\n")
+    ours = tmp_path / "ours.yaml"
+    status, output = config(env, "import", str(theirs), "--config_file", str(ours))
+    assert status != 0
+    assert f"Unknown key 'foo' in {theirs} line 2" in output
+    assert not ours.exists()
+
+
 def test_import_says_what_it_read_and_left_out(env: dict[str, str], tmp_path: Path) -> None:
     status, output = config(env, "import")
     assert status == 2

@@ -184,14 +184,16 @@ class Mistakes:
     """
 
     def __init__(self) -> None:
-        self.found: list[ConfigurationError] = []
+        self.found: list[AccelerateError] = []
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        # An error of a subclass says something else than that a value is wrong.
-        if type(error) is not ConfigurationError:
+        # An error of another subclass says something else than that a value is wrong.
+        if not isinstance(error, AccelerateError):
+            return False
+        if type(error) not in (ConfigurationError, MissingPluginError):
             return False
         self.found.append(error)
         return True
@@ -200,9 +202,12 @@ class Mistakes:
         """Raise what was collected: one error as it is, several as one with a line for each.
 
         Raises:
-            ConfigurationError: there was a mistake.
+            ConfigurationError: there was a mistake, or several.
+            MissingPluginError: the only mistake is a plugin that is not installed.
         """
-        texts = [text for error in self.found for text in error.mistakes or (str(error),)]
+        texts: list[str] = []
+        for error in self.found:
+            texts += getattr(error, "mistakes", ()) or (str(error),)
         texts = list(dict.fromkeys(texts))
         if not texts:
             return

@@ -250,5 +250,13 @@ def _replace(name: str, old: Any, new: Any) -> None:
 
 
 def serve(name: str) -> None:
-    """Turn a module that is being imported into one that serves the names of the original's."""
+    """Turn a module that is being imported into one that serves the names of the original's.
+
+    Run by `python -m`, as `python -m accelerate.commands.launch`, call its `main`.
+    """
+    if name == "__main__":
+        specification = sys.modules[name].__spec__
+        if specification is not None:
+            main = importlib.import_module(specification.name).main
+            raise SystemExit(main())
     sys.modules[name].__class__ = Served

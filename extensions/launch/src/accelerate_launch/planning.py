@@ -144,6 +144,9 @@ def decide(
     with mistakes:
         if "mixed_precision" in chosen:
             _check_plugin(chosen, "mixed_precision")
+    if mistakes.found and "backend" in chosen:
+        with mistakes:  # it is checked below, but belongs in the same message
+            _check_plugin(chosen, "backend")
     mistakes.report()
     if config is not None:
         chosen["backend"] = checks.backend_of(config, chosen["backend"])

@@ -89,6 +89,7 @@ def import_command(file: str | None, config_file: str | None) -> None:
             "accelerate-core config import FILE."
         )
     config = read_config(source)
+    _check(config)  # so that a mistake is reported with its line in the file that has it
     values = peer.said_by(config)
     click.echo(f"Read {source}: {', '.join(map(str, values)) or 'no setting'}.")
     left_out = {**peer.OBSOLETE_KEYS, **peer.IGNORED_KEYS}
