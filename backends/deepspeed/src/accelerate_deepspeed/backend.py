@@ -394,6 +394,10 @@ class DeepSpeedBackend(Backend):
             first, *others = sorted(found, key=lambda one: one.stage)
         if first.stage == 0 and (scale := first.loss_scale) != 1.0:
             loss = loss.float() * scale  # DeepSpeed divides gradients by it, and has not multiplied
+        if not others:
+            first.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            first.settle()
+            return
         with ExitStack() as stack:
             for one in others:
                 stack.enter_context(one.joined())

@@ -44,6 +44,9 @@ class LossScaler:
 
     def unscale_owners(self, parameters: Sequence[torch.Tensor]) -> None:
         """Unscale the optimizers of these parameters only: another may be mid-cycle."""
+        if len(self._optimizers) == 1:
+            self.unscale([self._optimizers[0].optimizer])
+            return
         wanted = {id(parameter) for parameter in parameters}
         owners = []
         for one in self._optimizers:
@@ -65,6 +68,10 @@ class LossScaler:
         have not stepped yet once more: for them it is put back.
         """
         if not self.stepped:
+            return
+        if not self._unscaled:
+            self.scaler.update()
+            self.stepped.clear()
             return
         waiting = {
             id(one.optimizer)
