@@ -47,9 +47,9 @@ class Hoarder(Backend):
         return {name: self.buffers[one] for name, one in model.named_parameters()}
 
     def load_pending_gradients(
-        self, accelerator: Any, model: nn.Module, gradients: Any, factor: float
+        self, accelerator: Any, model: nn.Module, gradients: Any, factor: float | None
     ) -> None:
-        assert factor == 1.0
+        assert factor is None
         self.buffers = {model.get_parameter(name): value for name, value in gradients.items()}
 
 

@@ -36,8 +36,9 @@ def straight(tmp_path_factory):
         [(4, {"dp_shard": 2, "tp": 2}, 10), (4, {"dp_shard": 4}, 30)],
         # In the middle of a cycle, and in an epoch that has begun.
         [(2, {"dp_shard": 2}, 15), (2, {"tp": 2}, 30)],
+        [(1, {}, 15), (2, {"tp": 2}, 30)],
     ],
-    ids=["2-4-1", "2x2 with tp to 4", "in mid cycle, to tp"],
+    ids=["2-4-1", "2x2 with tp to 4", "in mid cycle, to tp", "in mid cycle, from one rank to tp"],
 )
 def test_other_worlds(tmp_path, straight, stages):
     found = run(tmp_path / "run", *stages)

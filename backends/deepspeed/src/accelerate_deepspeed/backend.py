@@ -544,7 +544,7 @@ class DeepSpeedBackend(Backend):
         accelerator: AcceleratorView,
         model: nn.Module,
         gradients: Mapping[str, torch.Tensor],
-        factor: float,
+        factor: float | None,
     ) -> None:
         """Put it back into the engine."""
         one = self.engines.of(model)

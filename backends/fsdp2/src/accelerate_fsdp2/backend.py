@@ -95,7 +95,8 @@ class FSDP2Backend(Backend):
         #: Weights of models on meta: rank 0's by name, "rank 0" elsewhere, None where nobody has any.
         self._sources: _OfModels[Any] = weakref.WeakKeyDictionary()
         #: What is sharded, in the order of `prepare`. A list: weak containers cost calls per step.
-        self._models: list[ShardedModel] = []
+        #: Weak, because torch's groups, which each of them has, hold the model.
+        self._references: list[weakref.ref[ShardedModel]] = []
         #: Parameters whose gradients the ranks of `tp` have parts of, by name.
         self._added_names: _OfModels[list[str]] = weakref.WeakKeyDictionary()
         self._layouts = Layouts()
@@ -420,8 +421,8 @@ class FSDP2Backend(Backend):
 
     def _sharded_model(self, model: Any) -> ShardedModel | None:
         """Return what is kept for a model, None if it is not sharded."""
-        for sharded in self._models:
-            if sharded._model() is model:
+        for sharded in self._models():
+            if sharded.model is model:
                 return sharded
         if not isinstance(model, FSDPModule):
             return None
@@ -429,14 +430,24 @@ class FSDP2Backend(Backend):
 
     def _remember(self, model: Any, *kept: Sequence[nn.Parameter]) -> ShardedModel:
         sharded = ShardedModel(model, *kept)
+        model._get_fsdp_state()._accelerate_sharded_model = sharded  # lives as long as the model
         self._layouts.forget()
-        self._models = [one for one in self._models if one.model is not None]
-        self._models.append(sharded)
+        self._references = [one for one in self._references if one() is not None]
+        self._references.append(weakref.ref(sharded))
         return sharded
+
+    def _models(self) -> list[ShardedModel]:
+        """Return what is kept for the models that are still there, in the order of `prepare`."""
+        found = []
+        for reference in self._references:
+            sharded = reference()
+            if sharded is not None:
+                found.append(sharded)
+        return found
 
     def _unreduced(self, parameters: Iterable[torch.Tensor]) -> list[ShardedModel]:
         """Return the models of these parameters that have gradients which are not reduced."""
-        found = [one for one in self._models if one.has_unreduced]
+        found = [one for one in self._models() if one.has_unreduced]
         if not found:
             return found
         ids = {id(parameter) for parameter in parameters}
@@ -453,7 +464,7 @@ class FSDP2Backend(Backend):
     def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
         """Clear gradients, including those that are not reduced yet."""
         optimizer.zero_grad(set_to_none=set_to_none)
-        for sharded in self._models:
+        for sharded in self._models():
             if sharded.waiting:
                 held = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 if sharded.holds_any(held):
@@ -463,7 +474,7 @@ class FSDP2Backend(Backend):
         self, accelerator: AcceleratorView, loss: torch.Tensor, kwargs: dict[str, Any]
     ) -> None:
         """Compute gradients; average those of parameters that stay whole."""
-        models = self._models
+        models = self._models()
         if self._replicates and accelerator.gradient_state.sync_each_batch:
             # Shards are reduced at each batch, copies of them when the optimizer steps.
             all_reduce = accelerator.sync_gradients
@@ -532,7 +543,7 @@ class FSDP2Backend(Backend):
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Step, unless gradients are not there."""
-        for sharded in self._models:
+        for sharded in self._models():
             if sharded.has_unreduced:
                 held = (p for group in optimizer.param_groups for p in group["params"])
                 self._refuse_unreduced("optimizer.step()", held)
@@ -600,7 +611,7 @@ class FSDP2Backend(Backend):
         self, accelerator: AcceleratorView, directory: Path, options: Mapping[str, Any]
     ) -> None:
         """Read the shards of any number of ranks and any mesh."""
-        for sharded in self._models:
+        for sharded in self._models():
             sharded.forget_gradients()
         if "checkpoint" in self.owns:
             strict = bool(options.get("strict", True))
@@ -620,7 +631,7 @@ class FSDP2Backend(Backend):
         accelerator: AcceleratorView,
         model: nn.Module,
         gradients: Mapping[str, torch.Tensor],
-        factor: float,
+        factor: float | None,
     ) -> None:
         """Put them back where the next backward adds to them."""
         sharded = self._sharded_model(model)

@@ -62,7 +62,10 @@ def read(
 
 @torch.no_grad()
 def write(
-    model: nn.Module, groups: Sequence[Any], gradients: Mapping[str, torch.Tensor], factor: float
+    model: nn.Module,
+    groups: Sequence[Any],
+    gradients: Mapping[str, torch.Tensor],
+    factor: float | None,
 ) -> None:
     """Put back what `read` returned; or, if another mesh saved it, add it up times `factor`.
 
@@ -72,7 +75,6 @@ def write(
     _make_unsharded_parameters(model, groups)
     named = dict(model.named_parameters())
     held = {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
-    same_mesh = factor == 1.0
     for key, value in gradients.items():
         kind, name = key.split(":", 1)
         if kind == _PLACEMENTS:
@@ -80,12 +82,20 @@ def write(
         if kind == _WHOLE:
             parameter = held[id(named[name])]
             value = value.to(local(parameter.sharded_param).device)
-            if same_mesh:
+            if factor is None:
                 value = _laid_out(parameter, value, gradients.get(f"{_PLACEMENTS}:{name}"))
             else:
                 value = _from_another_mesh(parameter, name, value * factor)
             _add(parameter, value)
-        elif not same_mesh:
+        elif factor is not None and kind == _SHARDED and value.shape == named[name].shape:
+            # One rank had all of it: it is the mean over the ranks already.
+            sharded = named[name]
+            part = _part_of(sharded, value.to(local(sharded).device) * factor)
+            if sharded.grad is None:
+                sharded.grad = part
+            else:
+                local(sharded.grad).add_(local(part))
+        elif factor is not None:
             raise CheckpointError(
                 "The checkpoint was saved in the middle of an accumulation cycle whose gradients are "
                 f"sharded already, on another mesh or number of ranks. {_WAY_OUT}"
@@ -175,6 +185,13 @@ def _placement_of(number: int) -> Placement:
     if number == _REPLICATED:
         return Replicate()
     return Partial("sum") if number == _SUMMED else Shard(number)
+
+
+def _part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)
 
 
 def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

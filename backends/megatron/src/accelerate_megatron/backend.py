@@ -463,7 +463,7 @@ class MegatronBackend(Backend):
         accelerator: AcceleratorView,
         model: nn.Module,
         gradients: Mapping[str, torch.Tensor],
-        factor: float,
+        factor: float | None,
     ) -> None:
         """Fill megatron's gradient buffers."""
         if isinstance(model, MegatronModel):

@@ -45,11 +45,11 @@ class PendingGradientHooks:
         accelerator: AcceleratorView,
         model: torch.nn.Module,
         gradients: Mapping[str, torch.Tensor],
-        factor: float,
+        factor: float | None,
     ) -> None:
         """Put back what `pending_gradients` returned, on a model without gradients.
 
-        Called once, with a factor of 1, if as many ranks on the same mesh load as saved.
+        Called once, with None, if as many ranks on the same mesh load as saved.
         Otherwise every rank is called with the gradients of each rank that saved, in order, and
         adds them up, each multiplied by `factor`, so that the mean over the ranks stays the same.
 
@@ -59,7 +59,7 @@ class PendingGradientHooks:
         for name, gradient in gradients.items():
             parameter = inner.get_parameter(name)
             value = gradient.to(parameter.device)
-            if factor != 1.0:
+            if factor is not None:
                 value = value * factor
             if parameter.grad is None:
                 parameter.grad = value

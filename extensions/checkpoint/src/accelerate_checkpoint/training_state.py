@@ -335,7 +335,7 @@ class TrainingState:
         Args:
             saved_by: how many ranks saved; None if this rank gets its own back.
         """
-        factor = 1.0
+        factor = None
         if saved_by is not None:
             _, loss_ranks = self._accelerator.hooks.loss_shard(self._accelerator)
             factor = 1.0 / (loss_ranks if self._training.tokens.open else saved_by)
