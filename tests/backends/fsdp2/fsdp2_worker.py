@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -538,6 +540,22 @@ def ranks_of_one_group_draw_the_same() -> None:
     drawn = accelerator.communicator.gather_object(torch.rand(4).tolist())
     assert drawn[0] == drawn[1]
     assert SIZE == 2 or (drawn[2] == drawn[3] and drawn[0] != drawn[2])
+    accelerator.end_training()
+
+
+@case
+def a_deleted_model_leaves_memory() -> None:
+    accelerator = fsdp()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    model, sgd = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.randn(2, 4)).sum())
+    sgd.step()
+    sgd.zero_grad()
+    gone = weakref.ref(model)
+    accelerator.free_memory()
+    del model, sgd
+    gc.collect()
+    assert gone() is None
     accelerator.end_training()
 
 
