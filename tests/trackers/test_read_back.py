@@ -280,3 +280,54 @@ def test_every_rank_has_a_run_in_one_group(tmp_path: Path) -> None:
     assert len(runs) == 2
     groups = {re.search(rb"probe-[0-9a-f]{8}", path.read_bytes()) for path in runs}
     assert len({found[0] for found in groups if found}) == 1
+
+
+def test_trackio_keeps_what_is_logged_while_matplotlib_is_being_imported(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import threading
+import warnings
+
+import numpy
+
+warnings.filterwarnings("error", message=".*skipped metric.*")
+from accelerate_trackio import TrackioTracker
+
+tracker = TrackioTracker("probe", auto_log_gpu=False, auto_log_cpu=False)
+tracker.start()
+imported = threading.Event()
+logged = []
+
+
+def log():
+    while not imported.is_set():
+        tracker.log({"value": len(logged)})
+        logged.append(len(logged))
+
+
+thread = threading.Thread(target=log)
+thread.start()
+while not logged:
+    pass
+import matplotlib.figure
+imported.set()
+thread.join()
+tracker.finish()
+
+from trackio.sqlite_storage import SQLiteStorage
+found = SQLiteStorage.get_logs("probe", tracker.run.name)
+assert logged
+assert [entry.get("value") for entry in found] == logged, (len(found), len(logged))
+""",
+        encoding="utf-8",
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=probe.environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from typing import Any
 
 from accelerate_tracking import Columns, GeneralTracker, Rows, pictures
+
+
+def repair_figure_check(html: Any) -> None:
+    """Let trackio keep values that are logged while another thread imports a plotting library.
+
+    `Run.log` asks `trackio.Html` whether a value, number or not, is a figure. It looks for
+    `sys.modules["matplotlib.figure"].Figure` and the like, and drops the value with a warning when
+    the module is only half imported. A class that does not exist yet has no instances.
+    """
+    check: Any = getattr(html, "is_loggable_figure", None)
+    if check is None or hasattr(check, "__wrapped__"):
+        return
+
+    @functools.wraps(check)
+    def repaired(value: Any) -> bool:
+        try:
+            return bool(check(value))
+        except AttributeError:
+            return False
+
+    html.is_loggable_figure = staticmethod(repaired)
 
 
 class TrackioTracker(GeneralTracker):
@@ -42,6 +64,7 @@ class TrackioTracker(GeneralTracker):
         import trackio
 
         self._trackio: Any = trackio
+        repair_figure_check(trackio.Html)
         options: dict[str, Any] = {"project": self.run_name, "embed": False}
         if self.resume_id is not None:
             options |= {"name": self.resume_id, "resume": "allow"}
