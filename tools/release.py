@@ -24,6 +24,7 @@ import tomlkit
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
+from workspace import member_folders
 
 ROOT = Path(__file__).parents[1]
 _HEADING = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
@@ -67,9 +68,8 @@ def git(*arguments: str, **environ: str) -> str:
 
 def distributions() -> dict[str, Distribution]:
     """Return the workspace's distributions by name."""
-    workspace = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     found = {}
-    for member in workspace["tool"]["accelerate-workspace"]["members"]:
+    for member in member_folders(ROOT):
         text = (ROOT / member / "pyproject.toml").read_text(encoding="utf-8")
         project = tomllib.loads(text)["project"]
         needs = tuple(map(Requirement, project["dependencies"]))

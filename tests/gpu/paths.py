@@ -12,13 +12,15 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tools"))
+
+from workspace import member_folders  # noqa: E402
 
 
 def make_importable(folder: Path) -> list[str]:
     """Return the folders for `sys.path`: one with metadata, and each distribution's sources."""
-    members = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     paths = [str(folder)]
-    for member in members["tool"]["accelerate-workspace"]["members"]:
+    for member in member_folders(ROOT):
         file = ROOT / member / "pyproject.toml"
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         name, version = project["name"], project["version"]
