@@ -3,86 +3,49 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pty
 import re
 import signal
 import struct
 import subprocess
-import sys
 import tempfile
 import termios
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pool
 import pytest
 
-__all__ = ["Run", "case_names", "check_case", "clean_environment", "on_terminal", "run_workers"]
+from accelerate_testing import CompletedRun, processes
+from accelerate_testing.processes import RESULTS_VARIABLE, read_results
+
+__all__ = [
+    "RESULTS_VARIABLE",
+    "case_names",
+    "check_case",
+    "clean_environment",
+    "on_terminal",
+    "run_workers",
+]
 
 TESTS = Path(__file__).parent
 
-#: Folder in which each rank writes `RANK.json`.
-RESULTS_VARIABLE = "TESTS_RESULTS"
-
-#: Variables that must not leak from whoever runs the tests into what they start.
-_HIDDEN = (
-    "ACCELERATE_",
-    "PYTEST_ADDOPTS",
-    "TORCHELASTIC_",
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "SLURM_",
-    "MASTER_",
-    "GROUP_",
-    "ROLE_",
-)
-_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-
-
-@dataclass
-class Run:
-    """How the ranks ended, and what each of them wrote (None: nothing)."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-    results: list[Any] = field(default_factory=list)
-    timed_out: bool = False
-
-    @property
-    def ok(self) -> bool:
-        """Whether every rank ended well."""
-        return self.returncode == 0 and not self.timed_out
-
-    @property
-    def story(self) -> str:
-        """The end of what was printed, for a failure's message."""
-        head = "timed out" if self.timed_out else f"ended with {self.returncode}"
-        return f"{head}\n{self.stdout[-2000:]}\n{self.stderr[-6000:]}"
-
-    def checked(self) -> Run:
-        """Return this run if every rank ended well, else fail with the story."""
-        assert self.ok, self.story
-        return self
-
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without anything a launcher would read."""
-    kept = {
-        name: text
-        for name, text in os.environ.items()
-        if not name.startswith(_HIDDEN) and name not in _RANKS
-    }
+    """Return this process's environment without anything a launcher would read.
+
+    Unlike the function of the suites it leaves the number of threads to whatever is started, and
+    makes this folder importable.
+    """
+    kept = processes.clean_environment()
+    del kept["OMP_NUM_THREADS"]
     paths = [str(TESTS), kept.get("PYTHONPATH", "")]
     kept["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return {**kept, "ACCELERATE_CONFIG_HOME": os.devnull, **more}
+    return {**kept, **more}
 
 
 def run_workers(
@@ -93,7 +56,7 @@ def run_workers(
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
     launched: bool = False,
-) -> Run:
+) -> CompletedRun:
     """Run a script on `nproc` ranks; kill all of them after `timeout` seconds.
 
     The script may call `worker.write_result(value)`: the ranks' values come back in `results`.
@@ -101,7 +64,9 @@ def run_workers(
     Args:
         launched: by torchrun, in new interpreters, instead of by the pool (see `pool`).
     """
-    start = _by_torchrun if launched else _by_pool
+    if launched:
+        environ = clean_environment(**(env or {}))
+        return processes.run_workers(script, nproc, args, timeout=timeout, env=environ)
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryFile("w+", encoding="utf-8") as out,
@@ -109,30 +74,13 @@ def run_workers(
     ):
         environ = clean_environment(**{RESULTS_VARIABLE: folder, **(env or {})})
         command = [str(script), *map(str, args)]
-        returncode, timed_out = start(command, nproc, environ, timeout, out, err)
+        returncode, timed_out = _by_pool(command, nproc, environ, timeout, out, err)
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read())
-        results = [_read(Path(folder, f"{rank}.json")) for rank in range(nproc)]
-    return Run(returncode, *texts, results, timed_out)
-
-
-def _by_torchrun(
-    script: list[str], nproc: int, environ: dict[str, str], timeout: float, out: IO[str],
-    err: IO[str],
-) -> tuple[int, bool]:  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local_addr", "127.0.0.1", "--nproc_per_node", str(nproc), *script]
-    process = subprocess.Popen(command, env=environ, stdout=out, stderr=err, start_new_session=True)
-    try:
-        return process.wait(timeout), False
-    except subprocess.TimeoutExpired:
-        _end(process)
-        return process.wait(), True
-    except BaseException:
-        _end(process)
-        raise
+        results = read_results(folder, nproc)
+    return CompletedRun(returncode, *texts, results, timed_out)
 
 
 def _by_pool(
@@ -192,41 +140,12 @@ def _rank(rank: int, nproc: int, port: int, environ: Mapping[str, str]) -> dict[
     )
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End the agent, which ends its ranks; whoever is left after that is killed."""
-    group = os.getpgid(process.pid)
-    os.killpg(group, signal.SIGTERM)
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        pass
-    # The agent gives each rank a session of its own, so the ranks are found by their parent.
-    for pid in [*_descendants(process.pid), process.pid]:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-
-def _descendants(pid: int) -> list[int]:
-    import psutil
-
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def case_names(script: Path) -> list[str]:
     """Return the names of a worker's cases without importing it."""
     return re.findall(r"^@case[^\n]*\n(?:@[^\n]*\n)*def (\w+)", script.read_text(), re.MULTILINE)
 
 
-def check_case(run: Run, name: str) -> None:
+def check_case(run: CompletedRun, name: str) -> None:
     """Fail with the traceback of each rank on which the case did not hold."""
     said = {
         rank: (done or {}).get(name, "not run: see the failures before it")

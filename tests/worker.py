@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import json
 import os
 import time
 import traceback
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import RESULTS_VARIABLE
+
+from accelerate_testing.processes import RESULTS_VARIABLE, write_result
 
 __all__ = [
     "PG_TIMEOUT",
@@ -44,11 +44,6 @@ def case(function: Case) -> Case:
     """Register a function without arguments that asserts."""
     _cases[function.__name__] = function
     return function
-
-
-def write_result(value: Any) -> None:
-    """Hand a value (as JSON) to the test."""
-    Path(os.environ[RESULTS_VARIABLE], f"{RANK}.json").write_text(json.dumps(value))
 
 
 def scratch(name: str) -> Path:

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import Run, run_workers
+from support import run_workers
+
+from accelerate_testing import CompletedRun
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("ring_worker.py")
@@ -24,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def ranks(site: str, count: int, *arguments: str, **env: str) -> Run:
+def ranks(site: str, count: int, *arguments: str, **env: str) -> CompletedRun:
     paths = f"{Path(__file__).parents[1]}:{site}"
     return run_workers(
         WORKER, count, arguments, timeout=150, env={"PYTHONPATH": paths, **env}

@@ -23,7 +23,7 @@ import psutil
 RESULTS_VARIABLE = "ACCELERATE_TESTING_RESULTS"
 #: By which everything that a command started is found, whoever its parent is by then. Commands
 #: inside of commands add theirs; `clean_environment` lets it through.
-_MARK = "TESTING_RUN_OF_ACCELERATE"
+MARK = "TESTING_RUN_OF_ACCELERATE"
 #: Seconds in which what was started may end by itself, once the command has ended.
 _GRACE = 2.0
 
@@ -40,7 +40,14 @@ _HIDDEN = (
     "ROLE_",
 )
 #: With PYTHONOPTIMIZE a check would assert nothing.
-_HIDDEN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONOPTIMIZE")
+_HIDDEN_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "PYTEST_ADDOPTS",
+    "PYTHONOPTIMIZE",
+)
 
 
 @dataclass
@@ -70,6 +77,11 @@ class CompletedRun:
         """The end of what was printed, for the message of a failure."""
         head = "timed out" if self.timed_out else f"ended with {self.returncode}"
         return f"{head}\n{self.stdout[-2000:]}\n{self.stderr[-6000:]}".strip()
+
+    def checked(self) -> CompletedRun:
+        """Return this run if every rank ended well, else fail with the story."""
+        assert self.ok, self.story
+        return self
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -106,9 +118,14 @@ def run_workers(
     with tempfile.TemporaryDirectory() as folder:
         environ = clean_environment(**{RESULTS_VARIABLE: folder, **(env or {})})
         run = run_command([*command, *map(str, args)], environ, timeout)
-        paths = [Path(folder, f"{rank}.json") for rank in range(nproc)]
-        run.results = [json.loads(p.read_text("utf-8")) if p.exists() else None for p in paths]
+        run.results = read_results(folder, nproc)
     return run
+
+
+def read_results(folder: str | Path, nproc: int) -> list[Any]:
+    """Return what each rank handed to `write_result`, None for a rank that wrote nothing."""
+    paths = [Path(folder, f"{rank}.json") for rank in range(nproc)]
+    return [json.loads(path.read_text("utf-8")) if path.exists() else None for path in paths]
 
 
 def run_command(
@@ -128,12 +145,13 @@ def run_command(
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
             list(command),
-            env={**environ, _MARK: f"{os.environ.get(_MARK, '')} {mark}".strip()},
+            env={**environ, MARK: f"{os.environ.get(MARK, '')} {mark}".strip()},
             stdout=out,
             stderr=err,
             start_new_session=True,
         )
-        began, over = time.monotonic(), False
+        began = time.monotonic()
+        over = False
         try:
             while process.poll() is None and time.monotonic() < began + timeout:
                 if over := meanwhile() is True:
@@ -182,7 +200,7 @@ def _marked(mark: str) -> list[psutil.Process]:
     return [
         one
         for one in psutil.process_iter(["environ", "cmdline", "name", "status"])
-        if mark in (one.info["environ"] or {}).get(_MARK, "")
+        if mark in (one.info["environ"] or {}).get(MARK, "")
         and one.info["status"] != psutil.STATUS_ZOMBIE
     ]
 
