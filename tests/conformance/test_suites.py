@@ -66,6 +66,41 @@ class TestDeepSpeed(BackendSuite):
     prelude = "cpu_has_fp16"
 
 
+class _ZeroStage(BackendSuite):
+    """Another stage of ZeRO than the 2 of the suite above."""
+
+    timeout = 40.0
+    prelude = "cpu_has_fp16"
+    short = (
+        *("training", "accumulation", "branches", "counted_items", "no_sync", "clip_norm"),
+        *("small_gradients", "clip_value", "schedule", "overflow", "save_and_load"),
+    )
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
+class TestZeRO0(_ZeroStage):
+    plugin = "deepspeed"
+    environ = {**TestDeepSpeed.environ, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
+class TestZeRO1(_ZeroStage):
+    plugin = "deepspeed"
+    environ = {**TestDeepSpeed.environ, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="its library is not installed")
+class TestZeRO3(_ZeroStage):
+    plugin = "deepspeed"
+    environ = {**TestDeepSpeed.environ, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+    # Stage 3 gathers each layer's parameters on all ranks: DeepSpeed waits forever if one rank
+    # leaves a layer out, and asks for models in which all ranks use the same layers.
+    short = tuple(name for name in _ZeroStage.short if name != "branches")
+
+
 @pytest.mark.dist
 class TestMegatron(BackendSuite):
     plugin = "megatron"

@@ -38,40 +38,6 @@ def trained(stage=2, make=ADAM, seed=0, lr=1e-2, **options):
 
 
 @case
-def equals_plain_pytorch_at_each_stage() -> None:
-    expected = reference(Tower(), ADAM, lr=1e-2)
-    for stage in (0, 1, 2, 3):
-        accelerator, model, optimizer = trained(stage)
-        assert accelerator.distributed_type.value == "DEEPSPEED"
-        steps(model, optimizer, accelerator)
-        close(whole(accelerator, model), expected)
-
-
-@case
-def clips_to_what_the_loop_says_and_tells_the_norm() -> None:
-    x, y = data()
-    for norm_type in (2.0, float("inf")):
-        plain = Tower()
-        sgd = torch.optim.SGD(plain.parameters(), 0.5)
-        norms = []
-        for limit in (1e-2, 5e-3, 10.0):
-            mse_loss(plain(x), y).backward()
-            norms.append(nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type).item())
-            sgd.step()
-            sgd.zero_grad()
-        for stage in (0, 1, 2, 3):
-            accelerator, model, optimizer = trained(stage, torch.optim.SGD, lr=0.5)
-            for limit, norm in zip((1e-2, 5e-3, 10.0), norms, strict=True):
-                accelerator.backward(mse_loss(model(mine(x)), mine(y)))
-                told = accelerator.clip_grad_norm_(model.parameters(), limit, norm_type)
-                assert told.dim() == 0
-                assert abs(told.item() - norm) < 1e-5 * max(norm, 1), (stage, told, norm)
-                optimizer.step()
-                optimizer.zero_grad()
-            close(whole(accelerator, model), plain.state_dict(), 1e-6)
-
-
-@case
 def without_clipping_nothing_is_clipped() -> None:
     zero = {"zero_optimization": {"stage": 2}}
     for config in (zero, zero | {"gradient_clipping": "auto"}):
@@ -105,22 +71,6 @@ def clipping_of_the_config_applies_by_itself_and_must_not_be_contradicted() -> N
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
     accelerator.clip_grad_norm_(model.parameters(), 1e-2)
     optimizer.zero_grad()
-
-
-@case
-def clips_values() -> None:
-    x, y = data()
-    plain = Tower()
-    sgd = torch.optim.SGD(plain.parameters(), 0.5)
-    mse_loss(plain(x), y).backward()
-    nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
-    sgd.step()
-    for stage in (0, 1, 2, 3):
-        accelerator, model, optimizer = trained(stage, torch.optim.SGD, lr=0.5)
-        accelerator.backward(mse_loss(model(mine(x)), mine(y)))
-        accelerator.clip_grad_value_(model.parameters(), 1e-3)
-        optimizer.step()
-        close(whole(accelerator, model), plain.state_dict())
 
 
 @case
@@ -186,30 +136,6 @@ def accumulates_over_uneven_last_batches_and_custom_boundaries() -> None:
 
 
 @case
-def counts_items_as_one_big_batch() -> None:
-    generator = torch.Generator().manual_seed(7)
-    batches = [torch.randn(3, 5, 8, generator=generator) for _ in range(4)]
-    masks = [torch.rand(3, 5, generator=generator) > 0.4 for _ in range(4)]
-    plain = Tower()
-    sgd = torch.optim.SGD(plain.parameters(), 0.5)
-    for start in (0, 2):
-        total = sum(m.sum() for m in masks[start : start + 2])
-        for x, mask in zip(batches[start : start + 2], masks[start : start + 2], strict=True):
-            (plain(x)[mask].pow(2).sum() / total).backward()
-        sgd.step()
-        sgd.zero_grad()
-    for stage in (0, 1, 2, 3):
-        accelerator, model, optimizer = trained(stage, torch.optim.SGD, lr=0.5, steps=1)
-        for start in (0, 2):
-            x, mask = batches[start + RANK], masks[start + RANK]
-            with accelerator.accumulate(model, num_items=mask.sum() * 8):
-                accelerator.backward(model(x)[mask].pow(2).sum() * 8)
-                optimizer.step()
-                optimizer.zero_grad()
-        close(whole(accelerator, model), plain.state_dict())
-
-
-@case
 def no_sync_changes_nothing_and_does_not_fail() -> None:
     x, y = data()
     for stage in (0, 1, 2, 3):
@@ -224,24 +150,6 @@ def no_sync_changes_nothing_and_does_not_fail() -> None:
             mse_loss(plain(x), y).backward()
         sgd.step()
         close(whole(accelerator, model), plain.state_dict())
-
-
-@case
-def schedulers_step_once_per_optimizer_step() -> None:
-    accelerator = speed(zero_stage=2, steps=2)
-    model = Tower()
-    optimizer = ADAM(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-    x, y = data()
-    for _ in range(4):
-        with accelerator.accumulate(model):
-            accelerator.backward(mse_loss(model(mine(x)), mine(y)))
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    assert schedule.get_last_lr() == [0.25]
-    assert model.basic_optimizer.param_groups[0]["lr"] == 0.25
 
 
 @case
