@@ -80,7 +80,8 @@ def drop_from_cache(file: Path) -> None:
 def read_through(file: Path) -> float:
     """Return the bytes per second of reading a file from its begin to its end, from the disk."""
     drop_from_cache(file)
-    buffer, total = bytearray(8 << 20), 0
+    buffer = bytearray(8 << 20)
+    total = 0
     start = time.perf_counter()
     with file.open("rb", buffering=0) as opened:
         while got := opened.readinto(buffer):
@@ -98,7 +99,8 @@ def memory(key: str) -> float:
 def timed(found: dict[str, float], name: str, before: float | None = None):
     """Note seconds, and the peak of memory beyond what there was before, in MB."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before, start = memory("VmRSS") if before is None else before, time.perf_counter()
+    before = memory("VmRSS") if before is None else before
+    start = time.perf_counter()
     yield
     found[name] = time.perf_counter() - start
     found[f"{name} MB"] = max(0.0, memory("VmHWM") - before)
@@ -197,7 +199,8 @@ def compare(gb: float, rounds: int, folder: Path, console: Console) -> dict[str,
     """Measure one size, print it, and say whether the limits hold."""
     from safetensors.torch import save_file
 
-    mb, file = round(gb * 1000), folder / f"{gb}.safetensors"
+    mb = round(gb * 1000)
+    file = folder / f"{gb}.safetensors"
     save_file(make(mb, meta=False).state_dict(), file, {"format": "pt"})
     os.sync()
     rows: dict[str, list[dict[str, float]]] = {}
@@ -214,10 +217,7 @@ def compare(gb: float, rounds: int, folder: Path, console: Console) -> dict[str,
     table = Table("", *(NAMES[name] for name in medians), title=f"{gb} GB, medians of {rounds}")
     for key in medians["ours"]:
         values = [medians[name].get(key) for name in medians]
-        shown = [
-            "-" if v is None else f"{v / 1e9:.2f} GB/s" if v > 1e6 else f"{v:.3f}" for v in values
-        ]
-        table.add_row(key if "MB" in key or is_rate(key) else f"{key} s", *shown)
+        table.add_row(key if "MB" in key or is_rate(key) else f"{key} s", *map(shown_value, values))
     console.print(table)
     ours = medians["ours"]
     own = medians["raw"]["warm MB"]  # what a forward takes anyway
@@ -233,6 +233,12 @@ def compare(gb: float, rounds: int, folder: Path, console: Console) -> dict[str,
         sign = "within" if value <= limit else "OVER"
         console.print(f"  {what}: {value:.3f} ({sign} the limit of {limit:.2f})")
     return medians
+
+
+def shown_value(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1e9:.2f} GB/s" if value > 1e6 else f"{value:.3f}"
 
 
 def is_rate(key: str) -> bool:

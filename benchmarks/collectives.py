@@ -61,7 +61,8 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     from accelerate_core import Accelerator
 
-    ours, peer = Accelerator(cpu=True), None
+    ours = Accelerator(cpu=True)
+    peer = None
     try:
         from accelerate import Accelerator as Peer
 

@@ -22,12 +22,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-RAW, OURS, PEER, FABRIC = (
-    "raw PyTorch",
-    "accelerate-core",
-    "Hugging Face Accelerate",
-    "Lightning Fabric",
-)
+RAW = "raw PyTorch"
+OURS = "accelerate-core"
+PEER = "Hugging Face Accelerate"
+FABRIC = "Lightning Fabric"
 Contender = Callable[[], int]
 
 

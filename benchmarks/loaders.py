@@ -28,7 +28,9 @@ from harness import (
 )
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
-BATCH, TABLE, TEXTS = 16, 6400, 3200
+BATCH = 16
+TABLE = 6400
+TEXTS = 3200
 
 
 class Texts(IterableDataset):

@@ -24,7 +24,9 @@ from torch.utils.data import (
 )
 
 WORLDS = (8, 64, 512, 1024, 8192)
-OWN, BATCH, SKIPPED = 100, 8, 190_000
+OWN = 100
+BATCH = 8
+SKIPPED = 190_000
 Shard = Callable[[range, int, bool], Any]
 
 
@@ -92,7 +94,8 @@ def main() -> None:
     try:
         from accelerate import skip_first_batches as peer_skips
 
-        shards[PEER], skips[PEER] = peer, skipping(peer_skips)
+        shards[PEER] = peer
+        skips[PEER] = skipping(peer_skips)
     except ImportError:
         pass
     results = []

@@ -91,7 +91,8 @@ def main() -> None:
     table = Table("backend", "ranks", "held by a rank", "of DDP's", "peak resident")
     failed = False
     for (backend, ranks), row in told.items():
-        ratio, limit = row["held"] / base["held"], LIMITS.get((backend, ranks))
+        ratio = row["held"] / base["held"]
+        limit = LIMITS.get((backend, ranks))
         failed |= limit is not None and ratio > limit
         text = f"{ratio:.3f}" + (f" (limit {limit})" if limit else "")
         table.add_row(

@@ -122,7 +122,8 @@ def dated(distribution: Distribution, version: Version, day: str) -> tuple[str, 
     planned = re.match(r"\d\S*", headings[0]["title"])
     if planned and Version(planned[0]) > version:
         raise click.ClickException(f"{path} begins with {headings[0][0]!r}, newer than {version}")
-    first, end = headings[0], headings[1].start() if headings[1:] else len(text)
+    first = headings[0]
+    end = headings[1].start() if headings[1:] else len(text)
     section = text[first.end() : end].strip()
     if not re.sub(r"^#.*$", "", section, flags=re.MULTILINE).strip():
         raise click.ClickException(f"{path} says nothing under {first[0]!r}")

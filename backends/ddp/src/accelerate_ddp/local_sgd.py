@@ -72,7 +72,8 @@ class LocalSGD:
     ) -> None:
         if self._no_sync is None:
             return
-        no_sync, self._no_sync = self._no_sync, None
+        no_sync = self._no_sync
+        self._no_sync = None
         no_sync.__exit__(kind, error, trace)
         if error is None:  # after an error the other ranks may never come to the average
             self._average()

@@ -110,7 +110,8 @@ def _check_offload(config: HfDeepSpeedConfig) -> None:
         device = config.get_value(name, "none")
         if device in (None, "none"):
             continue
-        if config.stage < (least := 3 if kind == "param" or device == "nvme" else 1):
+        least = 3 if kind == "param" or device == "nvme" else 1
+        if config.stage < least:
             raise ConfigurationError(
                 f"{config.shown(name)} needs ZeRO stage {'3' if least == 3 else '1, 2 or 3'}; the "
                 f"stage is {config.stage} ({config.where('zero_optimization.stage')})."

@@ -392,8 +392,9 @@ class DeepSpeedBackend(Backend):
         first, *others = found
         if others:
             first, *others = sorted(found, key=lambda one: one.stage)
-        if first.stage == 0 and (scale := first.loss_scale) != 1.0:
-            loss = loss.float() * scale  # DeepSpeed divides gradients by it, and has not multiplied
+        if first.stage == 0 and first.loss_scale != 1.0:
+            # DeepSpeed divides gradients by it, and has not multiplied.
+            loss = loss.float() * first.loss_scale
         if not others:
             first.engine.backward(loss, scale_wrt_gas=False, **kwargs)
             first.settle()

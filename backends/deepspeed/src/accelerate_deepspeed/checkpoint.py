@@ -257,7 +257,8 @@ def _checkpoint_engine(engine: Any) -> Iterator[Any]:
         def load(self, path: str, map_location: Any = None) -> Any:
             return read_file(path, "cpu" if map_location is None else map_location)
 
-    before, engine.checkpoint_engine = engine.checkpoint_engine, Files()
+    before = engine.checkpoint_engine
+    engine.checkpoint_engine = Files()
     try:
         yield engine.checkpoint_engine
     finally:

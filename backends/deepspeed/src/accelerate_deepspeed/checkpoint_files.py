@@ -28,7 +28,10 @@ class _Opaque:
 
 
 class _Stage(int, Enum):
-    disabled, optimizer_states, gradients, weights = 0, 1, 2, 3
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
 
 
 #: Classes that DeepSpeed puts into its files. They hold numbers, and run nothing when made.

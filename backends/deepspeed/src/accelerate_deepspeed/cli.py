@@ -110,7 +110,8 @@ def _resolve(config: str | None, options: dict[str, Any]) -> HfDeepSpeedConfig:
     if (hidden := options["hidden_size"]) is not None:
         automatic.settle_sizes(found, SimpleNamespace(config=SimpleNamespace(hidden_size=hidden)))
     if found.has("optimizer") and options["lr"] is not None:
-        optimizer, scheduler = DummyOptim([], options["lr"], options["weight_decay"]), None
+        optimizer = DummyOptim([], options["lr"], options["weight_decay"])
+        scheduler = None
         total = options["total_num_steps"]
         if found.has("scheduler") and total is not None:
             scheduler = DummyScheduler(optimizer, total, options["warmup_num_steps"])

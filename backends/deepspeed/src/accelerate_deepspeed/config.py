@@ -46,7 +46,8 @@ KNOWN_KEYS = {
 def _read(given: Any) -> tuple[dict[str, Any], str]:
     """Return a config as a dict, and a phrase that says where it is from."""
     if isinstance(given, Mapping):
-        config, origin = copy.deepcopy(dict(given)), "the config dict"
+        config = copy.deepcopy(dict(given))
+        origin = "the config dict"
     elif hasattr(given, "config") and isinstance(given.config, Mapping):
         config = copy.deepcopy(dict(given.config))
         origin = str(getattr(given, "origin", f"the {type(given).__name__}"))

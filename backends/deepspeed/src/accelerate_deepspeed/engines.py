@@ -78,7 +78,9 @@ class TrainedEngine:
             # These stages begin anew after they have finished; the others add to what is there.
             averaged = getattr(optimizer, "averaged_gradients", {})
             self._carried = {key: list(group) for key, group in averaged.items() if group}
-        self.dirty, self._finished, self._norm = True, False, None
+        self.dirty = True
+        self._finished = False
+        self._norm = None
 
     def joined(self) -> AbstractContextManager[None]:
         """Let another engine's backward, of a loss that is scaled already, run through this one."""
@@ -183,7 +185,8 @@ class TrainedEngine:
                     stack.enter_context(_set(engine, "enable_backward_allreduce", False))
             if self._clip is not None and self.stage > 0:
                 stack.enter_context(_set(optimizer, "clip_grad", self._clip))
-            if (norm := self._norm) is not None and not getattr(optimizer, "use_muon", False):
+            norm = self._norm
+            if norm is not None and not getattr(optimizer, "use_muon", False):
                 # The step takes the norm that was measured for the user.
                 name, told = "scaled_global_norm", norm
                 if self.stage == 3:
@@ -218,7 +221,10 @@ class TrainedEngine:
         self._cleared()
 
     def _cleared(self) -> None:
-        self.dirty, self._finished, self._norm, self._clip = False, False, None, None
+        self.dirty = False
+        self._finished = False
+        self._norm = None
+        self._clip = None
         self._carried = {}
         if self.stage == 3:
             self._zero_parts()
@@ -368,7 +374,8 @@ class Engines:
                 continue
             seen.add(node)
             reference = self._owners.get(id(getattr(node, "variable", None)))
-            if reference is not None and (engine := reference()) is not None:
+            engine = None if reference is None else reference()
+            if engine is not None:
                 found.add(id(engine))
             waiting += [following for following, _ in node.next_functions if following is not None]
         return [one for one in trained if id(one.engine) in found]
@@ -421,7 +428,9 @@ class _set:
     __slots__ = ("_before", "_name", "_obj", "_value")
 
     def __init__(self, obj: Any, name: str, value: Any) -> None:
-        self._obj, self._name, self._value = obj, name, value
+        self._obj = obj
+        self._name = name
+        self._value = value
 
     def __enter__(self) -> None:
         held = vars(self._obj)

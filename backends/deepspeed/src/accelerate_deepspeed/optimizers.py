@@ -40,7 +40,9 @@ class DummyOptim:
     ) -> None:
         self.params = list(params)
         self.optimizer_callable = optimizer_callable
-        self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -74,8 +76,10 @@ class DummyScheduler:
         **kwargs: Any,
     ) -> None:
         self.optimizer = optimizer
-        self.total_num_steps, self.warmup_num_steps = total_num_steps, warmup_num_steps
-        self.lr_scheduler_callable, self.kwargs = lr_scheduler_callable, kwargs
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
 
 
 # --- DeepSpeed's for the CPU ----------------------------------------------------------------------
@@ -187,7 +191,9 @@ def build_note(op: str | None) -> Iterator[None]:
     if op is None or _built(op):
         yield
         return
-    done, started, lock = threading.Event(), time.monotonic(), _folder(op) / "lock"
+    done = threading.Event()
+    started = time.monotonic()
+    lock = _folder(op) / "lock"
     held = lock.exists()
 
     def tell() -> None:

@@ -75,7 +75,11 @@ def assign(plan: Any) -> list[Job]:
         for one in (entry.value, entry.original):
             by_optimizer[id(one)] = job
     trained = [job for job in jobs if job.optimizer is not None]
-    only = trained[0] if len(trained) == 1 else jobs[0] if len(jobs) == 1 else None
+    only = None
+    if len(trained) == 1:
+        only = trained[0]
+    elif len(jobs) == 1:
+        only = jobs[0]
     for entry in plan.of_kind("scheduler"):
         owner = by_optimizer.get(id(getattr(entry.original, "optimizer", None)), only)
         if owner is None:
@@ -100,7 +104,9 @@ def micro_batch(loaders: Iterable[Any], smallest: bool, parts: int) -> int | Non
         size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         if isinstance(size, int) and size > 0:
             sizes.append(max(size // parts, 1))
-    return (min if smallest else max)(sizes, default=None)
+    if smallest:
+        return min(sizes, default=None)
+    return max(sizes, default=None)
 
 
 def trains_something(model: nn.Module) -> bool:
@@ -194,7 +200,8 @@ def make_engine(
                     "scheduler_steps out."
                 )
             # The loop steps it, as it does every other.
-            scheduler, engine.lr_scheduler = own_scheduler, None
+            scheduler = own_scheduler
+            engine.lr_scheduler = None
         entry.value = accelerator.wrap_scheduler(scheduler, optimizers)
     return engine
 

@@ -22,7 +22,8 @@ class TransformersUlysses:
     """
 
     def __init__(self, sizes: ParallelismConfig, rank: int) -> None:
-        self.size, self.index = sizes.size("sp"), sizes.coordinates(rank)["sp"]
+        self.size = sizes.size("sp")
+        self.index = sizes.coordinates(rank)["sp"]
         self.handler: DeepSpeedSequenceParallelConfig = sizes.sp_handler
         #: Transformers' own attention, and the state of DeepSpeed's module, while it is laid around.
         self._before: tuple[Any, dict[str, Any]] | None = None

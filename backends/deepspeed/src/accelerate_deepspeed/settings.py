@@ -209,7 +209,8 @@ class DeepSpeedPlugin(BackendSettings):
 
     @contextmanager
     def _switched_init(self, enable: bool) -> Iterator[None]:
-        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        before = self.zero3_init_flag
+        self.zero3_init_flag = enable
         tell_transformers(self)
         try:
             yield

@@ -102,7 +102,8 @@ class MSAMP(FP8):
                 f"({torch.__version__}) calls a kind of Adam: weights would decay otherwise. Use Adam."
             )
         for name in converted(layers):  # layers of the library's begin in training
-            made, (was, mode) = model.value.get_submodule(name), replaced[name]
+            made = model.value.get_submodule(name)
+            (was, mode) = replaced[name]
             made.training = mode
             carry_attributes(made, was)
         model.value.register_state_dict_post_hook(_make_plain)

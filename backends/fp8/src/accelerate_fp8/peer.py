@@ -81,7 +81,8 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
         ConfigurationError: the device lacks what the recipe needs.
     """
     given = TERecipeKwargs() if fp8_recipe_handler is None else fp8_recipe_handler
-    te, recipe = engine.library(), engine.make_recipe(given)
+    te = engine.library()
+    recipe = engine.make_recipe(given)
     if reason := engine.lacking(te, recipe):
         raise ConfigurationError(f"{type(recipe).__name__} does not run on this device: {reason}")
     forward = contextual_fp8_autocast(model.forward, recipe, given.use_autocast_during_eval)

@@ -86,7 +86,8 @@ class FP8(Precision):
     def _refuse_options_of_others(self, given: Any, recipe: type[Any], sources: Sources) -> None:
         """Refuse what is said to another engine, but what the peer's launcher writes for all."""
         for word in ("FPROP", "DGRAD", "WGRAD"):
-            if flag(sources.environ, variable := f"ACCELERATE_FP8_OVERRIDE_{word}"):
+            variable = f"ACCELERATE_FP8_OVERRIDE_{word}"
+            if flag(sources.environ, variable):
                 raise ConfigurationError(
                     f"{variable} is set, and Transformer Engine has no override_linear_precision any "
                     "more. Leave it out; a recipe of the library's has backward_override."

@@ -237,7 +237,8 @@ class TERecipeKwargs(KwargsHandler):
         self._check_options()
 
     def _check_options(self) -> None:
-        name, changed = self.recipe_name, self.to_kwargs()
+        name = self.recipe_name
+        changed = self.to_kwargs()
         has = TE_RECIPES[name][1] if name else ()
         others = [key for key in _TE_OPTIONS if key in changed and key not in has]
         said = ", ".join(f"{key}={changed[key]!r}" for key in others)

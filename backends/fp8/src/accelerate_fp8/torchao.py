@@ -146,7 +146,8 @@ class TorchAO(FP8):
             by_mesh: dict[Any, list[nn.Module]] = {}
             for model in accelerator.models:
                 for module in model.modules():
-                    if isinstance(weight := getattr(module, "weight", None), DTensor):
+                    weight = getattr(module, "weight", None)
+                    if isinstance(weight, DTensor):
                         by_mesh.setdefault(weight.device_mesh, []).append(module)
             self._scaled = [nn.ModuleList(modules) for modules in by_mesh.values()]
         self._compute_scales()
@@ -241,9 +242,8 @@ def _multiplies(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     if torch.version.hip:
-        return "gfx94" in (name := torch.cuda.get_device_properties(device).gcnArchName) or (
-            "gfx95" in name
-        )
+        name = torch.cuda.get_device_properties(device).gcnArchName
+        return "gfx94" in name or "gfx95" in name
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 

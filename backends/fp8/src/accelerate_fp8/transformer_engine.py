@@ -142,7 +142,12 @@ class TransformerEngine(FP8):
         return model
 
     def _made(self, layer: Any, quantized: bool) -> nn.Module:
-        rows = 32 if self._recipe.mxfp8() else 16 if self._recipe.nvfp4() else 8
+        if self._recipe.mxfp8():
+            rows = 32
+        elif self._recipe.nvfp4():
+            rows = 16
+        else:
+            rows = 8
         if not quantized:
             return to_library(self._te, layer, rows)
 
@@ -207,12 +212,8 @@ class TransformerEngine(FP8):
         files = [directory / _file(rank) for rank in (accelerator.process_index, 0)]
         read = next((load_file(file) for file in files if file.exists()), {})
         for prefix, module in _modules(accelerator):
-            saved = {
-                (side, what): read[key]
-                for side in _SIDES
-                for what in _KEPT
-                if (key := f"{prefix}{side}.{what}") in read
-            }
+            keys = {(side, what): f"{prefix}{side}.{what}" for side in _SIDES for what in _KEPT}
+            saved = {place: read[key] for place, key in keys.items() if key in read}
             if saved and not [*_scales(module)]:
                 self._start_scales(module, len(saved["scaling_fwd", "scale"]) // 3)
             for side, what, tensor in _scales(module):
@@ -268,12 +269,14 @@ def library() -> Any:
 def _unusable(error: Exception) -> MissingPluginError:
     said = (str(error).splitlines() or [type(error).__name__])[0]
     if "meta package" in said:
-        why, way = "is installed without its extension for PyTorch", _INSTALL
+        why = "is installed without its extension for PyTorch"
+        way = _INSTALL
     elif "cudnn" in said.lower():
         why = f"does not find the cuDNN it needs ({said})"
         way = "pip install -U nvidia-cudnn-cu13 (or -cu12, as your CUDA is), or set CUDNN_HOME"
     else:
-        why, way = f"cannot be imported ({type(error).__name__}: {said})", _INSTALL
+        why = f"cannot be imported ({type(error).__name__}: {said})"
+        way = _INSTALL
     return MissingPluginError(f"Transformer Engine {why}. Install it with: {way}")
 
 
@@ -428,7 +431,8 @@ def to_library(
     weight: Any = layer.weight
     device = weight.device if fill else "meta"
     if isinstance(layer, nn.Linear):
-        made = (_padding(te.Linear) if rows > 1 else te.Linear)(
+        linear = _padding(te.Linear) if rows > 1 else te.Linear
+        made = linear(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
@@ -464,7 +468,8 @@ def to_torch(te: Any, layer: Any) -> nn.Module | None:
 def _take(made: nn.Module, layer: nn.Module, names: Sequence[str]) -> nn.Module:
     """Give a layer the parameters and the mode of another."""
     for name in names:
-        if isinstance(parameter := getattr(layer, name), nn.Parameter):
+        parameter = getattr(layer, name)
+        if isinstance(parameter, nn.Parameter):
             setattr(made, name, parameter)
     made.train(layer.training)
     weight: Any = made.weight
@@ -541,7 +546,8 @@ def _scales(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     meta: Mapping[str, Any] = module.fp8_meta  # type: ignore[assignment]
     for side in _SIDES:
         for what in _KEPT:
-            if isinstance(tensor := getattr(meta.get(side), what, None), torch.Tensor):
+            tensor = getattr(meta.get(side), what, None)
+            if isinstance(tensor, torch.Tensor):
                 yield side, what, tensor
 
 

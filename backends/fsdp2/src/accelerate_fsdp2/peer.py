@@ -210,7 +210,8 @@ def load_fsdp_optimizer(
         CheckpointError: there is no such file, or it is damaged.
     """
     accelerator.wait_for_everyone()
-    options, inner = _options(fsdp_plugin), _inner(optimizer)
+    options = _options(fsdp_plugin)
+    inner = _inner(optimizer)
     own = functools.partial(get_optimizer_state_dict, model, inner, options=options)
     place = Path(input_dir, f"{_OPTIMIZER}_{optimizer_index}")
     state = _read(options, accelerator, own, "optimizer", place, use_dcp)

@@ -25,7 +25,10 @@ from torch.distributed.tensor import (
 from accelerate_core.errors import CheckpointError
 from accelerate_fsdp2.gradients import local, unreduced
 
-_SHARDED, _WHOLE, _PARTIAL, _PLACEMENTS = "sharded", "whole", "partial", "placements"
+_SHARDED = "sharded"
+_WHOLE = "whole"
+_PARTIAL = "partial"
+_PLACEMENTS = "placements"
 #: Numbers for placements; a number from 0 on is the dimension of a shard.
 _REPLICATED, _SUMMED = -1, -2
 _WAY_OUT = "Load it on the mesh that saved it, or load a checkpoint saved after an optimizer step."

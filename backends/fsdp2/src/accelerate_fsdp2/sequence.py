@@ -246,7 +246,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, to_heads: bool) -> Any:
-        ctx.group, ctx.to_heads = group, to_heads
+        ctx.group = group
+        ctx.to_heads = to_heads
         return _exchange(x, group, to_heads)
 
     @staticmethod

@@ -113,7 +113,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     copy = local(tensor.detach()).to("cpu", copy=True)
     if not isinstance(tensor, DTensor):
         return copy
-    shape, stride = tensor.shape, tensor.stride()
+    shape = tensor.shape
+    stride = tensor.stride()
     return DTensor.from_local(
         copy, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
     )
@@ -142,7 +143,8 @@ class _OptimizerState:
     """The state of one optimizer: tensors, sharded as its parameters are, and plain data beside."""
 
     def __init__(self, number: int, optimizer: Any, names: Mapping[int, str]) -> None:
-        self.number, self.optimizer = number, optimizer
+        self.number = number
+        self.optimizer = optimizer
         self._kind = type(optimizer).__name__
         self._prefix = f"optimizer.{number}."
         for parameter in _parameters(optimizer):

@@ -30,7 +30,7 @@ def enable_cpu_ring_attention() -> None:
 
     def forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         query, key, value, *rest = args
-        dropout, causal = (*rest, 0.0, False)[:2] if len(rest) > 1 else (0.0, False)
+        dropout, causal = rest[:2] if len(rest) > 1 else (0.0, False)
         made = ring._templated_ring_attention(
             query.device_mesh.get_group(),
             2,
@@ -64,7 +64,8 @@ def enable_cpu_ring_attention() -> None:
         return tuple(_wrapped(one, query) for one in made[:3])
 
     handlers: Any = ring.custom_ops
-    handlers[ahead.default], handlers[back.default] = forward, backward
+    handlers[ahead.default] = forward
+    handlers[back.default] = backward
     _enabled = True
 
 

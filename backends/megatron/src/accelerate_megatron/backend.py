@@ -114,9 +114,11 @@ class MegatronBackend(Backend):
 
     def check(self, accelerator: AcceleratorView) -> None:
         """Refuse sizes that contradict each other, or that cannot be."""
-        sizes, wanted = accelerator.parallelism_config, self.plugin.sizes()
+        sizes = accelerator.parallelism_config
+        wanted = self.plugin.sizes()
         for name in ("tp", "pp"):
-            said, here = getattr(wanted, name), sizes.size(name)
+            said = getattr(wanted, name)
+            here = sizes.size(name)
             if said not in (1, here):
                 raise ConfigurationError(
                     f"{name}_degree={said} of MegatronLMPlugin contradicts {name}_size={here} of "
@@ -210,7 +212,8 @@ class MegatronBackend(Backend):
             if job.entry is not None and not isinstance(job.entry.value, MegatronModel):
                 made = built(job.entry.value, self._run(accelerator))
                 job.entry.value = self._wrapped(accelerator, made)
-                job.engine, job.names = job.entry.value.engine, made.names
+                job.engine = job.entry.value.engine
+                job.names = made.names
         for job in jobs:
             if job.optimizer is None:
                 continue
@@ -287,7 +290,8 @@ class MegatronBackend(Backend):
 
     def _forward(self, accelerator: AcceleratorView, reference: Any, batch: Any) -> CausalLMOutput:
         """Run a whole step where the model is called, as Hugging Face Accelerate does."""
-        model, cycle = reference(), accelerator.gradient_accumulation_steps
+        model = reference()
+        cycle = accelerator.gradient_accumulation_steps
         training = model.training and torch.is_grad_enabled()
         step = ScheduleStep(training, accelerator.sync_gradients, lambda loss: loss / cycle)
         result = self.run_schedule(accelerator, model, batch, step)

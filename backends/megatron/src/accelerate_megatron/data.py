@@ -44,7 +44,9 @@ class IndexedSamples(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, dataset: Any, size: int, names: Sequence[str] | None = None) -> None:
-        self.dataset, self.size, self.names = dataset, size, names
+        self.dataset = dataset
+        self.size = size
+        self.names = names
 
     def __len__(self) -> int:
         return self.size
@@ -247,7 +249,7 @@ def _shares(split: str) -> list[float]:
         raise ConfigurationError(
             f"split={split!r}: up to three numbers, the parts of {listing(SPLITS)}, as '969,30,1'."
         )
-    return [*parts, 0.0, 0.0][:3]
+    return parts + [0.0] * (3 - len(parts))
 
 
 class _Tokens:
@@ -295,7 +297,8 @@ def _check_whole(prefix: str) -> None:
         ends = index.sequence_pointers[-1:] + index.sequence_lengths[-1:] * index.dtype_size
     except Exception as error:
         raise ConfigurationError(f"{prefix}.idx is no index of megatron's: {error}") from error
-    size, wanted = os.path.getsize(prefix + ".bin"), int(ends.sum())
+    size = os.path.getsize(prefix + ".bin")
+    wanted = int(ends.sum())
     if size < wanted:
         raise ConfigurationError(
             f"{prefix}.bin has {size} bytes, and its index says {wanted}: the copy is not whole."
@@ -330,7 +333,8 @@ def _builder() -> Any:
             data, path, documents, size, split, config = args
             if size == 0:
                 return None
-            tokens, length = int(data.sequence_lengths[documents].sum()), config.sequence_length
+            tokens = int(data.sequence_lengths[documents].sum())
+            length = config.sequence_length
             if not tokens or (size is None and tokens <= length):
                 # Counting its passes megatron-core would not come to an end.
                 raise ConfigurationError(
@@ -473,7 +477,8 @@ class MegatronLMDummyDataLoader:
         wanted = self._samples(
             plugin, steps, batch * ranks, accelerator.gradient_accumulation_steps
         )
-        wanted = [*wanted[: len(on_device)], 0, 0, 0][:3]
+        wanted = list(wanted[: len(on_device)])
+        wanted += [0] * (3 - len(wanted))
         own = plugin.custom_megatron_datasets_provider_function
         if own is not None:
             datasets = _as_wanted(own(wanted), wanted, None)
@@ -562,7 +567,8 @@ class IndexedLoader(DataLoaderShard):
         Raises:
             ConfigurationError: they are no whole batches, or all there are.
         """
-        whole, there = self.total_batch_size or 1, self.total_dataset_length
+        whole = self.total_batch_size or 1
+        there = self.total_dataset_length
         if samples % whole or samples >= there:
             raise ConfigurationError(
                 f"consumed_samples={samples} for {name}: a multiple of {whole}, the samples of a batch "
@@ -595,7 +601,8 @@ def place_loaders(accelerator: AcceleratorView, plan: Any, plugin: MegatronLMPlu
                 f"prepare got a MegatronLMDummyDataLoader {len(same)} times; it stands for "
                 f"{listing(SPLITS)}, in this order."
             )
-        steps, moved = _steps(accelerator, plan, plugin), [entry.on_device for entry in same]
+        steps = _steps(accelerator, plan, plugin)
+        moved = [entry.on_device for entry in same]
         made = list(same[0].value.loaders(accelerator, plugin, steps, moved))
         for entry, loader in zip(same, made, strict=True):
             entry.value = loader

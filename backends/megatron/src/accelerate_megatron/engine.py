@@ -99,7 +99,8 @@ class Engine:
         Raises:
             ConfigurationError: they have been reduced already.
         """
-        called, self.called = self.called, False
+        called = self.called
+        self.called = False
         if self.ready and not called:
             return  # it is another model's
         if self.ready:
@@ -217,7 +218,11 @@ class Engine:
             self.optimizer.zero_grad(set_to_none=True)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.begun = self.ready = self.overflowed = self.clipped = self.called = False
+        self.begun = False
+        self.ready = False
+        self.overflowed = False
+        self.clipped = False
+        self.called = False
 
     def pending_gradients(self) -> dict[str, torch.Tensor]:
         """Return megatron's gradient buffers of this rank, if a backward has run since the step."""
@@ -322,7 +327,8 @@ def build_optimizer(
         warn(f"{text}.")
     optimizer.state.clear()
     engine.stepped = held
-    engine.inner, engine.group_names = optimizer, [list(wanted) for wanted in names]
+    engine.inner = optimizer
+    engine.group_names = [list(wanted) for wanted in names]
     engine.optimizer = _wrapped(engine, optimizer, options, scaling)
 
 
@@ -361,7 +367,9 @@ def _everywhere(
 
 def _check_class(optimizer: torch.optim.Optimizer, sizes: Sizes, distributed: bool) -> None:
     kind = type(optimizer).__name__
-    adam, adamw, sgd = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+    adam = torch.optim.Adam
+    adamw = torch.optim.AdamW
+    sgd = torch.optim.SGD
     if distributed and not isinstance(optimizer, adamw):
         raise ConfigurationError(
             f"megatron's distributed optimizer steps by AdamW alone, not by {kind}: use "

@@ -294,7 +294,8 @@ class GPT(MegatronModel):
         super().__init__(engine)
         self.conversion = conversion
         #: Tokens, without padding; 0 if a provider's model does not say.
-        self.vocab_size, self.padding = engine.vocab_size, padding
+        self.vocab_size = engine.vocab_size
+        self.padding = padding
         self._skeleton = [skeleton]
         embedding = getattr(engine.modules[0], "position_embedding_type", "learned_absolute")
         self._learned_positions = embedding == "learned_absolute"
@@ -350,7 +351,8 @@ class GPT(MegatronModel):
         tokens = batch.get("tokens", batch.get("input_ids"))
         if tokens is None:
             return  # told where it is read
-        ranks, length = self.engine.sizes.tp, tokens.size(1)
+        ranks = self.engine.sizes.tp
+        length = tokens.size(1)
         if self.engine.config.sequence_parallel and length % ranks:
             raise ConfigurationError(
                 f"Sequences of {length} tokens do not divide over the {ranks} ranks that share them "

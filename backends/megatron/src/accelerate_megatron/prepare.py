@@ -264,7 +264,8 @@ def make_chunks(provider: Callable[..., Any], sizes: Sizes) -> list[nn.Module]:
 
 def wrapped(made: Made, run: Run) -> MegatronModel:
     """Put a model's chunks on the device, into its precision and under data parallelism."""
-    half_module, data = imported("transformer.module").Float16Module, imported("distributed")
+    half_module = imported("transformer.module").Float16Module
+    data = imported("distributed")
     config = _plain_config(run.of(None)[1]) if made.plain else made.modules[0].config
     defaults = imported("tensor_parallel").set_defaults_if_not_set_tensor_model_parallel_attributes
     for chunk in made.modules:
@@ -468,4 +469,5 @@ def _match(entry: Any, owner: Mapping[int, tuple[Job, str]]) -> None:
     (job,) = mine
     if job.optimizer is not None or (job.engine is not None and job.engine.optimizer is not None):
         raise ConfigurationError(f"The model of this {kind} has an optimizer already.")
-    job.optimizer, job.held = entry, held
+    job.optimizer = entry
+    job.held = held

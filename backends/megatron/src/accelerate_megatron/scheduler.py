@@ -41,7 +41,8 @@ class MegatronLMDummyScheduler:
                 f"MegatronLMPlugin.{did_you_mean(name, known)}"
             )
         self.optimizer = optimizer
-        self.total_num_steps, self.warmup_num_steps = total_num_steps, warmup_num_steps
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
         self.kwargs = kwargs
 
 
@@ -149,7 +150,8 @@ def build_scheduler(
             raise ConfigurationError(
                 f"min_lr={plugin.min_lr} is above a group's learning rate of {group['lr']}."
             )
-        group["max_lr"], group["min_lr"] = group["lr"], plugin.min_lr
+        group["max_lr"] = group["lr"]
+        group["min_lr"] = plugin.min_lr
         own = group.get("weight_decay", 0.0)
         group["start_wd"] = own if start is None or own == 0 else start
         group["end_wd"] = own if end is None or own == 0 else end

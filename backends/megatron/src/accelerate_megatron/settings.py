@@ -310,7 +310,8 @@ class MegatronLMPlugin(BackendSettings):
     def __post_init__(self) -> None:
         fields = type(self).__dataclass_fields__
         for name, way in _REFUSED.items():
-            value, default = getattr(self, name), fields[name].default
+            value = getattr(self, name)
+            default = fields[name].default
             if value not in (None, default) and value is not False:
                 raise ConfigurationError(f"{name}={value!r} is not offered: {way}.")
         self._settle_attention()
@@ -606,7 +607,8 @@ def check_model(transformer: Mapping[str, Any], sizes: Sizes) -> None:
         ConfigurationError: with the arithmetic.
     """
     for name, (dimension, setting) in _DIVIDED.items():
-        by, whole = getattr(sizes, dimension), transformer.get(name)
+        by = getattr(sizes, dimension)
+        whole = transformer.get(name)
         if whole is not None and whole % by:
             raise ConfigurationError(
                 f"{setting}={by} does not divide the model: {name} {whole} / {dimension} {by} = "
@@ -631,7 +633,8 @@ def check_model(transformer: Mapping[str, Any], sizes: Sizes) -> None:
     )
     if layers is None:
         return
-    at_once, here = transformer.get("recompute_num_layers"), layers // (sizes.pp * sizes.vp)
+    at_once = transformer.get("recompute_num_layers")
+    here = layers // (sizes.pp * sizes.vp)
     if transformer.get("recompute_method") == "uniform" and at_once and here % at_once:
         raise ConfigurationError(
             f"recompute_num_layers={at_once} does not divide the {here} layers of a stage, which "

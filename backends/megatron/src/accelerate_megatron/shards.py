@@ -39,7 +39,8 @@ class Part:
 
     def within(self, first: int, end: int) -> Iterator[Part]:
         """Yield the boxes of those elements `first` to `end` of the local tensor that are in it."""
-        low, high = max(first - self.start, 0), min(end - self.start, math.prod(self.shape))
+        low = max(first - self.start, 0)
+        high = min(end - self.start, math.prod(self.shape))
         if low < high:
             for offset, shape, at in boxes(self.shape, low, high):
                 moved = tuple(a + b for a, b in zip(self.offset, offset, strict=True))

@@ -188,7 +188,9 @@ class XLABackend(XLACollectives, Backend):
         self, accelerator: AcceleratorView, batches: Iterator[Any], non_blocking: bool
     ) -> Iterator[Any]:
         """Move batches one ahead, from this thread; run what is pending when one is taken."""
-        sync, device, sharding = imported().sync, accelerator.device, self._sharding
+        sync = imported().sync
+        device = accelerator.device
+        sharding = self._sharding
         compilations = self._compilations
         assert compilations is not None
         if sharding is None:

@@ -87,7 +87,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _boxes(key: str, tensor: torch.Tensor) -> Iterator[Box]:
-    value, size = tensor.detach(), tuple(tensor.shape)
+    value = tensor.detach()
+    size = tuple(tensor.shape)
     if value.device.type == "xla":
         value = imported("distributed.spmd").wrap_if_sharded(tensor.data)
     if not hasattr(value, "local_shards"):
@@ -180,7 +181,8 @@ def load(
 def _compare(
     accelerator: AcceleratorView, directory: Path, stored: Any, plain: Any, strict: bool
 ) -> None:
-    wrong, known = [], set()
+    wrong = []
+    known = set()
     for number, model in enumerate(accelerator.models):
         for name, value in accelerator.unwrap_model(model).state_dict().items():
             key = f"model.{number}.{name}"

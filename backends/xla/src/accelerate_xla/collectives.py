@@ -50,7 +50,8 @@ class XLACollectives(TorchCollectives):
         scope: Scope,
     ) -> torch.Tensor:
         """Give each rank its own part; the whole goes to each, as XLA has no other way."""
-        count, rank = dist.get_world_size(), dist.get_rank()
+        count = dist.get_world_size()
+        rank = dist.get_rank()
         whole = like.new_zeros(count * like.numel()) if parts is None else torch.cat([*parts])
         return self.broadcast(accelerator, whole, src, scope).view(count, -1)[rank].clone()
 

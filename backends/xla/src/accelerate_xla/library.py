@@ -133,7 +133,8 @@ def start_spmd(sizes: Mapping[str, int]) -> Any:
 
 def _mesh(sizes: Mapping[str, int]) -> Any:
     runtime, sharding = imported("runtime"), imported("distributed.spmd")
-    count, needed = spmd_devices(), math.prod(sizes.values())
+    count = spmd_devices()
+    needed = math.prod(sizes.values())
     if needed != count:
         how = " (CPU_NUM_DEVICES)" if runtime.device_type() == "CPU" else ""
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())

@@ -41,8 +41,10 @@ class Compilations:
     def watch(self, batch: Any, before: int) -> None:
         """Look at the step that `batch` has gone through; `before` is what `total` was when it came."""
         trains = torch.is_grad_enabled()
-        shapes, own = self._shapes[trains], _shapes(batch)
-        new, known = own not in shapes, sorted(shapes)[:2]
+        shapes = self._shapes[trains]
+        own = _shapes(batch)
+        new = own not in shapes
+        known = sorted(shapes)[:2]
         shapes.add(own)
         if self._expected[trains] > 0:
             self._expected[trains] -= 1

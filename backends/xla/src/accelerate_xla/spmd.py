@@ -176,7 +176,8 @@ class Sharding:
         self._of.clear()
 
     def _mark(self, tensor: torch.Tensor, spec: Spec) -> None:
-        sharding, inner = imported("distributed.spmd"), imported()._XLAC
+        sharding = imported("distributed.spmd")
+        inner = imported()._XLAC
         value = tensor.data
         if inner._get_xla_sharding_spec(value):
             sharding.clear_sharding(value)

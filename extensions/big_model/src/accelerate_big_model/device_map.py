@@ -99,7 +99,8 @@ def get_max_layer_size(
     Args:
         no_split_module_classes: names of classes that stay on one device.
     """
-    largest, names = 0, list[str]()
+    largest = 0
+    names = list[str]()
     queue = list(modules)
     while queue:
         name, module = queue.pop(0)
@@ -367,7 +368,9 @@ class Plan:
         sizes: Mapping[str, int],
         no_split: list[str],
     ) -> None:
-        self.memory, self.sizes, self.no_split = memory, sizes, no_split
+        self.memory = memory
+        self.sizes = sizes
+        self.no_split = no_split
         self.tied = find_tied_parameters(model)
         self.queue = _parts("", model)
         self.accelerators = [device for device in memory if device not in ("cpu", "disk")]

@@ -174,13 +174,17 @@ def _outside_of_graphs(function: Callable[..., None]) -> Callable[..., None]:
 
     `torch.compiler.disable` alone would import Dynamo, which takes a second, where nothing is compiled.
     """
-    made: list[Any] = []
+    outside: Callable[..., None] | None = None
 
     @functools.wraps(function)
     def called(*args: Any) -> None:
-        if not made and "torch._dynamo" in sys.modules:
-            made.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-        (made[0] if made else function)(*args)
+        nonlocal outside
+        if outside is None and "torch._dynamo" in sys.modules:
+            outside = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        if outside is None:
+            function(*args)
+        else:
+            outside(*args)
 
     return called
 

@@ -107,7 +107,8 @@ class _Cache:
 
     def __init__(self, path: Path, size: int) -> None:
         self._pages = _pages(path, 0, size, shared=True)
-        self._begin, self.size = ctypes.addressof(self._pages), size
+        self._begin = ctypes.addressof(self._pages)
+        self.size = size
         if mmap.PAGESIZE == 4096:  # of larger pages a large one is half a gigabyte
             _libc.madvise(self._begin, size, _MADV_HUGEPAGE)
         if not _populate(self._begin, 1):
@@ -171,7 +172,8 @@ class SafetensorsFile:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header: dict[str, Any] = json.loads(file.read(length))
-            self.path, self.stamp = path, stamp(path)
+            self.path = path
+            self.stamp = stamp(path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"Cannot read the weights of {path}: {error}.") from None
         self._start = 8 + length
@@ -249,9 +251,11 @@ class TorchFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.stamp = path, stamp(path)
+        self.path = path
+        self.stamp = stamp(path)
         # Mapped, but for files from before torch 1.6; what else a trainer put there is left out.
-        self._mapped, found = zipfile.is_zipfile(path), iter_state_dict(path)
+        self._mapped = zipfile.is_zipfile(path)
+        found = iter_state_dict(path)
         self._state = {name: one for name, one in found if isinstance(one, torch.Tensor)}
 
     def names(self) -> list[str]:
@@ -293,7 +297,8 @@ class PlainFile:
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         dtype = about["dtype"]
-        self.path, self._shape = path, list(about["shape"])
+        self.path = path
+        self._shape = list(about["shape"])
         self._dtype: torch.dtype = getattr(torch, str(dtype).removeprefix("torch."))
         wanted = math.prod(self._shape) * self._dtype.itemsize
         size = path.stat().st_size if path.is_file() else -1

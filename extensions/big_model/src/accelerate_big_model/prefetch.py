@@ -63,7 +63,9 @@ class ReadAhead:
     """
 
     def __init__(self, device: torch.device, layers: Sequence[_Layer], block: int) -> None:
-        self.device, self.layers, self.block = device, list(layers), block
+        self.device = device
+        self.layers = list(layers)
+        self.block = block
         self.window = block
         #: Where weights are used as they lie in memory there is nothing to copy.
         self._copies = device.type not in _IN_PLACE
@@ -127,7 +129,8 @@ class ReadAhead:
         if self._entered % len(self.layers) == 0:
             self.window = min(self.block, free_memory(self.device) // 2)
         self._entered += 1
-        coming, taken = list[int](), 0
+        coming = list[int]()
+        taken = 0
         for at in self._following():
             taken += self.layers[at].bytes
             if taken > self.window and coming:
@@ -220,4 +223,5 @@ def read_ahead(model: nn.Module, device: torch.device) -> None:
     if layers:
         ahead = ReadAhead(device, layers, max(blocks.values()))
         for at, hook in enumerate(hooks):
-            hook.ahead, hook.place = ahead, at
+            hook.ahead = ahead
+            hook.place = at

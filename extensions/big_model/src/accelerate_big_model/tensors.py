@@ -240,7 +240,8 @@ def set_module_tensor_to_device(
             f"{type(module).__name__} has no parameter or buffer {tensor_name!r}."
             f"{did_you_mean(tensor_name, names)}"
         )
-    old, target = store[name], as_device(device)
+    old = store[name]
+    target = as_device(device)
     if old is None:
         return
     if value is not None and value.shape != old.shape:

@@ -129,7 +129,8 @@ def _set_step_scheduler(accelerator: Any, value: Any) -> None:
 
 def _set_rng_types(accelerator: Any, value: Any) -> None:
     names = check_rng_types(value)
-    vars(accelerator)["rng_types"] = accelerator._prepared._rng_types = names
+    vars(accelerator)["rng_types"] = names
+    accelerator._prepared._rng_types = names
 
 
 def _set_dynamo_plugin(accelerator: Any, value: Any) -> None:
@@ -161,7 +162,8 @@ def check_compiler(accelerator: Any) -> None:
 
 def _set_debug(state: Any, value: Any) -> None:
     _expect("state.debug", value, bool)
-    runtime, user = process.current_runtime(), process.current_user()
+    runtime = process.current_runtime()
+    user = process.current_user()
     runtime.debug = value
     if user is not None:
         parts = user._collectives

@@ -148,7 +148,8 @@ class DataLoaderStateMixin(metaclass=_Prepared):
 
     def reset(self) -> None:
         """Forget the last iteration."""
-        self.end_of_dataloader, self.remainder = False, -1
+        self.end_of_dataloader = False
+        self.remainder = -1
 
     def begin(self) -> None:
         """Begin an iteration."""

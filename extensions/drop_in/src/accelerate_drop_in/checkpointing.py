@@ -98,7 +98,8 @@ def load_accelerator_state(
             f"map_location={map_location!r} is not known; allowed are 'cpu' and 'on_device'."
         )
     place = current_runtime().device if map_location == "on_device" else torch.device("cpu")
-    folder, how = Path(input_dir), dict(load_kwargs or {})
+    folder = Path(input_dir)
+    how = dict(load_kwargs or {})
     for number, model in enumerate(models):
         path = folder / _numbered(constants.SAFE_WEIGHTS_NAME, number)
         if path.exists():

@@ -132,7 +132,8 @@ def prepare_pippy(
     Raises:
         ConfigurationError: the split points do not fit the number of processes.
     """
-    state, shown = PartialState(), cast(Any, model)
+    state = PartialState()
+    shown = cast(Any, model)
     if state.num_processes == 1:
         shown.hf_split_points = []
         return model
@@ -153,7 +154,8 @@ def prepare_pippy(
     )
     original: Any = model.forward
     shown.hf_split_points = points
-    shown._original_forward, shown._original_call = original, model.__call__
+    shown._original_forward = original
+    shown._original_call = model.__call__
     shown.pippy_stage = schedule
 
     @functools.wraps(original)

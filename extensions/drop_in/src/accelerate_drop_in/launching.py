@@ -60,7 +60,8 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     several = args.num_machines > 1
     args.nproc_per_node = str(args.num_processes // args.num_machines)
     if several:
-        args.nnodes, args.node_rank = str(args.num_machines), int(args.machine_rank)
+        args.nnodes = str(args.num_machines)
+        args.node_rank = int(args.machine_rank)
     if several and not getattr(args, "same_network", False):
         args.rdzv_endpoint = f"{args.main_process_ip}:{args.main_process_port}"
     else:

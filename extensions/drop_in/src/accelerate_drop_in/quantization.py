@@ -177,7 +177,8 @@ def load_and_quantize_model(
     whole = {name: id(one) for name, one in named if _named(name, single)}
     model = replace_with_bnb_layers(model, config, [*config.skip_modules, *single])
     shown: Any = model  # peft and Accelerator.prepare ask for these
-    shown.is_loaded_in_8bit, shown.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
+    shown.is_loaded_in_8bit = config.load_in_8bit
+    shown.is_loaded_in_4bit = config.load_in_4bit
     places = get_quantized_model_device_map(
         model, config, device_map, max_memory, no_split_module_classes
     )
@@ -227,7 +228,8 @@ def replace_with_bnb_layers(
         )
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
-    config, kept = bnb_quantization_config, modules_to_not_convert or ()
+    config = bnb_quantization_config
+    kept = modules_to_not_convert or ()
     found = False
     for name, layer in list(model.named_modules()):
         # Attention reads the weights of its output layer without calling it.
@@ -249,7 +251,8 @@ def replace_with_bnb_layers(
                     compress_statistics=config.bnb_4bit_use_double_quant,
                     quant_type=config.bnb_4bit_quant_type,
                 )
-        made.weight, made.bias = rebuilt(made.weight, layer.weight.detach()), layer.bias
+        made.weight = rebuilt(made.weight, layer.weight.detach())
+        made.bias = layer.bias
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, made.requires_grad_(False).train(layer.training))
         found = True
@@ -332,7 +335,7 @@ def _offloaded(device_map: Mapping[str, Any]) -> list[str]:
 def _expect_scales(model: nn.Module, checkpoint: str | Path) -> None:
     """Have 8 bit layers take in weights that were saved quantized, and the scales beside them."""
     for file in checkpoint_files(checkpoint):
-        opened: Any = (SafetensorsFile if file.suffix == ".safetensors" else TorchFile)(file)
+        opened: Any = SafetensorsFile(file) if file.suffix == ".safetensors" else TorchFile(file)
         layers = {n: one for n, one in model.named_modules() if _is_8bit(one)}
         for name in opened.names():
             owner, _, leaf = name.rpartition(".")
@@ -348,7 +351,8 @@ def _give_scales(model: nn.Module, checkpoint: str | Path) -> None:
     for name, layer in model.named_modules():
         if _is_8bit(layer):
             weight: Any = layer.weight
-            scale, _ = (layer._buffers.pop(leaf, None) for leaf in ("SCB", "weight_format"))
+            scale = layer._buffers.pop("SCB", None)
+            layer._buffers.pop("weight_format", None)
             weight.SCB = weight.SCB if scale is None else scale
             if weight.dtype == torch.int8 and weight.SCB is None:
                 raise CheckpointError(

@@ -15,11 +15,14 @@ from accelerate_drop_in import private  # noqa: F401  (adds `get_device_mesh`)
 
 def _filled(cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments by name, with what the environment says of those not given."""
-    fields, sources = settings_fields(cls), Sources(dict(os.environ))
+    fields = settings_fields(cls)
+    sources = Sources(dict(os.environ))
     given = dict(zip((field.name for field in fields), args, strict=False)) | kwargs
     for field in fields:
-        if given.get(field.name) is None and (found := look_up(field, sources)).origin != "default":
-            given[field.name] = found.value
+        if given.get(field.name) is None:
+            found = look_up(field, sources)
+            if found.origin != "default":
+                given[field.name] = found.value
     return given
 
 

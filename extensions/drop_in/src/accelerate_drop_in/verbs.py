@@ -139,8 +139,9 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
     Args:
         rng_type: `torch`, `generator` or a device type.
     """
-    kind = rng_type if rng_type is not None else "generator" if generator is not None else "torch"
-    synchronize_rng_states([kind], generator)
+    if rng_type is None:
+        rng_type = "torch" if generator is None else "generator"
+    synchronize_rng_states([rng_type], generator)
 
 
 def synchronize_rng_states(

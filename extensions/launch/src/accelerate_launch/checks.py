@@ -99,7 +99,8 @@ def check_mapping(config: ConfigFile, section: str) -> None:
 
 
 def _check_environment(config: ConfigFile) -> None:
-    said, allowed = config.get("compute_environment"), ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
+    said = config.get("compute_environment")
+    allowed = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
     where = config.where("compute_environment")
     if said == "AMAZON_SAGEMAKER":
         raise ConfigurationError(
@@ -165,7 +166,8 @@ def processes(
     chosen: Mapping[str, Because], environ: Mapping[str, str], around: ClusterEnvironment
 ) -> Because:
     """Return how many processes there are on all machines together, and why."""
-    said, machines = chosen["num_processes"], chosen["num_machines"].value
+    said = chosen["num_processes"]
+    machines = chosen["num_machines"].value
     if around.ranks and said.value != int(around.ranks["WORLD_SIZE"]):
         raise ConfigurationError(
             f"num_processes={said} contradicts what is around: "
@@ -247,7 +249,8 @@ def check_machines(chosen: Mapping[str, Because], around: ClusterEnvironment) ->
 
 def check_port(plan: LaunchPlan) -> None:
     """Refuse a port of this machine that somebody listens on already."""
-    port, alone = plan.main_process_port, plan.num_machines == 1
+    port = plan.main_process_port
+    alone = plan.num_machines == 1
     several = plan.num_processes > 1 and "RANK" not in plan.environment
     if port and several and alone and devices.is_port_in_use(port):
         raise ConfigurationError(

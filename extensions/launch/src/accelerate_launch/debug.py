@@ -36,7 +36,8 @@ class CompareParameters:
         Raises:
             DistributedOperationException: on every rank, with the first parameter that differs.
         """
-        steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        steps = self._steps.get(id(optimizer), 0) + 1
+        self._steps[id(optimizer)] = steps
         backend = accelerator.backend
         exact = backend.supports.get("exact", True) and backend.reduces_gradients != "never"
         _, count = accelerator.hooks.data_shard(accelerator)

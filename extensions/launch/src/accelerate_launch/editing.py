@@ -37,9 +37,11 @@ def with_value(text: str, key: str, value: str) -> str:
     if "\n" in value or "\n" in key or not key.strip():
         raise ConfigurationError(f"{key!r} and its value must each be one line.")
     editor = _editor(text)
-    root, head = editor.load(text), ""
+    root = editor.load(text)
+    head = ""
     if root is None:  # nothing, or comments alone
-        root, head = CommentedMap(), text if text.endswith("\n") else f"{text}\n".lstrip()
+        root = CommentedMap()
+        head = text if text.endswith("\n") else f"{text}\n".lstrip()
     if not isinstance(root, CommentedMap):
         raise ConfigurationError("The config file must be a mapping of keys to values.")
     section, _, name = key.rpartition(".")

@@ -75,7 +75,9 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
     rank = min(failures, key=lambda one: failures[one].timestamp)
     failure = failures[rank]
     status = _status(failure)
-    lines, alike, ended = [], [], []
+    lines = []
+    alike = []
+    ended = []
     trace = _left(failure.message)
     shown = [*_shown, trace]
     for other in sorted(failures.keys() - {rank}) if not brief else ():

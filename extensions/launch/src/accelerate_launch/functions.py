@@ -151,7 +151,8 @@ class _ShortLogs(logging.Filter):
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             last = str(error).rstrip().splitlines()[-1:]
-            record.msg, record.args = ": ".join([record.getMessage(), *last]), None
+            record.msg = ": ".join([record.getMessage(), *last])
+            record.args = None
             record.exc_info = None
         return self.restarts > 0
 

@@ -35,7 +35,8 @@ class LostRendezvous:
     def waiting(self, limit: float | None = None) -> None:
         """The agent is about to ask the store; without a limit as long as its ranks live."""
         with self._changed:
-            self._since, self._limit = time.monotonic(), limit
+            self._since = time.monotonic()
+            self._limit = limit
             self._changed.notify()
 
     def answered(self) -> None:

@@ -183,7 +183,10 @@ def _other_service(connection: socket.socket) -> _OtherService | None:
 
     Anything else is left to torch, whose protocol may change.
     """
-    validate, magic, ping, number = 0, 0x3C85F7CE, 13, 24701
+    validate = 0
+    magic = 0x3C85F7CE
+    ping = 13
+    number = 24701
     try:
         connection.sendall(struct.pack("=BIBI", validate, magic, ping, number))
         reply = connection.recv(32)

@@ -64,13 +64,16 @@ def _with_address(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
     address = devices.local_address(str(plan.main_process_ip), plan.main_process_port)
     if address is None:
         return plan
-    conf, environment = plan.rdzv_conf, dict(plan.environment)
+    conf = plan.rdzv_conf
+    environment = dict(plan.environment)
     if plan.rdzv_backend == "c10d" and "is_host=" not in conf:
         # Whether this machine is where the store is: torch asks a name service for it.
         here = devices.is_address_of(address, str(plan.main_process_ip))
         conf = ",".join(filter(None, (conf, f"is_host={str(here).lower()}")))
-    if "GLOO_SOCKET_IFNAME" not in environ and (interface := devices.interface_of(address)):
-        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if "GLOO_SOCKET_IFNAME" not in environ:
+        interface = devices.interface_of(address)
+        if interface:
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     return replace(plan, local_addr=address, rdzv_conf=conf, environment=environment)
 
 
@@ -235,7 +238,8 @@ def _heeded(
     if around.ranks or "num_machines" not in around.values:
         return around
     option = next(one for one in LAUNCH_OPTIONS if one.name == "num_machines")
-    said, found = _choose(option, given, sources, around), around.values["num_machines"]
+    said = _choose(option, given, sources, around)
+    found = around.values["num_machines"]
     if said.value == found.value:
         return around
     logger.warning(
@@ -283,13 +287,13 @@ def _environment(decision: Decision, config: ConfigFile | None) -> dict[str, str
     """
     chosen = decision.chosen
     ours = ("command line", checks.FOLLOWS, *([str(config.path)] if config is not None else []))
-    made = {
-        option.env[0]: because
-        for option in LAUNCH_OPTIONS
-        if option.env
-        and (because := chosen[option.name]).value is not None
-        and (because.origin.startswith(ours) or (option.name in OWN and because.value))
-    }
+    made = {}
+    for option in LAUNCH_OPTIONS:
+        because = chosen[option.name]
+        if not option.env or because.value is None:
+            continue
+        if because.origin.startswith(ours) or (option.name in OWN and because.value):
+            made[option.env[0]] = because
     for name, because in decision.contributed.items():
         if because.origin.startswith(ours) and isinstance(because.value, (str, int, float)):
             made[name] = because

@@ -109,7 +109,8 @@ def consider_launchers(plan: LaunchPlan) -> tuple[Launcher, Selection]:
     Raises:
         PluginError, PluginVersionError, ConfigurationError: as `choose_launcher`.
     """
-    made, records = Selection("launcher"), installed().of_kind("launcher")
+    made = Selection("launcher")
+    records = installed().of_kind("launcher")
     if plan.launcher is not None:
         made.wanted = plan.because.get("launcher", Because(plan.launcher, "the launch plan"))
         origin = made.wanted.origin

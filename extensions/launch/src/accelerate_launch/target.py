@@ -74,7 +74,9 @@ def find_module(name: str, *, first: Sequence[str] = ()) -> ModuleSpec:
     Raises:
         ModuleNotFoundError: with the part that is missing, and the nearest name there.
     """
-    found, package, places = None, "", [*first, *sys.path]
+    found = None
+    package = ""
+    places = [*first, *sys.path]
     for part in name.split("."):
         found = PathFinder.find_spec(part, places)
         if found is None and not package:

@@ -90,7 +90,8 @@ def check(
     """
 
     def register(function: CheckFunction) -> CheckFunction:
-        name, doc = function.__name__, (function.__doc__ or "").strip().split("\n")[0]
+        name = function.__name__
+        doc = (function.__doc__ or "").strip().split("\n")[0]
         made = [Check(name, doc, function, alone, **fields)]
         if on_ranks:
             made.append(Check(f"{name}_on_ranks", on_ranks, function, **fields))
@@ -173,11 +174,9 @@ def about(name: str, plugin: Any, kind: str = "backend", meant: Iterable[str] = 
     """
     if kind in ("tracker", "launcher", "checkpointer", "loaders"):
         return ""
-    mine, could, classes = (
-        own_hooks(plugin),
-        checks_of(kind)[name].hooks.split(),
-        own_classes(plugin),
-    )
+    mine = own_hooks(plugin)
+    could = checks_of(kind)[name].hooks.split()
+    classes = own_classes(plugin)
     own_package = plugin.__module__.partition(".")[0]
     # One that is built on another plugin: what it changes comes first.
     for here in (

@@ -136,7 +136,8 @@ class CheckContext:
     def each_alone(self) -> Iterator[None]:
         """Let each rank be one process of its own in the block; what it makes there ends with it."""
         self.end()
-        size, self.size = self.size, 1
+        size = self.size
+        self.size = 1
         kept = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(_OF_RANKS)}
         try:
             yield

@@ -90,9 +90,10 @@ def _members(cls: type) -> dict[str, Any]:
     public = {name for name in found if not name.startswith("_")}
     if dataclasses.is_dataclass(cls):
         for field in dataclasses.fields(cls):
-            its = found[field.name] = {"kind": "field", "types": {"value": str(field.type)}}
+            its = {"kind": "field", "types": {"value": str(field.type)}}
             if field.default is None or isinstance(field.default, bool | int | float | str):
                 its["default"] = repr(field.default)
+            found[field.name] = its
         public.add("__init__")
     return {
         name: {**found[name], "deprecated": _deprecated(f"{cls.__name__}.{name}")}

@@ -37,7 +37,8 @@ def check_import_time(target: str, seconds: float, first: str, needed: Iterable[
     """
     if seconds <= LIMIT:
         return
-    module, packages = target.partition(":")[0], " ".join(sorted(needed))
+    module = target.partition(":")[0]
+    packages = " ".join(sorted(needed))
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, first, module, packages],
         capture_output=True, text=True, timeout=seconds * 10 + 120,

@@ -24,8 +24,11 @@ class Progress:
     """
 
     def __init__(self, total: int, say: Callable[[str], None], every: float = 0.0) -> None:
-        self.total, self.say, self.every = total, say, every
-        self.done, self._said = 0, ""
+        self.total = total
+        self.say = say
+        self.every = every
+        self.done = 0
+        self._said = ""
         self._began = self._said_at = time.monotonic()
 
     def on_run(self, name: str) -> None:
@@ -33,7 +36,8 @@ class Progress:
         now = time.monotonic()
         text = self._text(name or "starting", now - self._began)
         if text != self._said and now - self._said_at >= self.every:
-            self._said, self._said_at = text, now
+            self._said = text
+            self._said_at = now
             self.say(text)
 
     def on_result(self, result: Result) -> None:
@@ -55,11 +59,14 @@ class Tail:
     """
 
     def __init__(self, file: TextIO, room: int) -> None:
-        self.file, self.room, self._shown = file, room, ""
+        self.file = file
+        self.room = room
+        self._shown = ""
 
     def show(self, text: str) -> None:
         """Put a text in the place of the one before."""
-        text, before = text[: max(0, self.room)], len(self._shown)
+        text = text[: max(0, self.room)]
+        before = len(self._shown)
         rest = max(0, before - len(text))
         with suppress(OSError, ValueError):  # it is closed
             self.file.write("\b" * before + text + " " * rest + "\b" * rest)

@@ -207,7 +207,8 @@ class _Session:
         if self.options.get("one_process", False):
             lacking = "options say that it is for one process"
         for made in checks:
-            supports, owns = said if isinstance(said, Mapping) else {}, getattr(plugin, "owns", ())
+            supports = said if isinstance(said, Mapping) else {}
+            owns = getattr(plugin, "owns", ())
             if why := missing_capability(made, supports, owns) or lacking:
                 self._add(Result(made.name, "skipped", why))
 
@@ -228,7 +229,9 @@ class _Session:
                 run = self._start([made.name], self.num_processes, collect=False)
                 result = Result(made.name, "passed", seconds=run.seconds)
                 if wrong := made.judge(run):
-                    result.state, result.error, result.trace = "failed", wrong, run.story
+                    result.state = "failed"
+                    result.error = wrong
+                    result.trace = run.story
                 self._add(result)
 
     def _start(
@@ -237,7 +240,9 @@ class _Session:
         for pattern in ("*.json", "now.*", "stood.*"):
             for path in self.folder.glob(pattern):
                 path.unlink()
-        self.now, self.pids, self.stuck = "", [], ""
+        self.now = ""
+        self.pids = []
+        self.stuck = ""
         self.since = self.active = time.monotonic() + _START_UP
         task = {
             "kind": self.kind, "name": self.name, "checks": list(names), "dying": dying,
@@ -299,9 +304,12 @@ class _Session:
         if all(one[2:] for one in begun) and {one[0] for one in begun} == {begun[0][0]} != {
             self.now
         }:
-            self.now, self.since = begun[0][0], time.monotonic()
-            self.pids, self.active = [int(one[1]) for one in begun], self.since
-            self.looked, self.used = self.since, processor_seconds(self.pids)
+            self.now = begun[0][0]
+            self.since = time.monotonic()
+            self.pids = [int(one[1]) for one in begun]
+            self.active = self.since
+            self.looked = self.since
+            self.used = processor_seconds(self.pids)
         for name in self._left(names):
             paths = [self.folder / f"{name}.{rank}.json" for rank in range(ranks)]
             if all(path.exists() for path in paths):
@@ -337,7 +345,8 @@ class _Session:
             used = processor_seconds(self.pids)
             if abs(used - self.used) > _IDLE * len(self.pids) * (now - self.looked):
                 self.active = now
-            self.looked, self.used = now, used
+            self.looked = now
+            self.used = used
         # Where a rank has failed the others may wait for it in a collective, which says so in the end.
         alone = not any(self.folder.glob(f"{self.now}.*.json"))
         if self.pids and alone and self.kind != "launcher" and now - self.active > self.timeout / 2:

@@ -161,8 +161,10 @@ class Trainer:
         """
         accelerator = accelerator or ctx.accelerator(**arguments)
         net = Net(seed + accelerator.process_index) if net is None else net
-        made = [net, (optimizer or optimizer_of(ctx))(net.parameters())]
-        made += [schedule(made[1])] if schedule else []
+        make_optimizer = optimizer or optimizer_of(ctx)
+        made = [net, make_optimizer(net.parameters())]
+        if schedule:
+            made.append(schedule(made[1]))
         return cls(ctx, accelerator, *accelerator.prepare(*made))
 
     @property
@@ -224,7 +226,8 @@ class Trainer:
         if self.exact:
             return plain_training(whole, per_step=per_step, per_epoch=per_epoch)[1]
         self.accelerator.end_training()
-        own, length = Trainer.begin(self.ctx), per_epoch or len(mine)
+        own = Trainer.begin(self.ctx)
+        length = per_epoch or len(mine)
         for first in range(0, len(mine), length):
             epoch = mine[first : first + length]
             for at in range(0, length, per_step):
@@ -287,7 +290,8 @@ class ResumableTrainer(Trainer):
         self.loader: Any  # prepared, it has a position
         *made, self.loader = accelerator.prepare(model, its, StepLR(its, 1, 0.9), loader)
         super().__init__(ctx, accelerator, *made)
-        self.done, self._left = 0, None
+        self.done = 0
+        self._left = None
 
     def go_on(self, until: int) -> None:
         """Train until so many batches of the epoch were seen, in one loop over the loader."""
@@ -301,7 +305,8 @@ class ResumableTrainer(Trainer):
     def load(self, target: str | None = None, **how: Any) -> str:
         """Load, and begin the loop anew."""
         loaded = self.accelerator.load_state(target, **how)
-        self.done, self._left = int(self.loader.state_dict()["batches_seen"]), None
+        self.done = int(self.loader.state_dict()["batches_seen"])
+        self._left = None
         return loaded
 
 
@@ -312,7 +317,8 @@ def held_threads() -> Iterator[None]:
     So whatever a plugin does beside the training comes after the training in the block. Where
     the block itself waits for a thread, that one begins after some seconds all the same.
     """
-    ended, run = threading.Event(), threading.Thread.run
+    ended = threading.Event()
+    run = threading.Thread.run
 
     def later(thread: threading.Thread) -> None:
         ended.wait(_HELD)

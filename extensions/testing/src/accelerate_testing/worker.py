@@ -33,8 +33,12 @@ LOST = 75
 def main(task_file: str) -> None:
     """Run the checks of a task in order."""
     task: dict[str, Any] = json.loads(Path(task_file).read_text(encoding="utf-8"))
-    kind, name, folder, timeout = task["kind"], task["name"], Path(task["folder"]), task["timeout"]
-    known, prelude = checks_of(kind), task["prelude"]
+    kind = task["kind"]
+    name = task["name"]
+    folder = Path(task["folder"])
+    timeout = task["timeout"]
+    known = checks_of(kind)
+    prelude = task["prelude"]
     ranks = Ranks(folder, timeout)
     stood = stood_file(folder, ranks.rank).open("w", encoding="utf-8")
     faulthandler.register(TELL, stood)
@@ -64,12 +68,14 @@ def main(task_file: str) -> None:
 def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
     """Run one check on this rank; return its line."""
     line: dict[str, Any] = {"state": "passed", "detail": "", "error": "", "trace": "", "hooks": ""}
-    started, ctx.hooks = time.perf_counter(), ""
+    started = time.perf_counter()
+    ctx.hooks = ""
     try:
         line["detail"] = function(ctx) or ""
         ctx.end()
     except Skip as why:
-        line["state"], line["detail"] = "skipped", str(why)
+        line["state"] = "skipped"
+        line["detail"] = str(why)
         ctx.end()
     except (Exception, SystemExit) as error:
         # The notes name plugin, hook and version.
@@ -85,7 +91,9 @@ def run_check(function: Any, ctx: CheckContext) -> dict[str, Any]:
 
 def _raised_in(error: BaseException, ctx: CheckContext) -> str:
     """Return the hooks of the plugin that an exception came through, the innermost first."""
-    found, at, classes = [], error.__traceback__, []
+    found = []
+    at = error.__traceback__
+    classes = []
     with suppress(Exception):  # of a plugin that cannot be imported there are none
         classes = own_classes(ctx.found)
     while at is not None:
@@ -99,7 +107,8 @@ class Ranks:
     """How the ranks hear from each other without a process group."""
 
     def __init__(self, folder: Path, timeout: float) -> None:
-        self.folder, self.timeout = folder, timeout
+        self.folder = folder
+        self.timeout = timeout
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
 

@@ -93,7 +93,8 @@ def watch(finish: Callable[[bool], None]) -> Callable[[], None]:
         if sys.exit is exiting:
             sys.exit = previous_exit
 
-    sys.excepthook, sys.exit = raised, exiting
+    sys.excepthook = raised
+    sys.exit = exiting
     atexit.register(ended)
     return forget
 

@@ -96,8 +96,12 @@ class LogEntry:
         others: dict[str, object] | None = None,
         read: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self.verb, self.arguments, self.step = verb, arguments, step
-        self.keywords, self.others, self._read = keywords, others, read
+        self.verb = verb
+        self.arguments = arguments
+        self.step = step
+        self.keywords = keywords
+        self.others = others
+        self._read = read
         #: Whether what came from the device turned out to be nothing that can be logged.
         self.refused = False
         self._lock = threading.Lock() if read is not None else None
@@ -128,7 +132,8 @@ class LogEntry:
             return
         with self._lock:
             if self._read is not None:
-                read, self._read = self._read, None
+                read = self._read
+                self._read = None
                 try:
                     self.arguments.update(read())
                 except Exception:
@@ -170,7 +175,9 @@ class TrackerWriter:
         self.broken = False
         #: Whether the library has said that what it flushed survives a kill.
         self.durable = True
-        self._resolve, self._failed, self._refused = resolve, failed, refused
+        self._resolve = resolve
+        self._failed = failed
+        self._refused = refused
         self._takes_many = type(tracker).log_many is not GeneralTracker.log_many
         self._in_a_row = 0
         self._next_step: dict[str, int] = {}
@@ -376,7 +383,8 @@ def drain(
     terminal = _is_terminal()
     while waiting := [(writer, done) for writer, done in waiting if not done.is_set()]:
         waiting[0][1].wait(max(0.0, min(0.1, since + patience - time.monotonic())))
-        now, delivered = time.monotonic(), sum(writer.delivered for writer, _ in waiting)
+        now = time.monotonic()
+        delivered = sum(writer.delivered for writer, _ in waiting)
         if timeout is None and delivered != seen:
             seen, since = delivered, now
         if now - since > patience:

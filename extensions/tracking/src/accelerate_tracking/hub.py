@@ -91,7 +91,9 @@ class TrackerHub(MediaVerbs):
         self.resumed_runs: dict[str, str] = {}
         self._asked = choose(normalise_log_with(asked), logging_dir, is_main)
         self._logging_dir = logging_dir
-        self._rank, self._size, self._is_main = rank, size, is_main
+        self._rank = rank
+        self._size = size
+        self._is_main = is_main
         self._reporter = Reporter()
         self._artifacts = ArtifactCopies(logging_dir)
         self._state = "new"
@@ -149,13 +151,15 @@ class TrackerHub(MediaVerbs):
         for item, runs in zip(self._asked, here, strict=True):
             build: Callable[[], GeneralTracker] = partial(BlankTracker, name_of(item))
             if runs:
-                directory, place = self._logging_dir, (self._rank, self._size)
+                directory = self._logging_dir
+                place = (self._rank, self._size)
                 build = builder(item, project_name, directory, kwargs, *place)
             self._openers.append(partial(self._open, item, build, plain))
         self._state = "open"
         handled = sys.exc_info()[1]
         self._handled = None if handled is None else id(handled)
-        self._retired, self._logged = [], False
+        self._retired = []
+        self._logged = False
         self._start = secrets.token_hex(4)
         self.trackers = [start() for start in self._openers]
         self._feed()
@@ -242,7 +246,8 @@ class TrackerHub(MediaVerbs):
                     tracker.discard()
                 except RAISED as error:
                     report_failure(tracker, "discard", error)
-                self.trackers[index] = self._openers[index]()
+                open_again = self._openers[index]
+                self.trackers[index] = open_again()
         self._feed()
 
     # --- logging ------------------------------------------------------------------------------
@@ -468,7 +473,8 @@ def _whole(step: Any) -> int | None:
 def _forked() -> None:
     """Let go of the runs in a forked child: they are the parent's, and so are their threads."""
     for hub in list(_open_hubs):
-        hub._writers, hub._retired = [], []
+        hub._writers = []
+        hub._retired = []
         hub._end_run("forked")
 
 

@@ -155,7 +155,9 @@ def text_of(value: str) -> str:
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str], dict[str, Any]]:
     """Part what `log` gets into numbers (as floats), strings, and objects that were accepted."""
-    numbers_, texts, others = {}, {}, {}
+    numbers_ = {}
+    texts = {}
+    others = {}
     for key, value in values.items():
         if isinstance(value, str):
             texts[key] = value
@@ -264,7 +266,10 @@ def _flatten(
         key = f"{prefix}{name.value if isinstance(name, enum.Enum) else name}"
         if not key.isascii():
             key = text_of(key)
-        nested = _fields(value) if config else value if isinstance(value, Mapping) else None
+        if config:
+            nested = _fields(value)
+        else:
+            nested = value if isinstance(value, Mapping) else None
         if nested is None:
             yield key, value
         elif id(value) in parents:

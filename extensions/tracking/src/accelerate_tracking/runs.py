@@ -54,7 +54,8 @@ class RecordedRun:
         for key, points in self.curves.items():
             step, last = points[-1]
             finite = [value for _, value in points if math.isfinite(value)]
-            low, high = min(finite, default=math.nan), max(finite, default=math.nan)
+            low = min(finite, default=math.nan)
+            high = max(finite, default=math.nan)
             found[key] = {"last": last, "step": step, "min": low, "max": high, "count": len(points)}
         return found
 
@@ -90,7 +91,8 @@ def _take(run: RecordedRun, entry: dict[str, Any]) -> None:
     kind = entry["kind"]
     run.ended = float(entry["time"])
     if kind == "start":
-        run.project, run.status = entry["project"], "running"
+        run.project = entry["project"]
+        run.status = "running"
         run.started = run.started or float(entry["time"])
     elif kind == "config":
         run.config.update(entry["values"])
@@ -124,7 +126,8 @@ def sparkline(points: list[tuple[int, float]], width: int = 40) -> str:
         finite = [value for _, value in some if math.isfinite(value)]
         means.append(sum(finite) / len(finite) if finite else None)
     known = [mean for mean in means if mean is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    low = min(known, default=0.0)
+    high = max(known, default=0.0)
     # Means of equal values differ in their last digits.
     span = math.inf if math.isclose(low, high, rel_tol=1e-12) else high - low
     top = len(_BARS) - 1

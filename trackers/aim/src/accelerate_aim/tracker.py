@@ -30,7 +30,8 @@ class AimTracker(GeneralTracker):
         self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any
     ) -> None:
         super().__init__()
-        self.run_name, self.logging_dir = run_name, str(logging_dir)
+        self.run_name = run_name
+        self.logging_dir = str(logging_dir)
         self._kwargs = kwargs
 
     @property

@@ -49,7 +49,8 @@ class ClearMLTracker(GeneralTracker):
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
-        self.run_name, self._kwargs = run_name, kwargs
+        self.run_name = run_name
+        self._kwargs = kwargs
         self._own = True
 
     @classmethod

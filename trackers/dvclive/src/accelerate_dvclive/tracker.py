@@ -38,7 +38,9 @@ class DVCLiveTracker(GeneralTracker):
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__()
-        self.run_name, self._given, self._kwargs = run_name, live, kwargs
+        self.run_name = run_name
+        self._given = live
+        self._kwargs = kwargs
         self._live: Any = live
         self._options: dict[str, Any] = {}
         self._config: dict[str, Any] | None = None
@@ -65,7 +67,8 @@ class DVCLiveTracker(GeneralTracker):
 
             self._live = Live(**self._options)
         if self._config is not None:
-            config, self._config = self._config, None
+            config = self._config
+            self._config = None
             self._live.log_params(config)
         return self._live
 
@@ -77,7 +80,8 @@ class DVCLiveTracker(GeneralTracker):
     def start(self) -> None:
         import dvclive  # noqa: F401  a broken library is better known now
 
-        self._live, self._options = self._given, {"dir": "dvclive", **self._kwargs}
+        self._live = self._given
+        self._options = {"dir": "dvclive", **self._kwargs}
         if self.resume_id is not None:
             self._options |= {"dir": self.resume_id, "resume": True}
         elif self.run_group is not None:

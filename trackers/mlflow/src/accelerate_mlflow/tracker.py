@@ -18,7 +18,10 @@ from accelerate_core.truth import flag
 from accelerate_tracking import Columns, GeneralTracker, Rows, pictures, split
 
 #: What the server takes at once.
-METRICS_AT_ONCE, PARAMS_AT_ONCE, PARAM_LENGTH, KEY_LENGTH = 1000, 100, 6000, 250
+METRICS_AT_ONCE = 1000
+PARAMS_AT_ONCE = 100
+PARAM_LENGTH = 6000
+KEY_LENGTH = 250
 
 _TEXTS = {".txt", ".md", ".json", ".html", ".csv", ".yaml", ".yml", ".log"}
 _FIGURES = {".png", ".pdf", ".svg", ".jpg", ".jpeg"}
@@ -66,7 +69,8 @@ class MLflowTracker(GeneralTracker):
         tags = environ.get("MLFLOW_TAGS") or tags or {}
         self.tags = json.loads(tags) if isinstance(tags, str) else dict(tags)
         self.nested_run = flag(environ, "MLFLOW_NESTED_RUN", bool(nested_run))
-        self.run_name, self.description = run_name, description
+        self.run_name = run_name
+        self.description = description
         self._names: dict[str, str] = {}
 
     @property
@@ -119,7 +123,8 @@ class MLflowTracker(GeneralTracker):
         known = self.client.get_run(self.run_id).data.params
         params = []
         for key, value in values.items():
-            key, text = self._key(key), str(value)
+            key = self._key(key)
+            text = str(value)
             if len(text) > PARAM_LENGTH:
                 text = text[:PARAM_LENGTH]
                 warn(f"mlflow keeps {PARAM_LENGTH} characters of {key!r}.")
@@ -220,7 +225,8 @@ def _file(name: str, step: int | None, known: set[str], ending: str) -> str:
     path = _clean(name)
     suffix = Path(path).suffix.lower()
     if suffix in known:
-        path, ending = path[: -len(suffix)], suffix
+        path = path[: -len(suffix)]
+        ending = suffix
     return f"{path}_{step}{ending}" if step is not None else f"{path}{ending}"
 
 

@@ -34,7 +34,8 @@ class TensorBoardTracker(GeneralTracker):
         self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: Any
     ) -> None:
         super().__init__()
-        self.run_name, self.logging_dir = run_name, Path(logging_dir) / run_name
+        self.run_name = run_name
+        self.logging_dir = Path(logging_dir) / run_name
         self._kwargs = kwargs
         self._has_config = False
 

@@ -37,7 +37,8 @@ class WandBTracker(GeneralTracker):
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
-        self.run_name, self._kwargs = run_name, kwargs
+        self.run_name = run_name
+        self._kwargs = kwargs
         self._last = 0
 
     @classmethod

@@ -332,7 +332,8 @@ def _mistral(config: Any, tp: int) -> Conversion:
 
 def _rotary(config: Any, tp: int, family: str, bias: bool) -> Conversion:
     hidden, heads = config.hidden_size, config.num_attention_heads
-    groups, inner = config.num_key_value_heads or heads, config.intermediate_size
+    groups = config.num_key_value_heads or heads
+    inner = config.intermediate_size
     width = config.head_dim or hidden // heads
     if heads % groups:
         raise ConfigurationError(
@@ -500,7 +501,7 @@ class _Weights:
 
     def norm(self, name: str, theirs: str, bias: bool = False) -> None:
         """Add a norm's parameters."""
-        for leaf in ("weight", "bias")[: 1 + bias]:
+        for leaf in ("weight", "bias") if bias else ("weight",):
             self.whole(f"{name}.{leaf}", f"{theirs}.{leaf}")
 
     def columns(
@@ -508,7 +509,7 @@ class _Weights:
     ) -> None:
         """Add a linear layer whose outputs are divided; its weights and biases alike."""
         size = sum(source[2] for source in sources)
-        for leaf in ("weight", "bias")[: 1 + bias]:
+        for leaf in ("weight", "bias") if bias else ("weight",):
             made = tuple(Source(f"{theirs}.{leaf}", *rest) for theirs, *rest in sources)
             transposed = self.transposed and leaf == "weight"
             self.made[f"{name}.{leaf}"] = Weight(made, 0, size, blocks, transposed)

@@ -85,7 +85,8 @@ class Weight:
         for block in range(self.blocks):
             for source in self.sources:
                 length = source.size // self.blocks
-                first, end = max(low, row), min(high, row + length)
+                first = max(low, row)
+                end = min(high, row + length)
                 if first < end:
                     moved = source.start + block * length - row
                     yield Piece(source.name, source.total, first + moved, end + moved, first - low)
@@ -255,7 +256,8 @@ def collect(
     if members[0] != 0:
         return {}
     first: Any = chunks[0]
-    rank, ranks = first.tp_group.rank(), first.tp_group.size()
+    rank = first.tp_group.rank()
+    ranks = first.tp_group.size()
     own = [(name, one) for name, one in parameters_of(chunks) if name != skipped]
 
     def value(parameter: nn.Parameter) -> torch.Tensor:

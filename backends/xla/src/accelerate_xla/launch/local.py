@@ -110,7 +110,8 @@ class TPULauncher:
     def _in_one_process(self, plan: LaunchPlan) -> bool:
         """Tell whether the plan has one process, after a look at what cannot be."""
         _refuse(plan)
-        number, mesh = plan.asked_processes, asks_for_spmd(plan)
+        number = plan.asked_processes
+        mesh = asks_for_spmd(plan)
         if mesh:
             if number is not None and number.value > 1:
                 logger.warning(

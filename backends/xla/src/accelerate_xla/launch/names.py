@@ -48,5 +48,6 @@ def prepare_tpu(
     if said("debug"):
         current_env["ACCELERATE_DEBUG_MODE"] = "true"
     if pod:
-        args.vm, args.tpu = said("tpu_vm"), said("tpu_name")
+        args.vm = said("tpu_vm")
+        args.tpu = said("tpu_name")
     return args, current_env

@@ -76,7 +76,8 @@ class TPUPodLauncher:
             variables.append(pair)
         start = ["sudo"] if self.settings.tpu_use_sudo else []
         start += ["env", f"{IN_POD}=1", *variables, sys.executable, "-m", "accelerate_core.cli"]
-        folder, start = shlex.quote(str(Path.cwd())), [*start, "launch"]
+        folder = shlex.quote(str(Path.cwd()))
+        start = [*start, "launch"]
         if (file := plan.environment.get(CONFIG)) is None:
             return f"cd {folder} && {shlex.join([*start, *launch])}"
         # A host has a copy of it while it runs: not all that it says fits into variables.

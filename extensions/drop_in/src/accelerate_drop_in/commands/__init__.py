@@ -31,7 +31,8 @@ def call(words: list[str]) -> None:
 
     options = takewhile(lambda word: word != "-m" and not word.endswith(".py"), words)
     unwanted = words[:1] == ["launch"] and "--cpu" in options
-    path, said = default_config(), os.environ.get(CONFIG_VARIABLE)
+    path = default_config()
+    said = os.environ.get(CONFIG_VARIABLE)
     if not said and (words[:1] == ["config"] or (path.is_file() and not unwanted)):
         os.environ[CONFIG_VARIABLE] = str(path)
     path = Path(_named_file(words) or os.environ.get(CONFIG_VARIABLE) or path)

@@ -22,7 +22,8 @@ def default_config() -> Path:
     from accelerate_launch import default_config_path
     from accelerate_launch.paths import peers_config
 
-    theirs, ours = peers_config(os.environ), default_config_path(os.environ)
+    theirs = peers_config(os.environ)
+    ours = default_config_path(os.environ)
     return ours if ours.is_file() and not theirs.is_file() else theirs
 
 

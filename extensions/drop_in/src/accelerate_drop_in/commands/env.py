@@ -45,7 +45,8 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 def env_command(args: argparse.Namespace) -> dict[str, Any]:
     """Print the lines that issue templates ask for, and return what they say by name."""
-    info, config = _facts(), _config(args.config_file)
+    info = _facts()
+    config = _config(args.config_file)
     print("\nPaste these lines into your issue:\n")
     print("\n".join(f"- {name}: {value}" for name, value in info.items()))
     print(f"- `Accelerate` {'default config' if args.config_file is None else 'config passed'}:")

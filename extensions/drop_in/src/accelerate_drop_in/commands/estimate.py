@@ -77,7 +77,8 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
         ConfigurationError: there is no such model or dtype.
     """
     shapes = shapes_of(args.model_name, trust_remote_code=args.trust_remote_code)
-    total, (_, largest) = sum(shapes.values()) * 4, largest_layer(shapes)
+    total = sum(shapes.values()) * 4
+    (_, largest) = largest_layer(shapes)
     rows: list[list[Any]] = []
     for dtype in args.dtypes:
         if dtype not in _SHRINK:

@@ -60,7 +60,8 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
         FileExistsError: the file to be written is there already.
         ValueError: nothing says where the new file goes.
     """
-    source, target = Path(args.config_file), args.output_file
+    source = Path(args.config_file)
+    target = args.output_file
     if not source.exists():
         raise FileNotFoundError(f"There is no config file {source}.")
     if target is None and not args.overwrite:

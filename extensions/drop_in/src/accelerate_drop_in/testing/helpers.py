@@ -173,7 +173,10 @@ class TempDirTestCase(unittest.TestCase):
 
     def setUp(self) -> None:
         for one in self.tmpdir.iterdir() if self.clear_on_setup else ():
-            shutil.rmtree(one) if one.is_dir() else one.unlink()
+            if one.is_dir():
+                shutil.rmtree(one)
+            else:
+                one.unlink()
 
 
 class AccelerateTestCase(unittest.TestCase):

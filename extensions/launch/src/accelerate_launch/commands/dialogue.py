@@ -107,7 +107,8 @@ def ask_everything(environ: Mapping[str, str], *, ask: bool) -> dict[str, Any]:
     taken = _take_over(asker, environ)
     if taken is not None:
         return taken
-    around, count = detect_cluster(environ), devices.count_accelerators(environ)
+    around = detect_cluster(environ)
+    count = devices.count_accelerators(environ)
     if ask:
         seen = f"{count} accelerator(s)" if count else "no accelerator"
         where = f", inside {around.name}" if around.name else ""
@@ -152,7 +153,8 @@ def _machines(asker: Asker, made: dict[str, Any], found: Mapping[str, Any]) -> N
     if "num_machines" in found:
         made["num_machines"] = found["num_machines"]
         return
-    machines = made["num_machines"] = asker.number("How many machines?", 1)
+    machines = asker.number("How many machines?", 1)
+    made["num_machines"] = machines
     if machines > 1:
         made["machine_rank"] = asker.number("Number of this machine, from 0?", 0, 0, machines - 1)
         made["main_process_ip"] = asker.text("Address of machine 0?", "", _not_empty)
@@ -174,7 +176,10 @@ def _backend(asker: Asker, made: dict[str, Any]) -> str:
     here = [one.name for one in installed().of_kind("backend") if one.name not in off]
     several = made.get("num_processes", 2) > 1
     usual = catalog.SEVERAL_PROCESSES
-    fits = usual if several and usual in here else "single" if "single" in here else here[0]
+    if several and usual in here:
+        fits = usual
+    else:
+        fits = "single" if "single" in here else here[0]
     options = [name for name in here if name != "single" or not several]
     chosen = asker.choose("Which backend?", options or here, fits)
     # What would be found anyway is left to be found: the file then serves one process and many.

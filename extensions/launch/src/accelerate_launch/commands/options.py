@@ -125,7 +125,8 @@ class GroupedCommand(click.Command):
             if isinstance(option, click.Option)
             for name in (*option.opts, *option.secondary_opts)
         }
-        made, rest = [], list(args)
+        made = []
+        rest = list(args)
         while rest and rest[0].startswith("-") and rest[0] != "--":
             word = rest.pop(0)
             made.append(word)

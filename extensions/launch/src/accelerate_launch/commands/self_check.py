@@ -37,7 +37,9 @@ def check_ranks(accelerator: Accelerator) -> str:
 
 def check_collectives(accelerator: Accelerator) -> str:
     """Gather, reduce, broadcast and pad nested data."""
-    rank, size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    rank = accelerator.process_index
+    size = accelerator.num_processes
+    device = accelerator.device
     tree = {
         "a": torch.full((2, 3), float(rank), device=device),
         "b": [torch.tensor([rank], device=device), (torch.tensor([rank % 2 == 0], device=device),)],

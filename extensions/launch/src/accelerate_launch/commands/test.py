@@ -47,7 +47,8 @@ def command(
     if given["num_processes"] is None and (config is None or config.get("num_processes") is None):
         forced = given["cpu"] or environ.get("ACCELERATE_USE_CPU")
         if forced or not (given["multi_gpu"] or given["gpu_ids"] or count_accelerators(environ)):
-            given["num_processes"], given["cpu"] = 2, True
+            given["num_processes"] = 2
+            given["cpu"] = True
     given["module"] = True
     if not matrix:
         made = {"": _check(given, config, environ, timeout)}
@@ -125,7 +126,8 @@ def _watched(child: subprocess.Popen[str], file: Path, timeout: float) -> str:
         progress.TimeElapsedColumn(),
         progress.TimeRemainingColumn(),
     )
-    shown, hidden = console(stderr=True), not sys.stderr.isatty()
+    shown = console(stderr=True)
+    hidden = not sys.stderr.isatty()
     deadline = time.monotonic() + timeout
     with progress.Progress(*columns, console=shown, transient=True, disable=hidden) as bar:
         task = bar.add_task("starting", total=None)

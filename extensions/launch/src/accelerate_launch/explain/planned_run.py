@@ -49,7 +49,8 @@ def planned_run(
     Raises:
         ConfigurationError: a variable of this process's rank, or a setting, is wrong.
     """
-    topology, alone = read_topology(environ), Topology().because
+    topology = read_topology(environ)
+    alone = Topology().because
     is_rank = topology.because != alone
     launched = num_processes is not None or (config is not None and not is_rank)
     given = {} if num_processes is None else {"num_processes": num_processes}
@@ -66,7 +67,8 @@ def planned_run(
             return PlannedRun(environ, topology, made, config)
     else:
         if launched:
-            environ, topology = theirs, read_topology(theirs)
+            environ = theirs
+            topology = read_topology(theirs)
         if launched and topology.because == alone:
             asked = num_processes is not None
             origin = "as asked here" if asked else plan.because["num_processes"].origin
@@ -90,7 +92,8 @@ def _import_named(made: Selection) -> None:
             check_api_version(one.record, one.record.load())
         except AccelerateError as error:
             one.state = "refused" if isinstance(error, PluginVersionError) else "broken"
-            one.because, one.error = str(error), error
+            one.because = str(error)
+            one.error = error
 
 
 def _refuse_misfit(backend: Selection, precision: Selection, values: Mapping[str, Because]) -> None:
@@ -99,7 +102,8 @@ def _refuse_misfit(backend: Selection, precision: Selection, values: Mapping[str
         return
     if backend.record.distribution == OWN_DISTRIBUTION:
         return  # one process takes all of them
-    supports, one = getattr(backend.plugin, "supports", {}), precision.active[0]
+    supports = getattr(backend.plugin, "supports", {})
+    one = precision.active[0]
     found = one.record.load()
     if lacking(supports, one.record.name, getattr(found, "needs", ())):
         from accelerate_core.accelerator.compatibility import check_supported  # it imports torch
@@ -109,4 +113,6 @@ def _refuse_misfit(backend: Selection, precision: Selection, values: Mapping[str
                 backend.plugin, backend.record, found, values, TorchDynamoPlugin(), None
             )
         except ConfigurationError as error:
-            one.state, one.because, one.error = "refused", str(error), error
+            one.state = "refused"
+            one.because = str(error)
+            one.error = error

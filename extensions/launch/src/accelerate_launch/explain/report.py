@@ -71,13 +71,15 @@ def state_of(
         if found and (made.error is None or found[0].error is not None):
             state, because = found[0].state, found[0].because
         elif made.error is not None:
-            state, because = "undecided", str(made.error)
+            state = "undecided"
+            because = str(made.error)
     if record.failure is not None:
         return "broken", f"{type(record.failure).__name__}: {record.failure}"
     if state not in ("available", "undecided") and record.loaded is not None:
         return state, because
     # What would not work if it were asked for is told without an import.
-    if record.loaded is None and (missing := stated(record.target).missing):
+    missing = "" if record.loaded is not None else stated(record.target).missing
+    if missing:
         return "broken", f"its entry point names {record.target}, but {missing}"
     api = api_of(record)
     if api and int(api.split(".")[0]) != API_VERSION[0]:

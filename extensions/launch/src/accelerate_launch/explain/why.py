@@ -114,7 +114,8 @@ def _steps(
     told: Explanation, record: PluginRecord, run: PlannedRun, made: Selection
 ) -> Iterator[tuple[str, str]]:
     """Tell how a plugin fared where those of its kind were chosen."""
-    wanted, rule = made.wanted, RULES.get(record.kind, Rule())
+    wanted = made.wanted
+    rule = RULES.get(record.kind, Rule())
     named = "none is named"
     if wanted.value is not None:
         named = f"{wanted.value!r}, {wanted.origin}"

@@ -50,7 +50,9 @@ def collectives(ctx: CheckContext) -> str:
     """Gather, reduce, broadcast and padding are right on nested structures of any dtype and shape."""
     _several(ctx)
     accelerator = ctx.accelerator()
-    rank, size, device = accelerator.process_index, ctx.size, accelerator.device
+    rank = accelerator.process_index
+    size = ctx.size
+    device = accelerator.device
     index, count = accelerator.hooks.data_shard(accelerator)
     tree = {
         "whole": torch.full((2, 3), float(index), device=device),
@@ -119,7 +121,9 @@ def pieces(ctx: CheckContext) -> None:
     """Scatter and all_to_all give each rank the piece that is its own."""
     _several(ctx)
     accelerator = ctx.accelerator()
-    rank, size, hooks = accelerator.process_index, ctx.size, accelerator.hooks
+    rank = accelerator.process_index
+    size = ctx.size
+    hooks = accelerator.hooks
     like = torch.zeros(2, device=accelerator.device)
     for src in range(size):
         parts = [like + 10 * src + r for r in range(size)] if rank == src else None

@@ -54,13 +54,15 @@ def settings(ctx: CheckContext) -> str:
     section = section or f"{owner}_config"
     tried: list[str] = []
     for field in settings_fields(cls, owner=owner):
-        name, value = field.name, _another(cls, field)
+        name = field.name
+        value = _another(cls, field)
         if value is None or not field.env:
             continue
         variable = field.env[0]
         text = str(value.value if isinstance(value, enum.Enum) else value)
         expected = getattr(cls(**{name: value}), name)
-        environ, file = Sources({variable: text}), _config(f"{section}:\n  {name}: {text}\n")
+        environ = Sources({variable: text})
+        file = _config(f"{section}:\n  {name}: {text}\n")
         made, because = resolve_settings(cls, None, environ, owner=owner)
         ctx.equal(getattr(made, name), expected, f"{name} by {variable}={text}")
         origin = f"environment variable {variable}"
@@ -140,7 +142,8 @@ def _kind(field: SettingField) -> Any:
 
 def _another(cls: type[Any], field: SettingField) -> Any:
     """Return a valid value of a field that is not its default; None if none is known."""
-    kind, default = _kind(field), field.default
+    kind = _kind(field)
+    default = field.default
     candidates: list[Any] = []
     if kind is bool:
         candidates = [not default]

@@ -29,7 +29,8 @@ _OF_TORCH = (
 @check("backend", "precision", "extension", hooks="on_start on_end on_free check prepare_model")
 def once_more(ctx: CheckContext) -> None:
     """After `end_training` nothing is left, and a second Accelerator trains as the first did."""
-    seen, lives = [], Lives(ctx, measure=2)
+    seen = []
+    lives = Lives(ctx, measure=2)
     began.restore()  # what earlier checks left would hide that it is left again
     for turn in range(3):
         with lives.one():
@@ -163,7 +164,8 @@ def two_at_once(ctx: CheckContext) -> None:
         alone.append(trainer.train(trainer.batches(4)[0]))
         trainer.accelerator.end_training()
     made = [ctx.accelerator(gradient_accumulation_steps=cycle) for cycle in cycles]
-    first, second = both = [Trainer.begin(ctx, accelerator=one) for one in made]
+    both = [Trainer.begin(ctx, accelerator=one) for one in made]
+    first, second = both
     losses: list[list[float]] = [[], []]
     for batch in first.batches(4)[0]:
         for trainer, told in zip(both, losses, strict=True):

@@ -76,7 +76,8 @@ def save_and_load(ctx: CheckContext) -> str | None:
 
 def _plain_attributes(trainer: Trainer) -> dict[str, Any]:
     """Return a copy of the attributes that are numbers, texts, small tensors, or hold such."""
-    accelerator, found = trainer.accelerator, dict[str, Any]()
+    accelerator = trainer.accelerator
+    found = dict[str, Any]()
     for attributes in accelerator._plugins.call_each("state_attributes", accelerator=accelerator):
         for key, value in attributes.items():
             small = isinstance(value, torch.Tensor) and value.numel() <= _ELEMENTS

@@ -45,7 +45,8 @@ class _Modules(_Probe):
             for name, child in [*parent.named_children()]:
                 if type(child) is nn.Linear:
                     made = _Linear(child.in_features, child.out_features, device="meta")
-                    made.weight, made.bias = child.weight, child.bias
+                    made.weight = child.weight
+                    made.bias = child.bias
                     setattr(parent, name, made)
         return model
 

@@ -52,8 +52,11 @@ def imports(ctx: CheckContext) -> str:
     record = _record_of(ctx)
     first = "accelerate_core" if ctx.kind == "launcher" else "accelerate_core.accelerator"
     importlib.import_module(first)
-    before, threads, environ = set(sys.modules), threading.active_count(), dict(os.environ)
-    started, busy = time.perf_counter(), time.process_time()
+    before = set(sys.modules)
+    threads = threading.active_count()
+    environ = dict(os.environ)
+    started = time.perf_counter()
+    busy = time.process_time()
     printed = io.StringIO()
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):
         warnings.simplefilter("always")
@@ -214,7 +217,8 @@ def selection(ctx: CheckContext) -> str | None:
     from accelerate_core.contract.topology import Topology
     from accelerate_core.plugins.selection import Request, fired_triggers, select
 
-    record, one = _record_of(ctx), Topology()
+    record = _record_of(ctx)
+    one = Topology()
     chosen = select(ctx.kind, Request({}, {}, one), Because(ctx.name, "plugins check")).settled()
     ctx.equal([its.record.name for its in chosen.active], [ctx.name], "what its name chooses")
     if not record.triggers:

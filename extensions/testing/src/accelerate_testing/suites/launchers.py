@@ -194,7 +194,8 @@ def functions(ctx: CheckContext) -> str:
         fields: dict[str, Any] = {"target": Target("work", kind="function"), "start_method": method}
         if (plan := _plan(ctx, "", counts=(2, 1), **fields)) is None:
             continue
-        folder, size = ctx.scratch(method), str(plan.num_processes)
+        folder = ctx.scratch(method)
+        size = str(plan.num_processes)
         folder.mkdir()
         command = [sys.executable, str(script), str(folder), ctx.name, size, method]
         run = _whole(run_command(command, environ, 90))

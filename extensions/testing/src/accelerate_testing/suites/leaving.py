@@ -38,7 +38,8 @@ def held_now(whose: str = "") -> list[str]:
     Args:
         whose: the package whose threads count; default: those of any.
     """
-    own, mine = psutil.Process(), {whose, *sys.stdlib_module_names}
+    own = psutil.Process()
+    mine = {whose, *sys.stdlib_module_names}
     threads = [
         one for one in threading.enumerate() if not whose or _code(one).split(".")[0] in mine
     ]
@@ -115,7 +116,9 @@ class Lives:
         if not _heard:
             _heard = True
             sys.addaudithook(_hear)
-        self.ctx, self.measure, self.whose = ctx, measure, whose
+        self.ctx = ctx
+        self.measure = measure
+        self.whose = whose
         self.places = [os.path.join(os.path.abspath(one), "") for one in places or [ctx.folder]]
         self._held: list[list[str]] = []
         self._files: dict[str, str] = {}

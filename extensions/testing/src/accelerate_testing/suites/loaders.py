@@ -198,7 +198,8 @@ def resume(ctx: CheckContext) -> str:
     for batch in reading.loader:
         batches.append(ids_of(batch))
         saved.append(_saved(reading.loader))
-    between, following = _saved(reading.loader), reading.epoch()
+    between = _saved(reading.loader)
+    following = reading.epoch()
     ctx.end()
     for number, state in enumerate(saved):
         again = LoaderCase(ctx, shuffle=True)
@@ -236,7 +237,9 @@ def resume_twice(ctx: CheckContext) -> None:
 def accumulation(ctx: CheckContext) -> None:
     """The last batch of the data ends an accumulation cycle."""
     reading = LoaderCase(ctx, gradient_accumulation_steps=3)
-    model, accelerator, steps = torch.nn.Linear(2, 1), reading.accelerator, []
+    model = torch.nn.Linear(2, 1)
+    accelerator = reading.accelerator
+    steps = []
     model = accelerator.prepare(model)
     for _ in reading.loader:
         with accelerator.accumulate(model):
@@ -249,7 +252,8 @@ def accumulation(ctx: CheckContext) -> None:
 @check("loaders", alone=True)
 def slots(ctx: CheckContext) -> None:
     """A listener is called whenever the body of the loop has run."""
-    reading, calls = LoaderCase(ctx), list[str]()
+    reading = LoaderCase(ctx)
+    calls = list[str]()
     state = reading.accelerator.gradient_state
     state.loop_body_end = lambda: calls.append("end")
     for _ in reading.loader:
@@ -271,7 +275,8 @@ def placing(ctx: CheckContext) -> None:
     """Batches come through the backend's `feed_device`, unless they are to stay where they are."""
     for place in (True, False):
         reading = LoaderCase(ctx, device_placement=place)
-        accelerator, fed = reading.accelerator, list[int]()
+        accelerator = reading.accelerator
+        fed = list[int]()
         feed = accelerator.hooks.feed_device
 
         object.__setattr__(accelerator.hooks, "feed_device", partial(_watched, feed, fed))

@@ -28,7 +28,8 @@ def _train(ctx: CheckContext, steps: int = 12) -> tuple[Trainer, list[float]]:
     # A loss scale comes down in the first few.
     said = f"the optimizer's steps {skipped} of {steps} were skipped"
     assert len(skipped) <= steps // 3, said
-    batches, optimizer = (whole * steps)[:steps], optimizer_of(ctx)
+    batches = (whole * steps)[:steps]
+    optimizer = optimizer_of(ctx)
     expected, _, _ = plain_training(batches, optimizer=optimizer, skipped=skipped)
     tolerance = float(ctx.options.get("tolerance", 0.2))
     for index, (one, other) in enumerate(zip(losses, expected, strict=True)):

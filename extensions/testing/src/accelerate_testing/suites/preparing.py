@@ -222,10 +222,12 @@ def several_models(ctx: CheckContext) -> None:
 
 def goes_on(ctx: CheckContext, both: list[Trainer], batches: Any, name: str) -> None:
     """Save, and let another Accelerator load and go on: two models, and one no optimizer has."""
-    accelerator, ctx.hooks = both[0].accelerator, SAVE
+    accelerator = both[0].accelerator
+    ctx.hooks = SAVE
     average = _average_of(ctx, accelerator, 7)
     path = accelerator.save_state(str(ctx.scratch(name)))
-    kept, after = average.weights(), _trained(both, batches)
+    kept = average.weights()
+    after = _trained(both, batches)
     both.clear()
     del accelerator, average
     ctx.end()
@@ -252,7 +254,8 @@ def _trained(both: list[Trainer], batches: Any) -> list[dict[str, torch.Tensor]]
 
 def _on_all(both: list[Trainer], batch: Any) -> None:
     """Scaling and clipping reach the gradients of all models, and of all their parameters."""
-    accelerator, models = both[0].accelerator, [trainer.model for trainer in both]
+    accelerator = both[0].accelerator
+    models = [trainer.model for trainer in both]
     ctx = both[0].ctx
     parameters = [p for model in models for p in model.parameters()]
 

@@ -27,7 +27,8 @@ def save_and_load(ctx: CheckContext) -> None:
     trainer.train(mine[:2])
     saved = trainer.weights()
     path = accelerator.save_state(str(ctx.scratch("save_and_load")))
-    losses, after = trainer.train(mine[2:]), trainer.weights()
+    losses = trainer.train(mine[2:])
+    after = trainer.weights()
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.add_(1.0)
@@ -45,7 +46,8 @@ def save_and_load(ctx: CheckContext) -> None:
 def _is_strict(trainer: Trainer, state: dict[str, Any]) -> None:
     """A state that lacks a tensor is refused, unless `strict` is False."""
     accelerator, model = trainer.accelerator, trainer.model
-    load, lacking = accelerator.hooks.load_model_state, dict(list(state.items())[1:])
+    load = accelerator.hooks.load_model_state
+    lacking = dict(list(state.items())[1:])
     load(accelerator, model, lacking, False)
     refused = raised(Exception, lambda: load(accelerator, model, lacking, True))
     assert refused, f"load_model_state(strict=True) takes a state without {next(iter(state))!r}"

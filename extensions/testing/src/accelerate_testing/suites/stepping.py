@@ -87,7 +87,8 @@ def _reaches_others(ctx: CheckContext) -> int:
 
 def _heard(ctx: CheckContext, count: int) -> tuple[str, int]:
     """Return who hears nothing of whom in so many steps, and the step in which the last has heard."""
-    usual, latest = _outputs(ctx, count, -1), 0
+    usual = _outputs(ctx, count, -1)
+    latest = 0
     for rank in (ctx.size - 1, 0):
         disturbed = _outputs(ctx, count, rank)
         for other in {*range(ctx.size)} - {rank}:
@@ -142,7 +143,8 @@ def gradients_meet(ctx: CheckContext) -> str:
 def accumulation(ctx: CheckContext) -> str:
     """Two micro-batches per step, of any sizes, give what a big batch gives; so does one at the end."""
     trainer = Trainer.begin(ctx, gradient_accumulation_steps=2)
-    backend, start = trainer.accelerator.backend, trainer.weights()
+    backend = trainer.accelerator.backend
+    start = trainer.weights()
     fixed = trainer.accelerator.hooks.fixed_batch(trainer.accelerator)
     mine, whole = trainer.batches(6, BATCH, BATCH if fixed else BATCH - 1)
     trainer.train(mine[:1])
@@ -166,7 +168,8 @@ def accumulation(ctx: CheckContext) -> str:
     loader = trainer.accelerator.prepare(DataLoader(data, batch_size=BATCH))
     for _ in range(2):
         trainer.train(loader)
-    got, expected = trainer.weights(), trainer.reference(mine * 2, whole * 2, 2, 3)
+    got = trainer.weights()
+    expected = trainer.reference(mine * 2, whole * 2, 2, 3)
     ctx.close(got, expected, "weights after epochs of 3 micro-batches")
     return "3 steps of 2 micro-batches, and epochs of 3"
 
@@ -497,7 +500,8 @@ class Image(nn.Module):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.conv, self.out = nn.Conv2d(3, 4, (2, 1)), nn.Linear(4, 1)
+            self.conv = nn.Conv2d(3, 4, (2, 1))
+            self.out = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> Any:
         """Samples [batch, 6] in, numbers [batch, 1] out."""
@@ -545,7 +549,9 @@ def _can_hold(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _keeps_form(trainer: Trainer, form: str, expected: Image, tolerance: float) -> None:
-    ctx, backend, dtype = trainer.ctx, trainer.accelerator.backend, expected.out.weight.dtype
+    ctx = trainer.ctx
+    backend = trainer.accelerator.backend
+    dtype = expected.out.weight.dtype
     # An engine, and one that brings about full precision by itself, may train in their own.
     own = bool({"precision", "optimizer"} & {*backend.owns})
     own = own or "no" in (backend.supports.get("precisions") or ())

@@ -154,7 +154,8 @@ def _skip_elsewhere(ctx: CheckContext) -> None:
 def kept(ctx: CheckContext) -> str:
     """Numbers, texts, bools, what has no step, and the config leave traces in the run's directory."""
     _skip_elsewhere(ctx)
-    folder, reader = _marked(ctx), ctx.options.get("read")
+    folder = _marked(ctx)
+    reader = ctx.options.get("read")
     words = {*MARKS, str(MARKS["suite_text"][0]), "suite_note", str(CONFIG["suite_note"])}
     if reader:
         with suppress(Exception):  # which `read_back` tells
@@ -255,7 +256,8 @@ def _is_mark(ctx: CheckContext, key: str, pairs: list[list[Any]]) -> None:
 def _number(value: Any) -> float:
     """Return a number as a reader has it, who may have read a text."""
     words = {"true": 1.0, "false": 0.0}
-    return words[text] if (text := str(value).lower()) in words else float(value)
+    text = str(value).lower()
+    return words[text] if text in words else float(value)
 
 
 @check("tracker", alone=True)
@@ -326,7 +328,8 @@ def resumed(ctx: CheckContext) -> str:
         ctx.skip("it does not declare that it resumes")
     if not ctx.options.get("resumes", True):
         ctx.skip("options say that it cannot resume where the checks run")
-    saved, words = str(ctx.scratch("resumed_checkpoint")), ("suite_before", "suite_after")
+    saved = str(ctx.scratch("resumed_checkpoint"))
+    words = ("suite_before", "suite_after")
     runs = []
     for step, word in enumerate(words):
         with _run(ctx, "resumed", resume=saved if step else "") as accelerator:

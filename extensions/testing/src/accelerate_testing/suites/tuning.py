@@ -50,7 +50,8 @@ def fine_tuning(ctx: CheckContext) -> None:
     ctx.equal(names, ["head.weight", "head.bias"], "parameters that are trained")
     mine, whole = trainer.batches(4)
     trainer.train(mine)
-    expected, got = Tuned(0), trainer.weights()
+    expected = Tuned(0)
+    got = trainer.weights()
     ctx.close({name: got[name] for name in got if "body" in name},
               {f"body.{name}": value for name, value in expected.body.state_dict().items()},
               "what is frozen", 1e-6)  # fmt: skip
@@ -134,7 +135,9 @@ def groups(ctx: CheckContext) -> str:
 def calls(ctx: CheckContext) -> None:
     """`step` calls a closure, `zero_grad` sets to zero or None as told, `backward` keeps its arguments."""
     trainer = Trainer.begin(ctx)
-    accelerator, model, optimizer = trainer.accelerator, trainer.model, trainer.optimizer
+    accelerator = trainer.accelerator
+    model = trainer.model
+    optimizer = trainer.optimizer
     if "optimizer" in accelerator.backend.owns:
         ctx.skip("its engine owns the optimizer")
     mine, whole = trainer.batches(3)

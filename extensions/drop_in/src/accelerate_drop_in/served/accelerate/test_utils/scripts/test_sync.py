@@ -27,7 +27,8 @@ def points(accelerator):
 def check_no_sync(accelerator):
     """Within `no_sync` each rank adds up its own; the next backward averages all of it."""
     model = RegressionModel().to(accelerator.device)
-    alone, prepared = deepcopy(model), accelerator.prepare(model)
+    alone = deepcopy(model)
+    prepared = accelerator.prepare(model)
     x, y = points(accelerator)
     with accelerator.no_sync(prepared):
         backward(accelerator, prepared, x, y)
