@@ -9,17 +9,13 @@ and checkpoints are local ones.
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import seed_worker
-from launched import run_cli
 from seed_parts import CASES
-from support import clean_environment, run_workers
+from support import run_workers
 
 TIMEOUT = 240
 
@@ -67,9 +63,15 @@ NOT_RUN = {
     "003-mpirun": "needs an MPI installation; the launcher's tests read its variables",
     "003-pip install accelerate": "the packaging tests install the wheels",
     "003-notebook in Colab": "a link",
+    "002-launch, 003-launch": "tests/launch starts one process and two, with arguments",
+    "003-launch by torchrun": "tests/core/test_leaving.py trains under torchrun",
+    "002-accelerate test": "tests/launch/test_cli.py runs the self-check",
+    "003-notebook_launcher": "tests/launch/test_functions.py, and the example in its docstring",
+    "003-DeepSpeedPlugin": "tests/backends/deepspeed: accumulation and fp16 by the plugin",
+    "the import name accelerate": "tests/drop_in has every name; tests/clients trains as it is",
 }
 
-TOLD_ELSEWHERE = {"002-launch", "003-launch"}  # tests of this file that are no cases
+TOLD_ELSEWHERE = {"002-launch", "003-launch"}
 
 
 def cases(processes: int) -> list[str]:
@@ -133,120 +135,3 @@ def test_among_four_processes(name: str, four: Report) -> None:
 
 def test_the_slips_name_examples_that_exist() -> None:
     assert set(SLIPS) - TOLD_ELSEWHERE <= set(CASES)
-
-
-MY_SCRIPT = """
-import json, sys
-import torch
-from {package} import Accelerator
-
-accelerator = Accelerator()
-ones = accelerator.reduce(torch.ones(1, device=accelerator.device))
-said = {{"processes": accelerator.num_processes, "sum": ones.item(), "args": sys.argv[1:]}}
-accelerator.print(json.dumps(said))
-accelerator.end_training()
-"""
-
-
-@pytest.fixture
-def my_script(tmp_path: Path) -> Path:
-    script = tmp_path / "my_script.py"
-    script.write_text(MY_SCRIPT.format(package="accelerate_core"))
-    return script
-
-
-def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=clean_environment(ACCELERATE_USE_CPU="true"),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-
-
-def said_once(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 1, done.stdout
-    return json.loads(lines[0])
-
-
-ARGS = "--args_to_my_script"
-ALONE = {"processes": 1, "sum": 1.0, "args": [ARGS]}
-TOGETHER = {"processes": 2, "sum": 2.0, "args": [ARGS]}
-
-
-def test_002_003_launch(my_script: Path) -> None:
-    assert said_once(run_cli("launch", "--cpu", "--num_processes", "1", my_script, ARGS)) == ALONE
-
-
-@pytest.mark.dist
-def test_003_launch_on_two(my_script: Path) -> None:
-    done = run_cli("launch", "--cpu", "--num_processes", "2", my_script, ARGS)
-    assert said_once(done) == TOGETHER
-
-
-def test_003_plain_python(my_script: Path) -> None:
-    assert said_once(python(my_script, ARGS)) == ALONE
-
-
-@pytest.mark.dist
-def test_003_torchrun(my_script: Path) -> None:
-    torchrun = "-m", "torch.distributed.run", "--nproc_per_node", "2"
-    assert said_once(python(*torchrun, my_script, ARGS)) == TOGETHER
-
-
-@pytest.mark.dist
-def test_002_accelerate_test() -> None:
-    done = run_cli("test")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_003_notebook_launcher(tmp_path: Path) -> None:
-    script = tmp_path / "notebook.py"
-    script.write_text(
-        "def training_function():\n"
-        "    from accelerate_core import Accelerator\n"
-        "    accelerator = Accelerator()\n"
-        "    accelerator.print('trained by', accelerator.num_processes)\n"
-        "\n"
-        "if __name__ == '__main__':\n"
-        "    from accelerate_core import notebook_launcher\n"
-        "    notebook_launcher(training_function)\n"
-    )
-    done = python(script)
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"trained by \d+", done.stdout)) == 1
-
-
-def test_003_deepspeed(tmp_path: Path) -> None:
-    script = tmp_path / "readme.py"
-    script.write_text(
-        "from accelerate_core import Accelerator, DeepSpeedPlugin\n"
-        "# deepspeed needs to know your gradient accumulation steps beforehand\n"
-        "deepspeed_plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)\n"
-        "try:\n"
-        "    accelerator = Accelerator(mixed_precision='fp16', deepspeed_plugin=deepspeed_plugin)\n"
-        "except ValueError as error:  # CPUs without it\n"
-        "    assert 'fp16' in str(error)\n"
-        "else:\n"
-        "    assert accelerator.gradient_accumulation_steps == 2\n"
-        "    assert accelerator.deepspeed_plugin.get_value('fp16.enabled') is True\n"
-    )
-    done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=clean_environment(),
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_seeds_own_import_name_is_served_when_asked(tmp_path: Path) -> None:
-    script = tmp_path / "unchanged.py"
-    serve = "import accelerate_drop_in as served; served.install()\n"
-    script.write_text(serve + MY_SCRIPT.format(package="accelerate"))
-    assert said_once(python(script, ARGS)) == ALONE

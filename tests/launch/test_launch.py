@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from launched import run_cli
-from support import clean_environment
+from support import clean_environment, run_workers
 
 from accelerate_core.config.files import read_config
 from accelerate_core.config.provenance import BECAUSE_VARIABLE
@@ -477,12 +477,11 @@ accelerator.end_training()
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_local_sgd_averages_every_few_steps_and_at_the_end(tmp_path: Path, processes: str) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_local_sgd_averages_every_few_steps_and_at_the_end(tmp_path: Path, processes: int) -> None:
     (tmp_path / "local.py").write_text(LOCAL_SGD)
-    done = run_cli("launch", "--cpu", "--num_processes", processes, tmp_path / "local.py")
-    assert done.returncode == 0, done.stderr
-    assert f"averaged {processes}" in done.stdout
+    run = run_workers(tmp_path / "local.py", processes).checked()
+    assert f"averaged {processes}" in run.stdout
 
 
 # --- logging --------------------------------------------------------------------------------------
