@@ -79,8 +79,10 @@ MEGATRON := tests/backends/megatron tests/examples/test_megatron_gpt.py
 FP8 := tests/backends/fp8
 XLA := tests/backends/xla
 SITE_TESTS := tests/site
+# `make dist` runs it on the wheels that it has built; here it would build each of them twice more.
+WHEELS := tests/packaging/test_wheels.py
 test: $(VENV)/dev.stamp
-	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS) $(MEGATRON) $(FP8) $(SITE_TESTS)) $(ARGS)
+	$(PYTEST) -m "not soak" $(addprefix --ignore=,$(CONFORMANCE) $(FAULTS) $(CLIENTS) $(MEGATRON) $(FP8) $(SITE_TESTS) $(WHEELS)) $(ARGS)
 
 conformance: $(VENV)/dev.stamp
 	$(PYTEST) --dist loadscope --no-loadscope-reorder -m "not soak" $(CONFORMANCE) $(ARGS)
