@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pool
 import pytest
 import yaml
 
@@ -37,14 +38,22 @@ print("served", sys.argv[1:], accelerate.__version__)
 
 
 def python(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    own = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
-        env=own | environ,
+        env=own_environment() | environ,
     )
+
+
+def forked(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
+    """Run code that does not depend on what is imported already, in a fork of a warm interpreter."""
+    return pool.run(["-c", code, *arguments], own_environment(), 120)
+
+
+def own_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
 
 
 def test_modules_and_names_are_served_after_install() -> None:
@@ -98,7 +107,7 @@ def test_a_script_runs_with_the_name_served(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_served_says_so(code: str, said: str) -> None:
-    done = python("-c", code)
+    done = forked(code)
     assert done.returncode == 1
     assert said in done.stderr
 
@@ -230,7 +239,7 @@ def test_names_that_clients_were_seen_to_use_do_what_they_say(tmp_path: Path) ->
     (tmp_path / "c.yaml").write_text("num_processes: 2\n")
     (tmp_path / "s.py").write_text("")
     start = "import accelerate_drop_in as d; d.install()\n"
-    done = python("-c", start + NAMES, tmp_path / "c.yaml", tmp_path / "s.py")
+    done = forked(start + NAMES, tmp_path / "c.yaml", tmp_path / "s.py")
     assert done.returncode == 0, done.stderr
     assert "s.py --lr 1" in " ".join(done.stdout.split())
     assert done.stdout.endswith("all\n")
@@ -266,7 +275,7 @@ print("resumed")
 
 def test_positions_are_restored_only_where_a_script_asks_for_it(tmp_path: Path) -> None:
     start = "import accelerate_drop_in as d; d.install()\n"
-    done = python("-c", start + RESUMES, tmp_path / "state")
+    done = forked(start + RESUMES, tmp_path / "state")
     assert done.returncode == 0, done.stderr
     assert "resumed" in done.stdout
     assert "Warning" not in done.stderr, done.stderr
@@ -318,7 +327,7 @@ assert seen == [(first, noise), (second, more), (third, last)], seen
 
 
 def test_a_batch_is_read_while_the_one_before_it_is_trained_on() -> None:
-    done = python("-c", "import accelerate_drop_in as d; d.install()\n" + NOISY)
+    done = forked("import accelerate_drop_in as d; d.install()\n" + NOISY)
     assert done.returncode == 0, done.stderr
 
 
@@ -449,7 +458,7 @@ assert probes.is_deepspeed_available is len
 
 
 def test_probes_have_the_arguments_that_the_originals_have() -> None:
-    done = python("-c", PROBES)
+    done = forked(PROBES)
     assert done.returncode == 0, done.stderr
     devices = ("mlu", "musa", "neuron", "npu", "sdaa", "xpu")
     assert json.loads(done.stdout) == {
