@@ -231,7 +231,7 @@ def _become(task: dict[str, Any], base: list[str]) -> Callable[[], object]:
     elif sys.argv[0] == "-m":
         folder, module = os.getcwd(), sys.argv.pop(1)
     else:
-        main.__file__ = origin = sys.argv[0]
+        main.__file__ = origin = str(Path(sys.argv[0]).absolute())
         folder, source = str(Path(origin).resolve().parent), Path(origin).read_text()
     mine = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     sys.path[:] = [folder, *mine, *base]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
+import pool
 import pytest
 from support import clean_environment
 
@@ -38,15 +38,7 @@ print(made.process_index, made.num_processes)
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, "train.py", *arguments],
-        cwd=folder,
-        env=clean_environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return pool.run(["train.py", *arguments], clean_environment(**variables), 120, cwd=folder)
 
 
 @pytest.mark.parametrize("arguments", [["--lr", "0.1"], ["state"]], ids=["Accelerator", "state"])
@@ -127,13 +119,5 @@ print(Accelerator(cpu=True).num_processes)
 dist.destroy_process_group()
 """
     (tmp_path / "own.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "own.py"],
-        cwd=tmp_path,
-        env=clean_environment(**TASK),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = pool.run(["own.py"], clean_environment(**TASK), 120, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
