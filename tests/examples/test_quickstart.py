@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support import run_workers
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 TIMEOUT = 240
+#: For ranks of the pool: what `launch --cpu` would set, and the width of a table.
+ON_CPU = {"ACCELERATE_USE_CPU": "true", "COLUMNS": "80"}
 
 pytestmark = pytest.mark.dist
 
@@ -91,8 +94,9 @@ def test_the_learning_curve_is_a_picture(trained: Trained) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_the_saved_model_is_worth_the_same_on_any_number(trained: Trained, processes: int) -> None:
-    output = quickstart(processes, "--eval_only", trained.folder, "--batch_size", "32")
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    arguments = ["--eval_only", trained.folder, "--batch_size", "32"]
+    run = run_workers(QUICKSTART, processes, arguments, timeout=TIMEOUT, env=ON_CPU).checked()
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert lines == [{"correct": trained.correct, "total": 359, "processes": processes}]
 
 
