@@ -22,8 +22,6 @@ from torch.utils.data import (
 )
 
 Run = Any  # of indices: has a length and can be sliced
-#: One rank's indices of a global step, and the step's real length if it was filled up.
-Part = tuple[list[Any], int | None]
 
 
 class Wrapper:
@@ -172,6 +170,8 @@ class Cursor:
     def __init__(self, order: Iterator[Run]) -> None:
         self._order = order
         self._run: Run = ()
+        #: Makes a list of a slice of the run. Both are C: this is called for every batch.
+        self._listed: Callable[[Any], list[Any]] = list
         self._length = 0
         self._at = 0
 
@@ -180,6 +180,7 @@ class Cursor:
         if run is None:
             return False
         self._run, self._length, self._at = run, len(run), 0
+        self._listed = torch.Tensor.tolist if isinstance(run, torch.Tensor) else list
         return True
 
     def first(self, count: int) -> list[Any]:
@@ -202,7 +203,7 @@ class Cursor:
         taken: list[Any] = []
         while True:
             stop = min(self._at + count - len(taken), self._length)
-            taken += _listed(self._run[self._at : stop])
+            taken += self._listed(self._run[self._at : stop])
             self._at = stop
             if len(taken) == count or not self._next_run():
                 return taken
@@ -213,14 +214,10 @@ class Cursor:
         if start + step <= self._length:
             self._at = start + step
             own = self._run[start + low : start + low + width]
-            return _listed(own), step
+            return self._listed(own), step
         before = self.skip(low)
         taken = self.take(width)
         return taken, before + len(taken) + self.skip(step - low - width)
-
-
-def _listed(run: Run) -> list[Any]:
-    return run.tolist() if isinstance(run, torch.Tensor) else list(run)
 
 
 class _Stream(Cursor):
@@ -256,16 +253,18 @@ def is_plain(batch_sampler: Any) -> bool:
     )
 
 
-def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[Part]:
-    """Yield one rank's indices of each global step, and its real length if it was filled up.
+def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[list[Any]]:
+    """Yield one rank's indices of each global step.
 
     A step is `width` indices per rank. The first begins at the index `start`. A last step that is
     short is left out, filled up from the start of the epoch, or given as it is.
 
     Args:
         shard: says which rank (`process_index`) of how many (`num_processes`), and what becomes
-            of the last step (`drop_last`, `even_batches`).
+            of the last step (`drop_last`, `even_batches`). Its `real` is set to the number of
+            indices of the last step before that was filled up.
     """
+    shard.real = None
     step, low, drop_last = width * shard.num_processes, width * shard.process_index, shard.drop_last
     fills = shard.even_batches and not drop_last
     cursor = cursor_over(sampler)
@@ -274,14 +273,15 @@ def parts_of(shard: Any, sampler: Any, width: int, start: int) -> Iterator[Part]
     while True:
         own, length = cursor.part(low, width, step)
         if length == step:
-            yield own, None
+            yield own
             continue
         if length and fills:
             begin = max(low - length, 0)
             own += islice(cycle(first), begin, begin + width - len(own))
-            yield own, length
+            shard.real = length
+            yield own
         elif own and not drop_last:
-            yield own, None
+            yield own
         return
 
 

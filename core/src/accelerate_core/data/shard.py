@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
-from accelerate_core.data.order import Part, Wrapper, is_plain, parts_of
+from accelerate_core.data.order import Wrapper, is_plain, parts_of
 from accelerate_core.data.steps import NOTHING, StepReader, check_rank, check_split, steps_of
 
 
@@ -29,7 +29,7 @@ class BatchSamplerShard(Wrapper, BatchSampler):
         split_batches: a rank gets its part of every batch, else every `num_processes`-th batch.
         even_batches: fill up the last global step from the start of the epoch.
 
-    After an iteration `tail` is the number of real samples in the last global step if it was
+    After an iteration `real` is the number of real samples in the last global step if it was
     filled up, else None.
 
     Raises:
@@ -45,7 +45,7 @@ class BatchSamplerShard(Wrapper, BatchSampler):
     even_batches: bool = True
     batch_size: Any = field(init=False)
     drop_last: bool = field(init=False)
-    tail: int | None = field(default=None, init=False)
+    real: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_rank(self.num_processes, self.process_index)
@@ -76,22 +76,20 @@ class BatchSamplerShard(Wrapper, BatchSampler):
         return self.iterate()
 
     def iterate(self, start: int = 0) -> Iterator[list[int]]:
-        """Yield this rank's batches of the epoch from the single-process batch `start` on."""
-        self.tail = None
-        parts = self._parts if is_plain(self.batch_sampler) else self._whole_batches
-        for part, self.tail in parts(start):
-            if part is not NOTHING:
-                yield part
+        """Return this rank's batches of the epoch from the single-process batch `start` on."""
+        if is_plain(self.batch_sampler):
+            return self._parts(start)
+        return self._whole_batches(start)
 
-    def _parts(self, start: int) -> Iterator[Part]:
+    def _parts(self, start: int) -> Iterator[list[int]]:
         """Take the part out of the sampler's order: no other rank's batch is made."""
         size = self.batch_sampler.batch_size
         width = size // self.num_processes if self.split_batches else size
         return parts_of(self, self.batch_sampler.sampler, width, start * size)
 
-    def _whole_batches(self, start: int) -> Iterator[Part]:
+    def _whole_batches(self, start: int) -> Iterator[list[int]]:
         """Arrange the batches of a batch sampler of the user's in global steps."""
-        rank = self.process_index
+        rank, self.real = self.process_index, None
         steps = StepReader(
             self.num_processes,
             self.split_batches,
@@ -106,7 +104,10 @@ class BatchSamplerShard(Wrapper, BatchSampler):
             looks_ahead=False,
         )
         batches = zip(map(list, self.batch_sampler), repeat(None), repeat(None))
-        return ((step.parts[rank], step.real) for step in steps.steps(batches, start))
+        for step in steps.steps(batches, start):
+            self.real = step.real
+            if step.parts[rank] is not NOTHING:
+                yield step.parts[rank]
 
 
 def _joined(batches: Sequence[list[int]]) -> list[int]:
@@ -117,7 +118,7 @@ def _joined(batches: Sequence[list[int]]) -> list[int]:
 class ItemShard(BatchSamplerShard):
     """The items of one rank, dealt in turn, for a loader whose dataset gives whole batches.
 
-    `batch_sampler` gives them one by one, as lists of one. After an iteration `tail` is the number
+    `batch_sampler` gives them one by one, as lists of one. After an iteration `real` is the number
     of real batches in the last global step if it was filled up with the first items of the epoch.
     """
 
@@ -185,8 +186,6 @@ class IterableDatasetShard(Wrapper, IterableDataset[Any]):
         return whole * self._width + own
 
     def __iter__(self) -> Iterator[Any]:
-        self.real = None
         skip, self.skip = self.skip, 0
-        parts = parts_of(self, self.dataset, self._width, skip)
-        for part, self.real in parts:
+        for part in parts_of(self, self.dataset, self._width, skip):
             yield from part

@@ -136,11 +136,11 @@ class IndexedSource:
 
     def _real(self, batch: Any) -> int | None:
         plan = self.stream.plan
-        tail: int | None = getattr(plan, "tail", None)
-        if tail is None or not isinstance(plan, ItemShard):
-            return tail
+        real: int | None = getattr(plan, "real", None)
+        if real is None or not isinstance(plan, ItemShard):
+            return real
         size = batch_size_of(batch)
-        return None if size is None else tail * size
+        return None if size is None else real * size
 
 
 @dataclass(eq=False)
