@@ -224,7 +224,10 @@ class Accelerator(
             options = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
             self.scaler = self.precision.scaler(self, options)
         loss_comm = self._collectives.loss_comm
-        self._training = TrainingLoop(self, self.gradient_state, loss_comm, self.scaler)
+        defers_sync = type(self.backend).no_sync is not Backend.no_sync
+        self._training = TrainingLoop(
+            self, self.gradient_state, loss_comm, self.scaler, defers_sync
+        )
         DistributedType.register(self.distributed_type)
         part = built.parts["tracking"] if asks(log_with) else None
         make: Callable[..., Tracking] = NoTracking if part is None else part.make

@@ -12,7 +12,7 @@ from accelerate_core.config.handlers import AutocastKwargs
 from accelerate_core.contract.schedule import ScheduleResult
 from accelerate_core.delegation import attribute, shared
 from accelerate_core.training.gradient_state import GradientState
-from accelerate_core.training.loop import TrainingLoop
+from accelerate_core.training.loop import MicroBatch, TrainingLoop
 
 
 class TrainingVerbs:
@@ -67,7 +67,7 @@ class TrainingVerbs:
                     optimizer.step()
                     optimizer.zero_grad()
         """
-        return self._training.accumulate(*models, num_items=num_items)
+        return MicroBatch(self._training, models, num_items)
 
     def no_sync(self, model: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
         """Return a context in which backward does not synchronise gradients.

@@ -175,6 +175,8 @@ class GradientState(metaclass=_Current):
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the open loader that served last has served its last batch."""
+        if self._open and self._open[-1][1] is self._touched and self._open[-1][0]() is not None:
+            return self._open[-1][1].last  # in every micro-batch, so without another call
         innermost = self._active()
         return innermost is not None and innermost[1].last
 

@@ -31,6 +31,7 @@ class TrainingLoop:
         state: where the loops are in their accumulation cycle.
         comm: the ranks over which a loss is summed.
         scaler: torch's gradient scaler, None where losses are not scaled.
+        defers_sync: whether a backward under the backend's `no_sync` leaves something out.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class TrainingLoop:
         state: GradientState,
         comm: Communicator,
         scaler: Any | None,
+        defers_sync: bool,
     ) -> None:
         backend, hooks = accelerator.backend, accelerator.hooks
         # Calling a weak reference is no Python call, so a step costs the same.
@@ -46,6 +48,7 @@ class TrainingLoop:
         self._accelerator = view
         self._hooks = hooks
         self.distributed = accelerator.num_processes > 1
+        self.defers_sync = self.distributed and defers_sync
         self._divides_loss = "accumulation" not in backend.owns
         self.models: Sequence[torch.nn.Module] = accelerator.models
         self.optimizers: Sequence[AcceleratedOptimizer] = accelerator.optimizers
@@ -78,12 +81,6 @@ class TrainingLoop:
                 f"gradient_accumulation_steps must be at least 1, not {value}."
             )
         self.state.num_steps = value
-
-    def accumulate(
-        self, *models: torch.nn.Module, num_items: int | float | torch.Tensor | None = None
-    ) -> AbstractContextManager[None]:
-        """Make the block one micro-batch of an accumulation cycle."""
-        return _MicroBatch(self, models, num_items)
 
     def no_sync(self, model: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
         """Return a context in which backward does not synchronise gradients."""
@@ -294,7 +291,7 @@ def _check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class _MicroBatch:
+class MicroBatch:
     """The context of `accumulate`; a class, since a generator costs more than all it does."""
 
     _loop: TrainingLoop
@@ -318,7 +315,7 @@ class _MicroBatch:
         if self._num_items is not None or loop.tokens.open:
             models = self._models or loop.models
             loop.tokens.begin(self._num_items, models, first=first, last=state.sync_gradients)
-        if loop.distributed and not (state.sync_gradients or state.sync_each_batch):
+        if loop.defers_sync and not (state.sync_gradients or state.sync_each_batch):
             self._unsynced = loop.unsynced(self._models or loop.models)
             self._unsynced.__enter__()
         if not (loop.watched or state.sync_gradients):
