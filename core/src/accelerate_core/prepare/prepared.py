@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, cast
@@ -157,8 +157,8 @@ class Prepared:
 
     def is_prepared(self, obj: Any) -> bool:
         """Tell whether this Accelerator has prepared exactly this object."""
-        held: Iterable[Any] = (*self.models, *self.optimizers, *self.schedulers, *self.loaders)
-        return any(obj is one for one in held)
+        held = (*self.models, *self.optimizers, *self.schedulers, *self.loaders)
+        return id(obj) in map(id, held)
 
     def remember(self, kind: str, value: Any, evaluation: bool = False) -> None:
         """Keep a prepared object for saving, unwrapping and `free_memory`."""
