@@ -40,6 +40,7 @@ from accelerate_core.distributed.process import Runtime
 from accelerate_core.errors import ConfigurationError, Mistakes, did_you_mean, listing, warn
 from accelerate_core.plugins import catalog
 from accelerate_core.plugins.discovery import (
+    OWN_DISTRIBUTION,
     PluginRecord,
     check_api_version,
     disabled_names,
@@ -173,8 +174,9 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     check_api_version(chosen, found)
     precision = maker.make(chosen, found, wanted.origin)
     check_needs(precision, chosen)
-    methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
-    blame_methods(precision, chosen, methods)
+    if chosen.distribution != OWN_DISTRIBUTION:  # the core's own need no note, and cost no call
+        methods = ("check", "scaler", "autocast", "prepare", "plain_state", "recompute")
+        blame_methods(precision, chosen, methods)
     for one in select("extension", request).settled().active:
         maker.make(one.record, one.record.load(), one.because)
     dynamo = lookup.resolve_compiler(given, sources)

@@ -184,7 +184,8 @@ class TrainingVerbs:
 
     def scaler_stepped(self, optimizer: Any) -> None:
         """Note that the scaler stepped an inner optimizer."""
-        self._training.scaler_stepped(optimizer)
+        if self._training.scaler is not None:
+            self._training.scaler.note_step(optimizer)
 
     def maybe_context_parallel(
         self,

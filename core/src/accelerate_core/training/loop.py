@@ -173,11 +173,6 @@ class TrainingLoop:
         inner = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in several]
         self.scaler.unscale(inner)
 
-    def scaler_stepped(self, optimizer: Any) -> None:
-        """Note that the scaler stepped an inner optimizer."""
-        if self.scaler is not None:
-            self.scaler.note_step(optimizer)
-
     def settle(self) -> None:
         """Make a scale update that waits for other optimizers now, before state is kept."""
         if self.scaler is not None:
