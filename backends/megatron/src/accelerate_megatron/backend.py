@@ -77,6 +77,8 @@ class MegatronBackend(Backend):
         self.plugin: MegatronLMPlugin = self.settings
         self.sizes: Sizes = self.plugin.sizes()
         self.engines: list[Engine] = []
+        #: Id of a prepared inner optimizer -> the engine that holds it, and steps by it.
+        self._stepped_by: dict[int, Engine] = {}
         self._step: Any = None
         self._seed = 0
         given = [handler for handler in handlers if isinstance(handler, GradScalerKwargs)]
@@ -160,10 +162,12 @@ class MegatronBackend(Backend):
     def on_free(self, accelerator: AcceleratorView) -> None:
         """Let go of the models."""
         self.engines.clear()
+        self._stepped_by.clear()
 
     def on_end(self, accelerator: AcceleratorView) -> None:
         """Let go of the models; the groups end with the process group."""
         self.engines.clear()
+        self._stepped_by.clear()
 
     def on_seed(self, accelerator: AcceleratorView, seed: int) -> None:
         """Seed megatron's generators."""
@@ -225,6 +229,7 @@ class MegatronBackend(Backend):
                 )
             options = self.plugin.optimizer_options()
             build_optimizer(job.engine, job.optimizer.value, job.groups(), options, self._scaling)
+            self._stepped_by[id(job.optimizer.value)] = job.engine
         place_loaders(accelerator, plan, self.plugin)
         if self.plugin.multiply_batch:
             plan.each("loader", lambda loader, _: self._multiplied(loader))
@@ -333,7 +338,7 @@ class MegatronBackend(Backend):
             if engine.config.fp16 and engine.optimizer is not None:
                 loss = engine.scaled(loss)
                 break
-        super().backward(accelerator, loss, kwargs)
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def scale_gradients(
         self, accelerator: AcceleratorView, models: Sequence[nn.Module], factor: torch.Tensor
@@ -367,12 +372,11 @@ class MegatronBackend(Backend):
         return engine.clip_norm(max_norm, norm_type)
 
     def _engine_of(self, parameters: Sequence[torch.Tensor]) -> Engine:
-        given = {id(parameter) for parameter in parameters}
+        given = set(map(id, parameters))
         for engine in self.engines:
             # A stage of a pipeline may be frozen whole, and takes part in the norm all the same.
-            every = list(engine.parameters())
-            own = [p for p in every if p.requires_grad] or every
-            here = sum(id(parameter) in given for parameter in own)
+            own = [p for p in engine.listed if p.requires_grad] or engine.listed
+            here = len(given.intersection(map(id, own)))
             if here and here < len(own):
                 raise ConfigurationError(
                     f"Clipping got {here} of {len(own)} parameters, and megatron clips a model as a "
@@ -387,17 +391,11 @@ class MegatronBackend(Backend):
             "prepare returned."
         )
 
-    def _engine_stepped_by(self, optimizer: Any) -> Engine | None:
-        for engine in self.engines:
-            if engine.inner is optimizer:
-                return engine
-        return None
-
     def optimizer_step(
         self, accelerator: AcceleratorView, optimizer: Any, closure: Callable[[], Any] | None
     ) -> bool:
         """Reduce gradients, if clipping has not, and step; False if they overflowed."""
-        engine = self._engine_stepped_by(optimizer)
+        engine = self._stepped_by.get(id(optimizer))
         if engine is None:
             return super().optimizer_step(accelerator, optimizer, closure)
         if closure is not None:
@@ -409,7 +407,7 @@ class MegatronBackend(Backend):
 
     def zero_grad(self, accelerator: AcceleratorView, optimizer: Any, set_to_none: bool) -> None:
         """Clear megatron's buffers."""
-        engine = self._engine_stepped_by(optimizer)
+        engine = self._stepped_by.get(id(optimizer))
         if engine is None:
             super().zero_grad(accelerator, optimizer, set_to_none)
         else:

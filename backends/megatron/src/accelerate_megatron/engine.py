@@ -91,6 +91,11 @@ class Engine:
         for module in self.modules:
             yield from module.parameters()
 
+    @cached_property
+    def listed(self) -> list[nn.Parameter]:
+        """This rank's parameters, for what every step asks: walking a model takes many calls."""
+        return list(self.parameters())
+
     # --- the step -----------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -122,6 +127,10 @@ class Engine:
         return imported("distributed.finalize_model_grads").finalize_model_grads
 
     @cached_property
+    def _clip_grads(self) -> Any:
+        return imported("optimizer.clip_grads")
+
+    @cached_property
     def balances(self) -> bool:
         """Whether routers add losses of their own."""
         config = self.config
@@ -149,11 +158,11 @@ class Engine:
 
     def norm(self, norm_type: float) -> float:
         """Return the norm of the whole model's gradients."""
-        norm_of = imported("optimizer.clip_grads").get_grad_norm_fp32
+        norm_of = self._clip_grads.get_grad_norm_fp32
         norms = []
         for group, found in self._gradients():
             # There may be none, such as on a data rank that steps nothing.
-            grads = found or [torch.zeros(1, device=next(self.parameters()).device)]
+            grads = found or [torch.zeros(1, device=self.listed[0].device)]
             norms.append(float(norm_of(grads, norm_type, grad_stats_parallel_group=group)))
         if len(norms) == 1 or norm_type == math.inf:
             return max(norms)
@@ -192,9 +201,9 @@ class Engine:
         self.clipped = True
         norm = self.norm(norm_type)
         if not self.overflowed:
-            clip = imported("optimizer.clip_grads").clip_grad_by_total_norm_fp32
+            clip = self._clip_grads.clip_grad_by_total_norm_fp32
             clip(self.optimizer.get_parameters(), max_norm, norm)
-        return torch.tensor(norm, device=next(self.parameters()).device)
+        return torch.tensor(norm, device=self.listed[0].device)
 
     def clip_value(self, value: float) -> None:
         """Clip each element of the gradients."""
@@ -205,7 +214,8 @@ class Engine:
 
     def step(self) -> bool:
         """Step; False if gradients overflowed."""
-        self.settle()
+        if not self.ready:
+            self.settle()
         if self.overflowed:
             return False
         if self.clip is not None and not self.clipped:
