@@ -469,11 +469,11 @@ class DeepSpeedBackend(Backend):
         return total
 
     def _engines_of(self, what: str, parameters: Sequence[torch.Tensor]) -> list[TrainedEngine]:
-        given = {id(parameter) for parameter in parameters}
+        given = set(map(id, parameters))
         found = []
         for one in self.engines.trained:
-            own = [p for p in one.engine.module.parameters() if p.requires_grad]
-            here = sum(id(parameter) in given for parameter in own)
+            own = [p for p in one.parameters if p.requires_grad]
+            here = len(given.intersection(map(id, own)))
             if here == 0:
                 continue
             if here < len(own):

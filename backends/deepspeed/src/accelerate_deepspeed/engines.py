@@ -11,7 +11,7 @@ import math
 import sys
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class TrainedEngine:
         self.engine = engine
         self.plugin = plugin
         self.stage = int(engine.zero_optimization_stage())
+        #: The module's parameters, listed once: walking a model takes many calls.
+        self.parameters = list(engine.module.parameters())
         #: A backward has run since the last step.
         self.dirty = False
         self._finished = False
@@ -86,7 +88,7 @@ class TrainedEngine:
         """Let another engine's backward, of a loss that is scaled already, run through this one."""
         # Stage 0 takes part in no other engine's backward by itself, and the others ask for a scale.
         name = "_manual_backward_expected" if self.stage else "_running_engine_backward"
-        return _set(self.engine, name, True)
+        return _set((self.engine, name, True))
 
     def settle(self) -> None:
         """End a backward that went through this engine, also where DeepSpeed lost count.
@@ -110,7 +112,7 @@ class TrainedEngine:
         if self.stage >= 2:
             engine.optimizer.finalize_gradient_accumulation_boundary()
         elif engine.enable_backward_allreduce:
-            with _set(engine, "_running_engine_step", True):
+            with _set((engine, "_running_engine_step", True)):
                 engine.allreduce_gradients()
         for key, earlier in self._carried.items():
             for grad, more in zip(engine.optimizer.averaged_gradients[key], earlier, strict=True):
@@ -174,25 +176,24 @@ class TrainedEngine:
             if self.stage == 3:
                 self._zero_parts()
             return bool(engine.was_step_applied())
-        with ExitStack() as stack:
-            if self._carried:
-                self.finish()
-            if self._finished:
-                if self.stage >= 2:
-                    name = "finalize_gradient_accumulation_boundary"
-                    stack.enter_context(_set(optimizer, name, lambda: None))
-                else:
-                    stack.enter_context(_set(engine, "enable_backward_allreduce", False))
-            if self._clip is not None and self.stage > 0:
-                stack.enter_context(_set(optimizer, "clip_grad", self._clip))
-            norm = self._norm
-            if norm is not None and not getattr(optimizer, "use_muon", False):
-                # The step takes the norm that was measured for the user.
-                name, told = "scaled_global_norm", norm
-                if self.stage == 3:
-                    name, told = "_get_norm_groups", [norm]
-                if self.stage > 0 and hasattr(optimizer, name):
-                    stack.enter_context(_set(optimizer, name, lambda *_: told))
+        if self._carried:
+            self.finish()
+        during: list[tuple[Any, str, Any]] = []
+        if self._finished:
+            if self.stage >= 2:
+                during.append((optimizer, "finalize_gradient_accumulation_boundary", _nothing))
+            else:
+                during.append((engine, "enable_backward_allreduce", False))
+        if self._clip is not None and self.stage > 0:
+            during.append((optimizer, "clip_grad", self._clip))
+        if (norm := self._norm) is not None and not getattr(optimizer, "use_muon", False):
+            # The step takes the norm that was measured for the user.
+            name, told = "scaled_global_norm", norm
+            if self.stage == 3:
+                name, told = "_get_norm_groups", [norm]
+            if self.stage > 0 and hasattr(optimizer, name):
+                during.append((optimizer, name, lambda *_: told))
+        with _set(*during):
             engine.step()
         self._cleared()
         return bool(engine.was_step_applied())
@@ -242,7 +243,7 @@ class TrainedEngine:
         """Return this rank's parts of the finished gradients."""
         optimizer = self.engine.optimizer
         if self.stage == 0:
-            return [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+            return [p.grad for p in self.parameters if p.grad is not None]
         if self.stage == 3 and getattr(optimizer, "swap_optimizer", False):
             raise ConfigurationError(
                 f"{what} needs gradients at hand, and offload to nvme has written them to disk."
@@ -311,8 +312,12 @@ class Engines:
     @property
     def trained(self) -> list[TrainedEngine]:
         """The engines that are still there, in the order they were made."""
-        there = (reference() for reference in self._engines)
-        return [engine.accelerate_trained for engine in there if engine is not None]
+        there = []
+        for reference in self._engines:  # in every step that clips, so without a generator
+            engine = reference()
+            if engine is not None:
+                there.append(engine.accelerate_trained)
+        return there
 
     def destroy(self) -> None:
         """Let go of all engines and what they hold."""
@@ -422,22 +427,31 @@ def _as_it_is(grad: Any) -> Any:
     return grad
 
 
+def _nothing() -> None:
+    """Do what a step does in the place of work that has been done."""
+
+
 class _set:
-    """Have an attribute of one object inside of the block."""
+    """Have attributes of objects inside of the block: `(object, name, value)` each.
 
-    __slots__ = ("_before", "_name", "_obj", "_value")
+    One class, since a step that clips sets three, and an `ExitStack` takes eight calls for each.
+    """
 
-    def __init__(self, obj: Any, name: str, value: Any) -> None:
-        self._obj = obj
-        self._name = name
-        self._value = value
+    __slots__ = ("_before", "_changes")
+
+    def __init__(self, *changes: tuple[Any, str, Any]) -> None:
+        self._changes = changes
 
     def __enter__(self) -> None:
-        held = vars(self._obj)
-        self._before = {self._name: held[self._name]} if self._name in held else {}
-        held[self._name] = self._value
+        self._before = []
+        for obj, name, value in self._changes:
+            held = vars(obj)
+            self._before.append((held, name, name in held, held.get(name)))
+            held[name] = value
 
     def __exit__(self, *error: Any) -> None:
-        held = vars(self._obj)
-        del held[self._name]
-        held.update(self._before)
+        for held, name, was_there, value in reversed(self._before):
+            if was_there:
+                held[name] = value
+            else:
+                del held[name]
