@@ -251,7 +251,10 @@ def _mend_half_precision(engine: Any, cast_inputs: bool, upcast: bool) -> None:
 
 
 def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
+
+    return map_tensors(cast, args), map_tensors(cast, kwargs) if kwargs else kwargs
 
 
 def _upcast(module: nn.Module, args: Any, output: Any) -> Any:
