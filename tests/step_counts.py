@@ -10,9 +10,12 @@ from support import run_workers
 
 COUNTS = Path(__file__).parents[1] / "benchmarks" / "step_counts.py"
 
-#: Python calls that a (micro-)batch may add, on every backend, and how many more a check allows:
-#: fp16 and Megatron's micro-batches are a few above.
-LIMIT, SLACK = 30, 10
+#: Python calls that an optimizer step may add.
+LIMIT = 30
+#: Of one of four micro-batches: entering the block, and reading, is done in each of them.
+MICRO_BATCH_LIMIT = 23
+#: Rows above it: an engine's own precision and clipping are asked piece by piece.
+MORE = {("megatron", "fp16, clipping"): 35, ("deepspeed", "ZeRO 2, fp16, clipping"): 50}
 #: How much torch's own calls may differ under DTensor, by what it has cached.
 VARIES = 60
 
@@ -32,7 +35,10 @@ def check_counts(tmp_path: Path, backend: str) -> None:
     for title, row in rows.items():
         print(backend, title, row)
         varies = VARIES if backend == "fsdp2" else 0
-        assert row["calls"] / row["micro_batches"] <= LIMIT + SLACK + varies, title
+        limit = MORE.get((backend, title), LIMIT)
+        if row["micro_batches"] > 1:
+            limit = MICRO_BATCH_LIMIT * row["micro_batches"]
+        assert row["calls"] <= limit + varies, title
         assert row["own growth"] <= 0, f"{title}: our calls grow with the model"
         assert row["growth"] <= varies, f"{title}: calls grow with the model"
         # GradScaler under FSDP2 reduces the overflow flag over the ranks once.
