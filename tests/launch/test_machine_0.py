@@ -22,6 +22,8 @@ from accelerate_launch.devices import get_free_port
 from accelerate_launch.machine_0 import MachineZero, find_machine_0, resolve, split_endpoint
 
 SOURCE = "main_process_ip from config.yaml line 3"
+#: An address for documentation (RFC 5737), so that of no machine that tests run on.
+ELSEWHERE = "198.51.100.1"
 #: How the launcher is started on one of two machines.
 LAUNCH = [sys.executable, "-m", "accelerate_core.cli", "launch", "--cpu"]
 LAUNCH += ["--num_machines", "2", "--num_processes", "2"]
@@ -156,13 +158,70 @@ def test_store_of_torch_is_recognised_and_goes_on_working(libuv: bool) -> None:
     assert other.get("key") == b"value"
 
 
+def test_machine_0_with_the_address_of_another_host_is_an_error_within_seconds(
+    tmp_path: Path,
+) -> None:
+    began = time.monotonic()
+    address = ["--main_process_ip", ELSEWHERE, "--main_process_port", str(get_free_port())]
+    run = start(tmp_path, "--machine_rank", "0", *address)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert time.monotonic() - began < 15
+    assert f"This is machine 0 at {ELSEWHERE}, port {address[-1]} (main_process_ip from" in said
+    assert "cannot reach itself under that address: " in said
+    assert "Traceback" not in said
+
+
+def test_port_of_machine_0_that_is_in_use_is_an_error_that_says_where_it_came_from(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        run = start(tmp_path, "--machine_rank", "0", *address)
+        said, _ = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert f"machine 0 at 127.0.0.1, port {port} (main_process_ip from command line" in said
+    assert "another process of it uses the port" in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_of_a_scheduler_does_not_wait_for_an_address_of_another_host(
+    tmp_path: Path, rank: int
+) -> None:
+    (tmp_path / "train.py").write_text("import accelerate_core; accelerate_core.Accelerator()")
+    size = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    here = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    port = str(get_free_port())
+    address = {"MASTER_ADDR": ELSEWHERE, "MASTER_PORT": port}
+    began = time.monotonic()
+    with silent_port() if rank else contextlib.nullcontext() as silent:
+        if silent is not None:
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent)}
+        done = subprocess.run(
+            [*LAUNCH[:5], "train.py"],
+            cwd=tmp_path,
+            env=clean_environment(**size, **here, **address),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert time.monotonic() - began < 15
+    where = (
+        f"machine 0 at {address['MASTER_ADDR']}, port {address['MASTER_PORT']} (MASTER_ADDR from"
+    )
+    assert where in done.stderr
+
+
 def test_machine_0_that_cannot_reach_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_0, "_SELF", 0.5)
     monkeypatch.setattr(machine_0, "is_here", lambda host: False)
     port = get_free_port()
     find_machine_0(machine(port), is_machine_0=True)  # 127.0.0.1 does reach this machine
     with pytest.raises(ConfigurationError, match="cannot reach itself"):
-        find_machine_0(machine(port, host="192.0.2.1"), is_machine_0=True)
+        find_machine_0(machine(port, host=ELSEWHERE), is_machine_0=True)
 
 
 @pytest.mark.parametrize(

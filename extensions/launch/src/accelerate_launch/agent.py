@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     if not {"2", "3"} & set(parsed.tee):  # else what ranks print goes into their logs, too
         os.environ[AGENT_VARIABLE] = str(os.getpid())
     try:
-        _find_machine_0(parsed, ours.address_source)
+        machine = _find_machine_0(parsed, ours.address_source)
     except ConfigurationError as error:
         sys.stderr.write(f"Error: {error}\n")
         return 1
@@ -75,8 +75,9 @@ def main(arguments: list[str]) -> int:
         return 128 + signal.SIGINT
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
+        where = f" at {machine}" if machine is not None else ""
         sys.stderr.write(
-            f"Error: this machine did not meet the others: {reason}\n"
+            f"Error: this machine did not meet the others{where}: {reason}\n"
             "Look at --main_process_ip and --main_process_port, which must be those of machine 0 "
             "on every machine, at --num_machines, and at firewalls between them.\n"
         )
@@ -91,10 +92,10 @@ def _own_options() -> argparse.ArgumentParser:
     return parser
 
 
-def _find_machine_0(parsed: Any, source: str) -> None:
+def _find_machine_0(parsed: Any, source: str) -> MachineZero | None:
     """Wait for machine 0 if there are several machines; say so, or what is wrong with its address."""
     if parsed.standalone or parsed.nnodes in ("1", "1:1"):
-        return
+        return None
     conf = dict(pair.split("=", 1) for pair in parsed.rdzv_conf.split(",") if pair)
     if parsed.rdzv_backend == "static":
         host, port = parsed.master_addr, parsed.master_port
@@ -105,6 +106,7 @@ def _find_machine_0(parsed: Any, source: str) -> None:
     machine = MachineZero(host, port, source, parsed.rdzv_backend, conf)
     find_machine_0(machine, is_machine_0=is_machine_0)
     _Agent.meeting = f"all {parsed.nnodes} machines to meet at {machine}"
+    return machine
 
 
 def _send_on(number: int, frame: Any) -> None:

@@ -22,7 +22,7 @@ _RESOLVE = 5.0
 #: Seconds after which a machine that does not answer at all is taken for a wrong address.
 UNANSWERED = 6.0
 #: Seconds in which a connection to itself reaches this machine.
-_SELF = 5.0
+_SELF = 4.0
 #: Seconds without a listener after which a waiting machine says that it waits.
 _QUIET = 2.0
 #: Per rendezvous backend: the key of `rdzv_conf` for how long to wait, and torch's default for it.
@@ -59,21 +59,54 @@ def find_machine_0(machine: MachineZero, *, is_machine_0: bool | None = None) ->
         is_machine_0: whether this machine opens the port; None finds out by its addresses.
 
     Raises:
-        ConfigurationError: the name does not resolve, or nothing answered in time.
+        ConfigurationError: the name does not resolve, nothing answered in time, or this is machine 0
+            and has another address or cannot open the port.
     """
     check_resolves(machine.host, machine.port, machine.source)
     if machine.backend not in _TIMEOUTS:
         return  # a service of its own, such as etcd, whose client has time limits
-    local = is_here(machine.host)
-    if is_machine_0 is None:
-        is_machine_0 = local
-    if not is_machine_0:
+    if is_machine_0 is None and is_here(machine.host):
+        return  # under c10d, another agent of this machine may have opened the port already
+    if is_machine_0:
+        check_hosts(machine)
+    elif is_machine_0 is None:
+        _wait_for_listener(machine, "This machine has another address, so it is not machine 0. ")
+    else:
         _wait_for_listener(machine)
-    elif not local and not _reaches_itself(machine):
+
+
+def check_hosts(machine: MachineZero) -> None:
+    """Check that this machine, which is machine 0, can open its port and reaches it by its address.
+
+    Raises:
+        ConfigurationError: the port is in use, or the address is that of another machine.
+    """
+    here = socket.gethostname()
+    with _listening(machine) as listener:
+        why = "" if is_here(machine.host) else _why_not_reached(machine, listener)
+    if why:
         raise ConfigurationError(
-            f"This is {machine}, but {socket.gethostname()} cannot reach itself under that address. "
-            "Give the address under which the other machines reach it."
+            f"This is {machine}, but {here} cannot reach itself under that address: {why}. Give the "
+            "address under which the other machines reach this one, or, if this is not machine 0, "
+            "its own number (--machine_rank)."
         )
+
+
+def check_answers(machine: MachineZero) -> None:
+    """Check that machine 0 answers at all; it may not listen yet.
+
+    Raises:
+        ConfigurationError: nothing answers under that address.
+    """
+    began = time.monotonic()
+    while True:
+        error = _try(machine)
+        waited = time.monotonic() - began
+        if error is None or isinstance(error, ConnectionRefusedError):
+            return
+        if waited >= UNANSWERED:
+            raise _gave_up(machine, error, waited)
+        time.sleep(0.5)
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
@@ -140,7 +173,7 @@ def is_here(host: str) -> bool:
     return False
 
 
-def _wait_for_listener(machine: MachineZero) -> None:
+def _wait_for_listener(machine: MachineZero, role: str = "") -> None:
     key, default = _TIMEOUTS[machine.backend]
     asked = key in machine.conf
     wait = float(machine.conf.get(key, default))
@@ -158,8 +191,8 @@ def _wait_for_listener(machine: MachineZero) -> None:
         if waited >= _QUIET and limit == wait and not said:
             said = True
             sys.stderr.write(
-                f"Waiting for {machine}: {_reason(error)}. It may still be starting; this machine "
-                f"gives up after {wait:.0f} s (--rdzv_conf {key}=SECONDS).\n"
+                f"Waiting for {machine}: {_reason(error)}. {role}Machine 0 may still be starting; this "
+                f"machine gives up after {wait:.0f} s (--rdzv_conf {key}=SECONDS).\n"
             )
             sys.stderr.flush()
         time.sleep(min(0.5, max(0.0, limit - waited)))
@@ -206,31 +239,51 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _gave_up(machine: MachineZero, error: OSError, waited: float, key: str) -> ConfigurationError:
+def _gave_up(
+    machine: MachineZero, error: OSError, waited: float, key: str | None = None
+) -> ConfigurationError:
+    later = f" If machine 0 starts later, wait longer for it with --rdzv_conf {key}=SECONDS."
     return ConfigurationError(
         f"This machine did not meet {machine}: {_reason(error)}; tried for {waited:.0f} s. Check "
-        "address and port, which must be the same on every machine, and firewalls. If machine 0 "
-        f"starts later, wait longer for it with --rdzv_conf {key}=SECONDS."
+        "address and port, which must be the same on every machine, and firewalls."
+        f"{later if key else ''}"
     )
 
 
-def _reaches_itself(machine: MachineZero) -> bool:
-    """Open the port for a moment and connect to it by the address that the others use."""
+def _listening(machine: MachineZero) -> socket.socket:
+    """Open the port for a moment, on all addresses of this machine, as torch's store will."""
     family = resolve(machine.host, machine.port)[0][0]
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
         if os.name != "nt":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", machine.port))
-        except OSError:
-            return True  # something listens there already; torch says what is wrong with that
+        listener.bind(("", machine.port))
         listener.listen()
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            why = "another process of it uses the port. End that process, or choose another port"
+        else:
+            why = f"it cannot open the port: {error.strerror or error}. Choose another port"
+        raise ConfigurationError(
+            f"{socket.gethostname()} is {machine}, but {why} on every machine "
+            "(--main_process_port)."
+        ) from None
+    return listener
+
+
+def _why_not_reached(machine: MachineZero, listener: socket.socket) -> str:
+    """Connect to `listener` by the address that the others use; return what went wrong, if anything."""
+    try:
+        caller = socket.create_connection((machine.host, machine.port), timeout=_SELF)
+    except ConnectionRefusedError:
+        return "the connection is refused"
+    except OSError as error:
+        return _reason(error)
+    with caller:
         listener.settimeout(_SELF)
-        with socket.socket(family, socket.SOCK_STREAM) as caller:
-            caller.setblocking(False)
-            caller.connect_ex((machine.host, machine.port))
-            try:
-                listener.accept()[0].close()
-            except TimeoutError:
-                return False
-            return True
+        try:
+            listener.accept()[0].close()
+        except TimeoutError:
+            return "another machine answers there"
+    return ""

@@ -26,7 +26,7 @@ from accelerate_core.plugins.discovery import (
     installed,
 )
 from accelerate_core.plugins.selection import Considered, Fired, Selection
-from accelerate_launch.machine_0 import check_resolves
+from accelerate_launch.machine_0 import MachineZero, check_answers, check_hosts, check_resolves
 from accelerate_launch.plan import LaunchPlan, counted
 
 logger = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ def start(plan: LaunchPlan, environ: Mapping[str, str]) -> NoReturn:
     """Replace this process by the plan's command, so that signals reach it directly.
 
     Raises:
-        ConfigurationError: this process is a rank, and the host name of rank 0 does not resolve.
+        ConfigurationError: this process is a rank, and the address of rank 0 is wrong.
     """
     command = command_of(plan)
     environment = child_environment(plan, environ)
@@ -255,7 +255,14 @@ def start(plan: LaunchPlan, environ: Mapping[str, str]) -> NoReturn:
 
 def _check_rank_address(plan: LaunchPlan) -> None:
     """Check the address that a scheduler's ranks meet at: they would wait for it without a word."""
-    address = plan.environment.get("MASTER_ADDR")
-    if address is not None:
-        source = f"MASTER_ADDR from {plan.because['num_processes'].origin}"
-        check_resolves(address, int(plan.environment["MASTER_PORT"]), source)
+    host = plan.environment.get("MASTER_ADDR")
+    if host is None:
+        return
+    port = int(plan.environment["MASTER_PORT"])
+    source = f"MASTER_ADDR from {plan.because['num_processes'].origin}"
+    check_resolves(host, port, source)
+    machine = MachineZero(host, port, source, "static", {})
+    if plan.environment["RANK"] == "0":
+        check_hosts(machine)
+    else:
+        check_answers(machine)
