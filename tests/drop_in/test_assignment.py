@@ -21,6 +21,7 @@ from accelerate_core import (
     PartialState,
     ProjectConfiguration,
 )
+from accelerate_core.errors import AssignmentError
 from accelerate_core.utils import DistributedDataParallelKwargs, ProfileKwargs, TorchDynamoPlugin
 from accelerate_drop_in import assignment
 from accelerate_drop_in.accelerator import Accelerator
@@ -110,7 +111,7 @@ def test_an_assigned_value_is_what_the_attribute_has(accelerator, name: str, val
 
 @pytest.mark.parametrize("name", ["ddp_handler", "dataloader_config", "project_configuration"])
 def test_a_value_of_another_type_is_refused(accelerator, name: str) -> None:
-    with pytest.raises(assignment.AssignmentError, match=f"{name} takes a .*'text'"):
+    with pytest.raises(AssignmentError, match=f"{name} takes a .*'text'"):
         setattr(accelerator, name, "text")
 
 
@@ -129,7 +130,7 @@ def test_what_has_no_effect_in_the_original_is_warned_of(accelerator, name, valu
     [name for name, rule in assignment.ACCELERATOR.items() if rule.effect == "refused"],
 )
 def test_what_cannot_be_replaced_is_refused_with_the_way_out(accelerator, name: str) -> None:
-    with pytest.raises(assignment.AssignmentError, match=f"{name} cannot be replaced: ...*"):
+    with pytest.raises(AssignmentError, match=f"{name} cannot be replaced: ...*"):
         setattr(accelerator, name, object())
     if name not in ("fp8_backend",):
         setattr(accelerator, name, getattr(accelerator, name))
@@ -140,8 +141,44 @@ def test_what_cannot_be_replaced_is_refused_with_the_way_out(accelerator, name: 
     [name for name, rule in assignment.STATE.items() if rule.effect == "refused"],
 )
 def test_the_state_refuses_what_it_cannot_change(accelerator, name: str) -> None:
-    with pytest.raises(assignment.AssignmentError, match=f"{name} cannot be replaced"):
+    with pytest.raises(AssignmentError, match=f"{name} cannot be replaced"):
         setattr(accelerator.state, name, object())
+
+
+#: What Accelerate 1.15 keeps in plain attributes of its states.
+PLAIN_STATE = [
+    "_cpu",
+    "_mixed_precision",
+    "backend",
+    "debug",
+    "deepspeed_plugins",
+    "device",
+    "device_mesh",
+    "distributed_type",
+    "dynamo_plugin",
+    "fork_launched",
+    "fsdp_plugin",
+    "local_process_index",
+    "megatron_lm_plugin",
+    "num_processes",
+    "parallelism_config",
+    "process_index",
+    "torch_tp_plugin",
+]
+
+
+@pytest.mark.parametrize("name", PLAIN_STATE)
+def test_every_attribute_of_a_state_has_a_rule(accelerator, name: str) -> None:
+    assert name in assignment.STATE
+    for state in (accelerator.state, PartialState()):
+        with pytest.raises(AttributeError):
+            setattr(state, name, object())
+
+
+def test_nobody_can_say_that_xla_has_reduced_gradients(accelerator) -> None:
+    accelerator.gradient_state.is_xla_gradients_synced = False
+    with pytest.raises(AssignmentError, match="the backend reduces gradients"):
+        accelerator.gradient_state.is_xla_gradients_synced = True
 
 
 def test_other_attributes_of_a_state_are_shared_by_all_states(accelerator) -> None:
@@ -155,7 +192,7 @@ def test_other_attributes_of_a_state_are_shared_by_all_states(accelerator) -> No
 def test_a_plugins_attribute_is_not_hidden() -> None:
     with Accelerator(cpu=True, mixed_precision="fp8") as accelerator:
         assert accelerator.fp8_backend is FP8BackendType.AO
-        with pytest.raises(assignment.AssignmentError, match="the recipe is part of the precision"):
+        with pytest.raises(AssignmentError, match="the recipe is part of the precision"):
             accelerator.fp8_recipe_handler = None
 
 
@@ -201,10 +238,10 @@ def test_a_scheduler_steps_as_the_assigned_setting_says(accelerator) -> None:
 
 def test_a_compiler_is_honoured_or_refused_but_not_ignored(accelerator) -> None:
     plugin = TorchDynamoPlugin(backend="aot_eager")
-    with pytest.raises(assignment.AssignmentError, match="dynamo_backend='aot_eager'"):
+    with pytest.raises(AssignmentError, match="dynamo_backend='aot_eager'"):
         accelerator.state.dynamo_plugin = plugin
     accelerator.state.dynamo_plugin.backend = "aot_eager"
-    with pytest.raises(assignment.AssignmentError, match="dynamo_backend='aot_eager'"):
+    with pytest.raises(AssignmentError, match="dynamo_backend='aot_eager'"):
         accelerator.prepare(nn.Linear(2, 2))
     with Accelerator(cpu=True, dynamo_backend="eager") as compiles:
         compiles.state.dynamo_plugin = plugin

@@ -83,6 +83,14 @@ class UnknownNameError(AccelerateError, AttributeError):
         super().__init__(text, name=name, obj=None)
 
 
+class AssignmentError(ConfigurationError, AttributeError):
+    """An attribute of an Accelerator or a state cannot be replaced after it was made.
+
+    Cause: a script or a library assigns to it.
+    Mend: what the text says, which is nearly always an argument of `Accelerator`.
+    """
+
+
 class PluginError(AccelerateError):
     """A plugin is broken or does not keep the contract.
 

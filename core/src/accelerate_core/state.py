@@ -16,13 +16,20 @@ from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process as runtimes
 from accelerate_core.distributed.communicator import Communicator
 from accelerate_core.distributed.torch_collectives import TorchCollectives
-from accelerate_core.errors import RuntimeConflictError, UnknownNameError, did_you_mean
+from accelerate_core.errors import (
+    AssignmentError,
+    RuntimeConflictError,
+    UnknownNameError,
+    did_you_mean,
+)
 from accelerate_core.plugins import catalog
 
 if TYPE_CHECKING:
     from accelerate_core.plugins.contributed import PluginAttributes
 else:  # what plugins add follows from what is installed
     PluginAttributes = object
+
+_ABSENT = object()
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -231,6 +238,15 @@ class PartialState(ProcessVerbs):
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_accelerator":
+            super().__setattr__(name, value)
+        elif getattr(self, name, _ABSENT) is not value:
+            raise AssignmentError(
+                f"{type(self).__name__}.{name} cannot be assigned: a state only shows how the process "
+                "runs. Pass what is to be different when the Accelerator is made."
+            )
 
     @property
     def _runtime(self) -> runtimes.Runtime:  # type: ignore[override]

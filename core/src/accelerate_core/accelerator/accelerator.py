@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
 import torch
 
+from accelerate_core.accelerator.assignment import Assignable
 from accelerate_core.accelerator.checkpoint_verbs import CheckpointVerbs
 from accelerate_core.accelerator.collective_verbs import CollectiveVerbs
 from accelerate_core.accelerator.collectives import Collectives
@@ -79,6 +80,7 @@ class Accelerator(
     CollectiveVerbs,
     CheckpointVerbs,
     TrackingVerbs,
+    Assignable,
     Shown,
     PluginAttributes,
     metaclass=ShowsPluginArguments,

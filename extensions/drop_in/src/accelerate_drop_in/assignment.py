@@ -23,18 +23,10 @@ from accelerate_core.config.lookup import Sources, resolve_settings
 from accelerate_core.config.provenance import Because
 from accelerate_core.data.rng import check_rng_types
 from accelerate_core.distributed import process
-from accelerate_core.errors import ConfigurationError, MissingPluginError, warn
+from accelerate_core.errors import AssignmentError, ConfigurationError, MissingPluginError, warn
 from accelerate_core.plugins.discovery import lent
 
 Effect = Literal["honoured", "no effect", "refused"]
-
-
-class AssignmentError(ConfigurationError, AttributeError):
-    """An attribute of an Accelerator or a state cannot be replaced after it was made.
-
-    Cause: a script or a library assigns to it.
-    Mend: what the text says, which is nearly always an argument of `Accelerator`.
-    """
 
 
 @dataclass(frozen=True)
@@ -269,9 +261,13 @@ STATE: dict[str, Rule] = {
     **dict.fromkeys(
         (
             *("distributed_type", "num_processes", "process_index", "local_process_index"),
-            *("device", "backend"),
+            *("device", "backend", "fork_launched", "_cpu"),
         ),
         Rule("refused", _OF_PROCESS),
+    ),
+    "torch_tp_plugin": Rule(
+        "refused",
+        "pass parallelism_config=ParallelismConfig(tp_size=...) when the Accelerator is made",
     ),
     "debug": Rule(
         "honoured", "by the next collective; assign the same value on all ranks", _set_debug
@@ -332,6 +328,19 @@ def refuse_served(accelerator: Any, name: str) -> None:
 
 
 # --- states -------------------------------------------------------------------------------------
+
+
+def set_xla_synced(self: Any, value: bool) -> None:
+    """Refuse to say that XLA's gradients are reduced: the backend knows.
+
+    Raises:
+        AssignmentError: it is not what the attribute has.
+    """
+    if value != self.is_xla_gradients_synced:
+        raise AssignmentError(
+            "gradient_state.is_xla_gradients_synced cannot be replaced: the backend reduces gradients "
+            "when the optimizer steps."
+        )
 
 
 def kept() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from accelerate_core.delegation import attribute
 from accelerate_core.distributed import process
 from accelerate_core.errors import ConfigurationError, did_you_mean, listing
 from accelerate_core.training.optimizer import AcceleratedOptimizer
-from accelerate_drop_in.assignment import assign_to_state, kept
+from accelerate_drop_in.assignment import assign_to_state, kept, set_xla_synced
 
 #: Runtimes that were reset: what they started is ended when Python exits.
 _left: list[process.Runtime] = []
@@ -183,7 +183,7 @@ def add() -> None:
             "_set_sync_gradients": _set_sync_gradients,
             "plugin_kwargs": property(_AccumulationSettings, _set_plugin_kwargs),
             "initialized": property(lambda self: True),
-            "is_xla_gradients_synced": False,
+            "is_xla_gradients_synced": property(lambda self: False, set_xla_synced),
         },
         ParallelismConfig: {
             "device_mesh": property(_mesh),
