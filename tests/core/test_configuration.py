@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from accelerate_core import (
 )
 from accelerate_core.config.files import read_config
 from accelerate_core.config.lookup import Sources, resolve_settings
+from accelerate_core.errors import ConfigurationError
 
 
 def test_the_strongest_source_wins_and_says_so(
@@ -133,3 +135,34 @@ def test_the_environment_is_read_and_not_written() -> None:
     before = dict(os.environ)
     Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3, dynamo_backend="eager")
     assert dict(os.environ) == before
+
+
+def test_mistakes_in_sections_of_plugins_are_reported_with_those_of_the_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        "mixed_precision: fp8\n"
+        "gradient_accumulation_steps: 0\n"
+        "distributed_type: FSDP\n"
+        "fsdp_config:\n"
+        "  fsdp_cpu_offload: maybe\n"
+        "fp8_config:\n"
+        "  backend: TE\n"
+        "  amax_history_len: many\n"
+        "dynamo_config:\n"
+        "  dynamo_mode: fastest\n"
+    )
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(file))
+    marks = [
+        *("gradient_accumulation_steps: 0", "fsdp_cpu_offload: 'maybe'"),
+        *("fp8_config.amax_history_len: 'many'", "dynamo_mode: 'fastest'"),
+    ]
+    with pytest.raises(ConfigurationError, match="4 mistakes") as failure:
+        Accelerator(cpu=True)
+    assert [mark for mark in marks if mark not in str(failure.value)] == []
+    # Without a mistake of the core's, the first section that is read brings the others.
+    file.write_text(re.sub("gradient.*\n", "", file.read_text()))
+    with pytest.raises(ConfigurationError, match="3 mistakes") as failure:
+        Accelerator(cpu=True)
+    assert [mark for mark in marks[1:] if mark not in str(failure.value)] == []

@@ -18,6 +18,7 @@ from accelerate_core.accelerator.compatibility import (
     parallelism,
     refuse_unasked,
 )
+from accelerate_core.accelerator.sections import add_section_mistakes
 from accelerate_core.backend import Backend
 from accelerate_core.backend.precision import Precision
 from accelerate_core.config import lookup
@@ -148,8 +149,7 @@ def construct(own: Mapping[str, Any], lent: Mapping[str, Any], topology: Topolog
     with mistakes:
         values = lookup.resolve_core(passed, sources, {})
     if mistakes.found:
-        with mistakes:  # what is wrong with the compiler's settings is reported together with it
-            lookup.resolve_compiler(given, sources)
+        add_section_mistakes(given, sources, mistakes)
     mistakes.report()
     request = Request(given, environ, topology, sources.config, bool(values["cpu"].value))
     wanted = values["backend"]
@@ -278,7 +278,12 @@ class _Maker:
         self, cls: type[Any], passed: Any, argument: str, owner: str
     ) -> tuple[Any, dict[str, Because]]:
         arguments.expect(argument, passed, cls)
-        return lookup.resolve_settings(cls, passed, self.sources, owner=owner)
+        mistakes = Mistakes()
+        with mistakes:
+            return lookup.resolve_settings(cls, passed, self.sources, owner=owner)
+        add_section_mistakes(self.given, self.sources, mistakes)
+        mistakes.report()
+        raise AssertionError("a mistake was collected")
 
 
 def start_process(accelerator: AcceleratorView, built: Construction) -> Runtime:

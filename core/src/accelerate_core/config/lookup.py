@@ -63,6 +63,12 @@ def resolve_core(
     return made
 
 
+def section_of(cls: type[Any], owner: str) -> str:
+    """Return the section of a config file that has the fields of a settings class; "" is its top."""
+    _, section, _ = getattr(cls, "__settings_names__", ("", "", ""))
+    return f"{owner}_config" if owner and section == "" else section or ""
+
+
 def resolve_settings(
     cls: type[Any], given: Any, sources: Sources, *, owner: str = ""
 ) -> tuple[Any, dict[str, Because]]:
@@ -80,8 +86,8 @@ def resolve_settings(
     Raises:
         ConfigurationError: a value that the class does not allow, with its origin.
     """
-    _, section, argument = getattr(cls, "__settings_names__", ("", "", ""))
-    section = f"{owner}_config" if owner and section == "" else section or ""
+    _, _, argument = getattr(cls, "__settings_names__", ("", "", ""))
+    section = section_of(cls, owner)
     origin = f"constructor argument {argument or cls.__name__}"
     because = {}
     mistakes = Mistakes()
