@@ -133,7 +133,11 @@ def test_an_abort_in_a_collective_says_to_run_with_debug(tmp_path: Path) -> None
     options = ("launch", "--cpu", "--num_processes", "2")
     done = run_cli(*options, "train.py", cwd=tmp_path)
     assert done.returncode == 128 + signal.SIGABRT
-    assert "run again with --debug" in done.stderr.split("killed by SIGABRT")[1]
+    said = done.stderr.split("killed by SIGABRT")[1]
+    assert "run again with --debug" in said
+    line = len(MISMATCH.splitlines())
+    assert f"This happened in gather, called at {tmp_path / 'train.py'} line {line}:" in said
+    assert 'File "' in said  # the stack of the rank that failed first
     done = run_cli(*options, "--debug", "train.py", cwd=tmp_path)
     assert "process 1: [5000]" in done.stderr
     assert "run again" not in done.stderr

@@ -46,8 +46,12 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    errors_at, by_agent = os.environ.get("TORCHELASTIC_ERROR_FILE"), _agent_is_parent()
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr without a descriptor
-        faulthandler.enable()
+        # Our agent shows it, and names the collective in which the process was.
+        faulthandler.enable(
+            open(f"{errors_at}.stacks", "w") if errors_at and by_agent else sys.stderr  # noqa: SIM115
+        )
     # What atexit calls comes after the wait for threads; these come before, where Python has them. The
     # first is called last: pools have been told to end.
     getattr(threading, "_threading_atexits", []).insert(0, _name_threads)
@@ -62,13 +66,16 @@ def install() -> None:
         if file and not isinstance(error, KeyboardInterrupt):
             # First, so that an echo is not even printed: the launcher ends this process meanwhile.
             wait_for_culprit(error)
-            agent = os.environ.get("ACCELERATE_AGENT_PID") == str(os.getppid())
-            if _record(error, Path(file), agent and errors.prints_only(previous)):
+            if _record(error, Path(file), _agent_is_parent() and errors.prints_only(previous)):
                 return
         previous(kind, error, trace)
         sys.stderr.flush()
 
     sys.excepthook = hook
+
+
+def _agent_is_parent() -> bool:
+    return os.environ.get("ACCELERATE_AGENT_PID") == str(os.getppid())
 
 
 def _name_threads() -> None:

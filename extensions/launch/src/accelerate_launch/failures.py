@@ -19,11 +19,13 @@ AGENT_VARIABLE = "ACCELERATE_AGENT_PID"
 #: Seconds after which a rank that has failed and goes on is shown.
 _PATIENCE = 5.0
 
-_RUN_WITH_DEBUG = (
+_SOME_COLLECTIVE = (
     "If this happened in a collective (gather, reduce, broadcast ...), the ranks gave it tensors that "
-    "do not fit together.\nTo see which rank differs, run again with --debug (or "
-    "ACCELERATE_DEBUG_MODE=1)."
+    "do not fit together."
 )
+_RUN_WITH_DEBUG = "To see which rank differs, run again with --debug (or ACCELERATE_DEBUG_MODE=1)."
+#: One frame of what `faulthandler` writes; the most recent call comes first.
+_FRAME = re.compile(r'  File "([^"]+)", line (\d+) in (\S+)')
 #: What gloo raises for it, when it raises.
 _MISMATCH = re.compile(r"EnforceNotMet|enforce fail at .*gloo")
 
@@ -94,9 +96,11 @@ def describe(failures: Mapping[int, Any], *, brief: bool = False) -> tuple[str, 
     lines += ["", f"Rank {rank} on {socket.gethostname()} failed: {_how(failure)}."]
     said = _said(failure)
     above = f"{said} (its traceback stands above)" if said else "What it printed stands above."
+    if failure.exitcode < 0 and (stacks := _stacks(failure)):
+        above = stacks
     lines.append(above if trace in ("", *_shown) else trace)
     if _aborted_in_collective(failures) and not flag(os.environ, "ACCELERATE_DEBUG_MODE"):
-        lines.append(_RUN_WITH_DEBUG)
+        lines += [_collective(failures) or _SOME_COLLECTIVE, _RUN_WITH_DEBUG]
     log = _log(failure)
     lines.append(f"Log: {log}" if log else "Keep logs: --log_dir DIR")
     if alike:
@@ -124,7 +128,7 @@ def describe_function(failures: Mapping[int, Any]) -> str:
     for rank in sorted(failures.keys() - {first}):
         lines.append(f"Rank {rank} failed as well: {_said(failures[rank])}")
     if _aborted_in_collective(failures) and not flag(os.environ, "ACCELERATE_DEBUG_MODE"):
-        lines.append(_RUN_WITH_DEBUG)
+        lines += [_SOME_COLLECTIVE, _RUN_WITH_DEBUG]
     lines.append(f"Rank {first} failed: {_how(failures[first])}.")
     message = failures[first].message
     more = message.get("extraInfo", {}) if isinstance(message, dict) else {}
@@ -156,6 +160,34 @@ def _aborted_in_collective(failures: Mapping[int, Any]) -> bool:
     return any(
         _status(one) == -signal.SIGABRT or _MISMATCH.search(_said(one)) for one in failures.values()
     )
+
+
+def _stacks(failure: Any) -> str:
+    """Return the stacks of the threads of a rank that a signal ended, as `faulthandler` wrote them."""
+    file = Path(f"{_files.get(failure.pid) or failure.error_file}.stacks")
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.partition("\nExtension modules:")[0].rstrip()
+
+
+def _collective(failures: Mapping[int, Any]) -> str:
+    """Return a text about the collective in which the ranks aborted, "" if no stack shows one."""
+    for failure in failures.values():
+        for thread in _stacks(failure).split("\n\n"):
+            frames = _FRAME.findall(thread)
+            ours = ["/accelerate_core/" in file.replace(os.sep, "/") for file, _, _ in frames]
+            calls = [at for at in range(1, len(frames)) if ours[at - 1] and not ours[at]]
+            if calls and any(
+                "distributed" in Path(file).parts for file, _, _ in frames[: calls[0]]
+            ):
+                verb, (file, line, _) = frames[calls[0] - 1][2], frames[calls[0]]
+                return (
+                    f"This happened in {verb}, called at {file} line {line}: the ranks gave it tensors "
+                    "that do not fit together."
+                )
+    return ""
 
 
 def _how(failure: Any) -> str:
