@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from accelerate_core import Accelerator
+from accelerate_core.accelerator.assignment import Assignable
 from accelerate_core.accelerator.checkpoint_verbs import CheckpointVerbs
 from accelerate_core.accelerator.collective_verbs import CollectiveVerbs
 from accelerate_core.accelerator.preparing_verbs import PreparedVerbs
@@ -79,7 +80,8 @@ def test_public_members_are_documented_and_methods_typed() -> None:
 
 def test_the_accelerator_is_made_of_parts() -> None:
     verbs = (PreparedVerbs, TrainingVerbs, CollectiveVerbs, CheckpointVerbs, TrackingVerbs)
-    assert Accelerator.__mro__ == (Accelerator, ProcessVerbs, MeshVerbs, *verbs, Shown, object)
+    more = (Assignable, Shown, object)
+    assert Accelerator.__mro__ == (Accelerator, ProcessVerbs, MeshVerbs, *verbs, *more)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ accelerator.unwrap_model("model")  # mistake
 accelerator.get_state_dict()  # mistake
 accelerator.is_main_proces  # mistake
 accelerator.gradient_accumulation_steps = "two"  # mistake
+accelerator.gradient_accumulation_step = 2  # mistake
 accelerator.state.devise  # mistake
 accelerator.print_(3)  # mistake
 accelerator.wait_for_everyone(1)  # mistake
@@ -63,6 +64,7 @@ accelerator.prepare(model, device_placment=[True])  # mistake
 accelerator.prepare(model, device_placement=True)  # mistake
 accelerator.prepare(SGD(model.parameters())).steps  # mistake
 PartialState().num_proceses  # mistake
+PartialState().debugs = True  # mistake
 
 first, optimizer = accelerator.prepare(model, SGD(model.parameters()))
 print(first)

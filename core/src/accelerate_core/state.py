@@ -239,14 +239,16 @@ class PartialState(ProcessVerbs):
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_accelerator":
-            super().__setattr__(name, value)
-        elif getattr(self, name, _ABSENT) is not value:
-            raise AssignmentError(
-                f"{type(self).__name__}.{name} cannot be assigned: a state only shows how the process "
-                "runs. Pass what is to be different when the Accelerator is made."
-            )
+    if not TYPE_CHECKING:  # type checkers would accept every misspelt name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "_accelerator":
+                super().__setattr__(name, value)
+            elif getattr(self, name, _ABSENT) is not value:
+                raise AssignmentError(
+                    f"{type(self).__name__}.{name} cannot be assigned: a state only shows how the process "
+                    "runs. Pass what is to be different when the Accelerator is made."
+                )
 
     @property
     def _runtime(self) -> runtimes.Runtime:  # type: ignore[override]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate_core.config.handlers import AutocastKwargs
 from accelerate_core.data.rng import check_rng_types
@@ -26,14 +26,16 @@ _FIXED |= {"dynamo_plugin", "scaler_handler", "scheduler_steps"}
 class Assignable:
     """Passes what is assigned after construction on to the part that uses it, or refuses it."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # `_tracking` is the last attribute that construction sets.
-        if "_tracking" in self.__dict__ and not name.startswith("_"):
-            if name in _ASSIGNABLE:
-                value = self._pass_on(name, value)
-            elif not hasattr(type(self), name):  # a property has a setter, or refuses by itself
-                self._refuse_to_replace(name, value)
-        super().__setattr__(name, value)
+    if not TYPE_CHECKING:  # type checkers would accept every misspelt name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            # `_tracking` is the last attribute that construction sets.
+            if "_tracking" in self.__dict__ and not name.startswith("_"):
+                if name in _ASSIGNABLE:
+                    value = self._pass_on(name, value)
+                elif not hasattr(type(self), name):  # a property has a setter, or refuses by itself
+                    self._refuse_to_replace(name, value)
+            super().__setattr__(name, value)
 
     def _pass_on(self, name: str, value: Any) -> Any:
         """Put a value where it is used; return it as the attribute is to have it.
