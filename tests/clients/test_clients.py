@@ -21,6 +21,7 @@ SHORT = {
         for group in ("adapter_layers@4.57", "embeddings", "epochs", "small_trainers")
         for on in (1, 2)
     },
+    **{("flux", on): ("lora",) for on in (1, 2)},
     ("from_pretrained", 1): ("auto",),
     ("quantized", 1): ("by_hand",),
     ("examples", 1): tuple(recorded("examples", 1)),
