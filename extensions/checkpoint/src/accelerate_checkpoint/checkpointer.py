@@ -1,13 +1,15 @@
 """`DirectoryCheckpointer`: the part of an Accelerator that saves and loads.
 
-All ranks write beside, one manifest is made of it, one rename shows it. What is loaded is verified
-first, by all ranks together, then read, then taken over.
+All ranks write files that no reader sees, one manifest is made of them, and the store publishes it in
+one step. What is loaded is verified first, by all ranks together, then read, then taken over.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,44 +20,60 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate_checkpoint.background import Background
-from accelerate_checkpoint.directories import SaveInProgress, clean_up, real_path, target_of
-from accelerate_checkpoint.files import FileEntry, checksum, write_text
+from accelerate_checkpoint.draft import Draft, Gather, Report, new_draft, raise_any
 from accelerate_checkpoint.load import (
     Source,
     agreed,
     check_fits,
-    examine_together,
+    open_together,
     read_states,
     take_over,
 )
-from accelerate_checkpoint.manifest import MANIFEST, Manifest, problems
-from accelerate_checkpoint.model import save_object, save_weights
+from accelerate_checkpoint.local_storage import LocalStorage
+from accelerate_checkpoint.model import is_weights, save_object, save_weights
 from accelerate_checkpoint.numbering import Numbering
 from accelerate_checkpoint.preemption import Preemption, read_signals
+from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.rendezvous import Call, Rendezvous, synchronize
 from accelerate_checkpoint.save import Writer, write_state
+from accelerate_checkpoint.storage import Storage, basename
 from accelerate_checkpoint.training_state import TrainingState
+from accelerate_checkpoint.transfer import upload
 from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accelerate_core.contract.parts import Checkpointer, RunParts
 
+logger = logging.getLogger(__name__)
+
 
 class DirectoryCheckpointer:
     """Checkpoints that are directories, each there whole or not at all.
 
+    Subclass it to keep them elsewhere: pass another `storage` to this constructor.
+
     Args:
         project: the `ProjectConfiguration`.
         signals: text of `preemption_signals`.
+        storage: where checkpoints are kept; directories of this machine by default.
+        root: below which numbered checkpoints go, in place of `project.project_dir`.
 
     Raises:
-        ConfigurationError: one of the signals is none that can be caught.
+        ConfigurationError: one of the signals cannot be caught.
     """
 
     name = "directory"
     api_version = (1, 0)
 
-    def __init__(self, project: Any, signals: str | None) -> None:
+    def __init__(
+        self,
+        project: Any,
+        signals: str | None,
+        storage: Storage | None = None,
+        root: str | None = None,
+    ) -> None:
+        self.storage: Storage = LocalStorage() if storage is None else storage
+        self._root = root
         self._signals = read_signals(signals)
         #: The save that goes on beside the training.
         self.background = Background()
@@ -64,7 +82,7 @@ class DirectoryCheckpointer:
     def attach(self, run: RunParts) -> None:
         """Take the run; what has to watch its loop begins here."""
         self._state = state = TrainingState(run)
-        self._numbering = Numbering(state)
+        self._numbering = Numbering(state, self.storage, self._root)
         if self._signals:
             self._preemption = Preemption(state, self._signals, self.wait, self._save)
 
@@ -89,7 +107,7 @@ class DirectoryCheckpointer:
         """
         state = self._state
         options = output_dir, safe_serialization, blocking, max_shard_size, save_model_func_kwargs
-        target = str(self._target(output_dir))
+        target = self._target(output_dir)
         if self._together("save_state", target, state.whole_on_main):
             return self._save(*options)
         if state.process.process_index:
@@ -118,11 +136,12 @@ class DirectoryCheckpointer:
             state.note_once("This backend has no second group of ranks: saving blocks.")
         state.settle()
         state.check_gradients_can_be_saved()
-        saving = self._begin(output_dir)
-        writer = Writer(saving.path, None if beside is None else background.staging)
+        draft = self._begin(output_dir)
+        directory = draft.directory
+        writer = Writer(directory, None if beside is None else background.staging)
         try:
-            with writer.part(f"{saving.path} is not there on this machine"):
-                if not saving.path.is_dir():
+            with writer.part(f"{directory} is not there on this machine"):
+                if not directory.is_dir():
                     raise CheckpointError(
                         "save to a file system that all machines share, or set "
                         "ProjectConfiguration(save_on_each_node=True)"
@@ -132,10 +151,11 @@ class DirectoryCheckpointer:
             write_state(state, writer, *options)
             facts = {"saved_at": time.time(), **state.facts()}
         except BaseException:  # not a failure of one part: an interrupt
-            saving.abandon()
+            draft.abandon()
+            draft.close()
             raise
         limit = state.project.total_limit if numbered else None
-        finish = partial(self._finish, saving, writer, facts, limit)
+        finish = partial(self._finish, draft, writer, facts, limit, blocking)
         if beside is None:
             finish(state.collectives.gather_object)
         else:
@@ -143,29 +163,38 @@ class DirectoryCheckpointer:
             background.run(partial(finish, beside.gather_object))
         if numbered:
             state.project.iteration += 1
-        return str(saving.target)
+        return draft.place
 
-    def _begin(self, output_dir: Any) -> SaveInProgress:
-        """Make the directory that all ranks write into."""
-        state, target, trouble = self._state, self._target(output_dir), None
+    def _begin(self, output_dir: Any) -> Draft:
+        """Make the draft that all ranks write to."""
+        state, place, trouble = self._state, self._target(output_dir), None
         if self._numbering.automatic:
-            target, trouble = self._numbering.next()
-        saving = SaveInProgress(target, state.collectives.broadcast_object(secrets.token_hex(6)))
-        if state.saves_here and trouble is None:
+            place, trouble = self._numbering.next()
+        save = f"save-{state.collectives.broadcast_object(secrets.token_hex(6))}"
+        draft, answer = new_draft(state, self.storage, place, save), None
+        cause: Exception | None = None
+        if trouble is None:
             try:
-                clean_up(target.parent)
-                saving.make()
-            except OSError as error:
-                trouble = f"{target} cannot be written: {error}"
-        _raise_any(state.collectives.gather_object(trouble), target)
-        return saving
+                answer = draft.begin()
+            except CheckpointError as error:
+                trouble, cause = str(error), error
+            except Exception as error:
+                trouble, cause = f"{place} cannot be written: {error}", error
+        answers = state.collectives.gather_object((trouble, answer))
+        try:
+            raise_any([text for text, _ in answers], place, cause)
+        except CheckpointError:
+            draft.close()
+            raise
+        draft.join([one for _, one in answers])
+        return draft
 
-    def _target(self, output_dir: Any) -> Path:
+    def _target(self, output_dir: Any) -> str:
         """Return where to save; what the number is with automatic naming, rank 0 knows."""
         if self._numbering.automatic:
-            return self._numbering.root / f"checkpoint_{self._state.project.iteration}"
+            return self._numbering.place_of(self._state.project.iteration)
         if output_dir is not None:
-            return target_of(output_dir)
+            return self.storage.locate(output_dir, saving=True)
         raise CheckpointError(
             'save_state() has no directory to save to. Pass one, save_state("checkpoints/step_100"), or '
             f"let checkpoints be numbered: {self._numbering.how_to_ask}."
@@ -173,33 +202,35 @@ class DirectoryCheckpointer:
 
     def _finish(
         self,
-        saving: SaveInProgress,
+        draft: Draft,
         writer: Writer,
         facts: dict[str, Any],
         limit: int | None,
-        gather: Callable[[Any], list[Any]],
+        shown: bool,
+        gather: Gather,
     ) -> None:
-        """End a save, on the main thread or beside it: report, commit, learn the verdict."""
-        process, here = self._state.process, self._state.saves_here
+        """End a save, on the main thread or beside it: report, upload, publish, learn the verdict."""
+        process = self._state.process
         try:
             writer.finish()
             machine = process.process_index - process.local_process_index
-            reports = gather((writer.error, writer.files, machine))
-            _raise_any([error for error, _, _ in reports], saving.target, writer.cause)
-            trouble = None
-            if here:
+            answers = gather((writer.error, writer.files, machine))
+            reports = [Report(*answer) for answer in answers]
+            raise_any([one.error for one in reports], draft.place, writer.cause)
+            written = draft.deliver(reports, gather, shown)
+            trouble, cause = None, None
+            if draft.publishes:
                 try:
-                    everywhere = not self._state.project.save_on_each_node
-                    found = [files for _, files, node in reports if everywhere or node == machine]
-                    _commit(saving, found, facts)
+                    draft.publish(written, facts)
                 except Exception as error:
-                    trouble = f"{saving.target} could not be completed: {error}"
-            _raise_any(gather(trouble), saving.target)
+                    trouble, cause = f"{draft.place} could not be completed: {error}", error
+            raise_any(gather(trouble), draft.place, cause)
         except BaseException:
-            if here:
-                saving.abandon()
+            draft.abandon()
             raise
-        self._numbering.saved(saving.target, limit, saving.identity)
+        finally:
+            draft.close()
+        self._numbering.saved(draft.place, limit)
 
     # --- loading ------------------------------------------------------------------------------
 
@@ -223,17 +254,20 @@ class DirectoryCheckpointer:
         self.wait()
         state, options = self._state, load_model_func_kwargs
         source = self._find(input_dir, verify)
-        check_fits(state, source)
-        read = partial(read_states, state, source, load_kwargs or {}, options, trust)
-        loads = agreed(state, "read", read)
-        state.settle()  # what is pending belongs to the state that is replaced
-        load = partial(take_over, state, source, loads, options)
-        if state.owns_format:
-            load()  # it communicates on the way, and agrees by itself
-        else:
-            agreed(state, "loaded", load)
-        self._numbering.loaded(source.directory)
-        return str(source.directory)
+        with source:
+            check_fits(state, source)
+            read = partial(read_states, state, source, load_kwargs or {}, options, trust)
+            loads = agreed(state, "read", source.naming_place(read))
+            state.settle()  # what is pending belongs to the state that is replaced
+            load = source.naming_place(partial(take_over, state, source, loads, options))
+            if state.owns_format:
+                load()  # it communicates on the way, and agrees by itself
+            else:
+                agreed(state, "loaded", load)
+            if source.fetched is not None:
+                state.collectives.barrier()  # until then other ranks may read what was fetched
+        self._numbering.loaded(source.place)
+        return source.place
 
     def _find(self, input_dir: Any, verify: bool) -> Source:
         """Return the checkpoint that was asked for, or the newest whole one, the same on every rank."""
@@ -243,27 +277,33 @@ class DirectoryCheckpointer:
                 'load_state() has no directory to load from. Pass one, load_state("checkpoints/step_100"), '
                 f"or let checkpoints be numbered to load the newest: {numbering.how_to_ask}."
             )
-        given = None if input_dir is None else real_path(input_dir)
-        parent = numbering.root if given is None else given.parent
+        given = None if input_dir is None else self.storage.locate(input_dir)
         if state.saves_here:
-            clean_up(parent)
+            self._clean(numbering.place_of(0) if given is None else given)
         state.collectives.barrier()
         passed: list[str] = []
-        for directory in numbering.newest_first() if given is None else [given]:
-            manifest, wrong = examine_together(state, directory, verify)
-            if not wrong:
+        for place in numbering.newest_first() if given is None else [given]:
+            source, wrong = open_together(state, self.storage, place, verify)
+            if source is not None:
                 for text in passed:
                     state.note_once(
-                        f"load_state passed over {text} It goes on from {directory.name}."
+                        f"load_state passed over {text} It goes on from {basename(place)}."
                     )
-                return Source(directory, manifest)
+                return source
             if given is not None:
                 raise CheckpointError(wrong)
-            passed.append(f"{directory.name}: {wrong}")
-            numbering.pass_over(directory)
+            passed.append(f"{basename(place)}: {wrong}")
+            numbering.pass_over(place)
         if passed:
-            raise CheckpointError(f"No checkpoint in {parent} is whole. {' '.join(passed)}")
-        raise CheckpointError(f"There is no checkpoint in {parent} to load.")
+            raise CheckpointError(f"No checkpoint in {numbering.root} is whole. {' '.join(passed)}")
+        raise CheckpointError(f"There is no checkpoint in {numbering.root} to load.")
+
+    def _clean(self, place: str) -> None:
+        """Clean up what killed saves left, if that is possible: a store may be for reading only."""
+        try:
+            self.storage.clean(place)
+        except Exception as error:
+            logger.debug("What killed saves may have left at %s is not deleted: %s", place, error)
 
     # --- models and objects -------------------------------------------------------------------
 
@@ -282,11 +322,12 @@ class DirectoryCheckpointer:
             CheckpointError: the path is a file, or the model has weights on the meta device; or it
                 is sharded, and the main process alone called this.
         """
-        directory = Path(save_directory)
-        if directory.is_file():
+        place = self.storage.locate(save_directory)
+        directory = self.storage.path(place)
+        if directory is not None and directory.is_file():
             raise CheckpointError(f"save_model needs a directory, and {directory} is a file.")
         if self._state.is_sharded(model):
-            self._together("save_model", str(directory), False)
+            self._together("save_model", place, False)
         weights = self._state.whole_model_state(model)
         offloaded = None
         empty = any(t.is_meta for t in weights.values() if isinstance(t, torch.Tensor))
@@ -301,25 +342,60 @@ class DirectoryCheckpointer:
             raise CheckpointError(
                 "The model has weights on the meta device, so there is nothing to save."
             )
-        if self._state.saves_here:
-            save_weights(
-                weights,
-                directory,
-                max_shard_size=max_shard_size,
-                safe_serialization=safe_serialization,
-                read=None if offloaded is None else offloaded.read,
-            )
-            if offloaded is not None:
-                offloaded.saved_in(directory)
+        if not self._state.saves_here:
+            return
+        write = partial(
+            save_weights,
+            weights,
+            max_shard_size=max_shard_size,
+            safe_serialization=safe_serialization,
+            read=None if offloaded is None else offloaded.read,
+        )
+        if directory is None:
+            self._upload(place, write)
+            return
+        write(directory)
+        if offloaded is not None:
+            offloaded.saved_in(directory)
+
+    def _upload(self, place: str, write: Callable[[Path], object]) -> None:
+        """Let files be written to a temporary directory, and store them at a place.
+
+        An index follows the weights that it names. Those that are there already and would be read
+        as if they belonged to these are deleted.
+        """
+        with tempfile.TemporaryDirectory(prefix="accelerate-save-") as folder:
+            directory = Path(folder, basename(place))
+            write(directory)
+            sources = {path.name: path for path in directory.iterdir()}
+            size = sum(path.stat().st_size for path in sources.values())
+            with byte_bar(f"Uploading {basename(place)}", size) as advance:
+                for last in (False, True):
+                    part = {n: p for n, p in sources.items() if n.endswith(".json") == last}
+                    upload(self.storage, place, part, advance)
+            for name in self.storage.list(place):
+                if is_weights(name) and name not in sources:
+                    self.storage.delete(place, name)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write one object once, with torch or safetensors.
 
         Args:
+            f: a path, an open file, or what else the storage takes for a place.
             safe_serialization: write safetensors, else by `torch.save`.
         """
-        if self._state.saves_here:
+        if not self._state.saves_here:
+            return
+        place = None if hasattr(f, "write") else self.storage.locate(f)
+        if place is None or self.storage.path(place) is not None:
             save_object(obj, f, safe_serialization)
+            return
+        with tempfile.TemporaryDirectory(prefix="accelerate-save-") as folder:
+            name = basename(place)
+            path = Path(folder, name)
+            save_object(obj, path, safe_serialization)
+            parent = place[: -len(name)].rstrip("/")
+            upload(self.storage, parent, {name: path}, lambda count: None)
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -343,44 +419,6 @@ class DirectoryCheckpointer:
             self._preemption.close()
         if not failed:
             self.release()
-
-
-def _commit(
-    saving: SaveInProgress, written: list[dict[str, FileEntry]], facts: dict[str, Any]
-) -> None:
-    """List what the ranks of this directory wrote, and show it."""
-    directory = saving.path
-    listed = {name: entry for files in written for name, entry in files.items()}
-    # What plugins and the user's own hooks wrote has not passed through our hands.
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory).as_posix()
-        if path.is_file() and name not in listed:
-            listed[name] = checksum(path)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    manifest = Manifest(listed, facts)
-    write_text(directory / MANIFEST, manifest.render())
-    wrong = problems(directory, manifest, contents=False)
-    if wrong:
-        raise CheckpointError(wrong[0])
-    saving.publish()
-
-
-def _raise_any(troubles: list[str | None], target: Path, cause: Exception | None = None) -> None:
-    """Raise on every rank what any of them could not do."""
-    found: dict[str, list[int]] = {}
-    for rank, trouble in enumerate(troubles):
-        if trouble:
-            found.setdefault(trouble, []).append(rank)
-    if found:
-        lines = [
-            f"rank {', '.join(map(str, ranks))}: {trouble}" if len(troubles) > 1 else trouble
-            for trouble, ranks in found.items()
-        ]
-        raise CheckpointError(
-            f"The checkpoint {target} was not saved; earlier ones are as they were. "
-            + " ".join(lines)
-        ) from cause
 
 
 if TYPE_CHECKING:  # that it keeps to the protocol

@@ -88,7 +88,7 @@ class SaveInProgress:
     def make(self) -> None:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir()
-        self._locked.enter_context(_lock(self.path))
+        self._locked.enter_context(lock_directory(self.path))
 
     def publish(self) -> None:
         """Put the directory, which is whole, in its place, and what stood there out of the way."""
@@ -136,7 +136,7 @@ def clean_up(parent: Path) -> None:
         try:
             if time.time() - path.stat().st_mtime < _MADE and not any(path.iterdir()):
                 continue  # another run may be about to lock it
-            with _lock(path) as locked:
+            with lock_directory(path) as locked:
                 if not locked and time.time() - path.stat().st_mtime < _STALE:
                     continue
                 target = parent / match["name"]
@@ -161,7 +161,8 @@ _CHECKPOINT_FILE = re.compile(
 def _settle(old: Path, target: Path) -> None:
     """Remove a replaced checkpoint; what others have put into its directory moves to the new one."""
     try:
-        listed = {Path(name).parts[0] for name in read_manifest(old).files} | {MANIFEST}
+        manifest = read_manifest(old)
+        listed = {Path(name).parts[0] for name in manifest.files} | {MANIFEST, manifest.folder}
     except CheckpointError:
         listed = set()
     for entry in old.iterdir():
@@ -173,7 +174,7 @@ def _settle(old: Path, target: Path) -> None:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[bool]:
+def lock_directory(path: Path) -> Iterator[bool]:
     """Lock a directory; False if another process has it, or directories cannot be locked here."""
     with ExitStack() as held:
         locked = False

@@ -17,6 +17,8 @@ from accelerate_checkpoint.manifest import MARK, Manifest, examine, numpy_global
 from accelerate_checkpoint.model import load_weights, weights_layout
 from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.save import named_objects
+from accelerate_checkpoint.staged import SharedFolder, fetch_together
+from accelerate_checkpoint.storage import Storage, basename
 from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,10 +29,39 @@ T = TypeVar("T")
 
 @dataclass
 class Source:
-    """A checkpoint that was found good; without a manifest it is the peer's."""
+    """A checkpoint that was found good; without a manifest it is the peer's.
 
+    Attributes:
+        place: where it is kept.
+        directory: where its files are on this machine.
+        fetched: the temporary directory they were fetched to; deleted at the end of the `with`.
+    """
+
+    place: str
     directory: Path
     manifest: Manifest | None
+    fetched: SharedFolder | None = None
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.fetched is not None:
+            self.fetched.remove()
+
+    def naming_place(self, job: Callable[[], T]) -> Callable[[], T]:
+        """Return a job whose errors name what is kept, not the temporary copy of it."""
+
+        def run() -> T:
+            try:
+                return job()
+            except CheckpointError as error:
+                if self.fetched is None:
+                    raise
+                told = str(error).replace(str(self.directory), self.place)
+                raise CheckpointError(told) from error
+
+        return run
 
     @property
     def listed(self) -> Container[str] | None:
@@ -62,7 +93,7 @@ class Source:
                 if shards
                 else ""
             )
-            raise CheckpointError(f"The checkpoint {self.directory} has no {name}.{way}")
+            raise CheckpointError(f"The checkpoint {self.place} has no {name}.{way}")
         allowed = None if self.manifest else numpy_globals()
         return files.read(self.directory / name, trust=trust, allowed=allowed, **options)
 
@@ -84,7 +115,28 @@ def agreed(state: TrainingState, what: str, job: Callable[[], T]) -> T:
     return result
 
 
-def examine_together(
+def open_together(
+    state: TrainingState, storage: Storage, place: str, verify: bool
+) -> tuple[Source | None, str]:
+    """Return a checkpoint, or what is wrong with it as any rank sees it; the same on all ranks.
+
+    Args:
+        verify: compare checksums too, not sizes only.
+    """
+    directory = storage.path(place)
+    if directory is None:
+        manifest, fetched, wrong = fetch_together(state, storage, place, verify)
+        if fetched is None or fetched.path is None:
+            return None, wrong
+        return Source(place, fetched.path / basename(place), manifest, fetched), ""
+    manifest, wrong = _examine_together(state, directory, verify)
+    if wrong:
+        return None, wrong
+    folder = "" if manifest is None else manifest.folder
+    return Source(place, directory / folder, manifest), ""
+
+
+def _examine_together(
     state: TrainingState, directory: Path, verify: bool
 ) -> tuple[Manifest | None, str]:
     """Return the manifest, and what is wrong as any rank sees it, the same on all; "" if nothing.
@@ -124,16 +176,16 @@ def check_fits(state: TrainingState, source: Source) -> None:
     more = [f"{there[w] - count} {w}" for w, count in have.items() if there[w] > count]
     if fewer:
         raise CheckpointError(
-            f"{source.directory} does not fit this run: it holds {'; '.join(fewer)}. Prepare and "
+            f"{source.place} does not fit this run: it holds {'; '.join(fewer)}. Prepare and "
             "register the same objects in the same order as when it was saved."
         )
     names = [f"{files.GRADIENTS}_{rank}.bin" for rank in range(source.saved_by)]
     if any(map(source.has, names)):
         mesh = source.facts.get("mesh")
-        state.check_gradients_fit(str(source.directory), source.saved_by, mesh)
+        state.check_gradients_fit(source.place, source.saved_by, mesh)
     if more:
         state.note_once(
-            f"{source.directory} holds {' and '.join(more)} more than this run has prepared or "
+            f"{source.place} holds {' and '.join(more)} more than this run has prepared or "
             "registered; they are left."
         )
 
@@ -162,7 +214,7 @@ def read_states(
         loads.append(partial(_load_optimizer, state, optimizer, held, mapped))
     for name, obj in named_objects(state).items():
         if name == files.SCALER and not source.has(name):
-            text = f"{source.directory} was saved without a gradient scaler: its scale starts anew."
+            text = f"{source.place} was saved without a gradient scaler: its scale starts anew."
             loads.append(partial(state.note_once, text))
             continue
         held = source.read(name, trust=None if name == files.SCALER else trust)
@@ -248,7 +300,7 @@ def _compare_layout(source: Source, stem: str, model: torch.nn.Module, strict: b
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(
-            f"The weights {stem} of {source.directory} do not fit the model: {'; '.join(wrong[:3])}{more}."
+            f"The weights {stem} of {source.place} do not fit the model: {'; '.join(wrong[:3])}{more}."
         )
 
 
@@ -287,7 +339,7 @@ def _off_the_file(state: Any, optimizer: Any) -> Any:
 def _load_rank(state: TrainingState, source: Source, ranks: Mapping[int, Any]) -> None:
     if MARK not in ranks[0]:
         state.note_once(
-            f"{source.directory} was written by Hugging Face Accelerate and has no checksums. Models, "
+            f"{source.place} was written by Hugging Face Accelerate and has no checksums. Models, "
             "optimizers, schedulers, scaler, registered objects and random states were taken over; "
             "the position in the data was not: use skip_first_batches for the epoch that was begun."
         )

@@ -35,10 +35,14 @@ class Manifest:
 
     `facts` are plain JSON: `saved_at` (seconds since 1970), `step` (optimizer steps), `epoch`,
     `world_size`, `mesh`, `written_by`, `objects`.
+
+    `folder` is where the files are: "" beside the manifest, else the name of the save that wrote
+    them, as in a store whose files cannot be moved.
     """
 
     files: dict[str, FileEntry]
     facts: dict[str, Any]
+    folder: str = ""
 
     @property
     def content(self) -> dict[str, Any]:
@@ -47,6 +51,7 @@ class Manifest:
             "kind": KIND,
             "format": FORMAT,
             **self.facts,
+            **({"folder": self.folder} if self.folder else {}),
             "files": {
                 name: {"size": entry.size, "xxh3_128": entry.checksum}
                 for name, entry in sorted(self.files.items())
@@ -73,16 +78,33 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return parse_manifest(text, str(path))
+
+
+def parse_manifest(data: bytes, path: str) -> Manifest:
+    """Return the manifest that a file holds.
+
+    Args:
+        path: of the file, for errors.
+
+    Raises:
+        CheckpointError: it is damaged, of a newer format, or names files outside.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
         content = dict(json.loads(text)["content"])
         if content.pop("kind") != KIND:
             raise CheckpointError(f"{path} is no manifest of a checkpoint.")
         version = int(content.pop("format"))
+        folder = str(content.pop("folder", ""))
         listed = {
             str(name): FileEntry(int(entry["size"]), str(entry["xxh3_128"]))
             for name, entry in content.pop("files").items()
@@ -93,10 +115,10 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(
             f"{path} has format {version}; this accelerate-core reads up to {FORMAT}. Upgrade it."
         )
-    manifest = Manifest(listed, content)
+    manifest = Manifest(listed, content, folder)
     if manifest.render() != text:
         raise CheckpointError(f"{path} is damaged: its own checksum does not fit.")
-    for name in listed:
+    for name in (*listed, folder):
         parts = PurePosixPath(name)
         if parts.is_absolute() or ".." in parts.parts:
             raise CheckpointError(f"{path} names {name!r}, which is outside of the checkpoint.")
@@ -114,6 +136,7 @@ def problems(
     """Return what is wrong with the files, one line each, empty if nothing is.
 
     Args:
+        directory: of the files: that of the manifest, or its `folder` there.
         contents: compare checksums too, not sizes only.
         part: index and count: every `count`-th file's checksum is compared, by size.
         progress: told the bytes that have been hashed.
@@ -168,7 +191,8 @@ def examine(
     except CheckpointError as error:
         return None, [str(error)]
     told = None if progress is None else progress(manifest)
-    return manifest, problems(directory, manifest, contents=contents, part=part, progress=told)
+    where = directory / manifest.folder
+    return manifest, problems(where, manifest, contents=contents, part=part, progress=told)
 
 
 # --- directories of Hugging Face Accelerate --------------------------------------------------------

@@ -43,17 +43,18 @@ def merge_weights(
             f"{output} is a checkpoint itself, whose files would be replaced. Write elsewhere."
         )
     target = output / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
-    distributed = _distributed(source)
     manifest = read_manifest(source) if (source / MANIFEST).exists() else None
+    files = source if manifest is None else source / manifest.folder
+    distributed = _distributed(files)
     if manifest is not None:
         with byte_bar(f"Verifying {source.name}", manifest.size) as advance:
-            wrong = problems(source, manifest, progress=advance)
+            wrong = problems(files, manifest, progress=advance)
         if wrong:
             raise CheckpointError(wrong[0])
     if distributed is not None:
         _merge_distributed(distributed, target, safe_serialization)
     else:
-        paths = checkpoint_files(source)
+        paths = checkpoint_files(files)
         for path in paths:
             if manifest is not None and path.name not in manifest.files:
                 raise CheckpointError(f"{path} is not in {MANIFEST}.")

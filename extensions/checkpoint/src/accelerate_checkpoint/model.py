@@ -59,8 +59,13 @@ def save_weights(
             os.replace(Path(beside, name), directory / name)
     files.sync_directory(directory)
     for path in directory.iterdir():  # those of an earlier save would load as if they were current
-        if _WEIGHTS.fullmatch(path.name) and path.name not in made:
+        if is_weights(path.name) and path.name not in made:
             path.unlink()
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file has a name that `save_weights` gives."""
+    return _WEIGHTS.fullmatch(name) is not None
 
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate_checkpoint.directories import discard, real_path
 from accelerate_checkpoint.manifest import MANIFEST, examine
+from accelerate_checkpoint.staged import delete_checkpoint, why_not_whole
+from accelerate_checkpoint.storage import Storage, basename, join
 from accelerate_core.errors import CheckpointError, warn
 
 if TYPE_CHECKING:
@@ -16,18 +16,15 @@ if TYPE_CHECKING:
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
-def numbered_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Return number and path of every `checkpoint_<number>` of a directory, the oldest first."""
-    paths = root.iterdir() if root.is_dir() else ()
-    found = ((_NUMBERED.fullmatch(path.name), path) for path in paths)
-    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
-
-
 class Numbering:
-    """The numbered checkpoints of a run, in `<project_dir>/checkpoints`."""
+    """The numbered checkpoints of a run, in `<project_dir>/checkpoints`.
 
-    def __init__(self, state: TrainingState) -> None:
-        self._state = state
+    Args:
+        root: replaces `project_dir`.
+    """
+
+    def __init__(self, state: TrainingState, storage: Storage, root: str | None = None) -> None:
+        self._state, self._storage, self._given = state, storage, root
         self._resumed = False
         self._damaged: set[str] = set()
 
@@ -45,29 +42,39 @@ class Numbering:
         )
 
     @property
-    def root(self) -> Path:
-        """The directory of the numbered checkpoints."""
-        project = self._state.project.project_dir
-        if project is None:
+    def root(self) -> str:
+        """The place of the numbered checkpoints."""
+        base = self._given or self._state.project.project_dir
+        if base is None:
             raise CheckpointError(
                 f"Automatic checkpoint naming needs a project_dir: {self.how_to_ask}."
             )
-        return real_path(project) / "checkpoints"
+        return self._storage.locate(join(str(base), "checkpoints"))
 
-    def next(self) -> tuple[Path, str | None]:
+    def place_of(self, number: int) -> str:
+        """Return the place of a number."""
+        return self._storage.locate(join(self.root, f"checkpoint_{number}"))
+
+    def _numbers(self) -> list[int]:
+        """Return the numbers that are there, whole or not, the oldest first."""
+        names = self._storage.list(self.root)
+        found = (_NUMBERED.fullmatch(name) for name, size in names.items() if size is None)
+        return sorted(int(match[1]) for match in found if match)
+
+    def next(self) -> tuple[str, str | None]:
         """Return where to save and, as a text, why not; rank 0 chooses the number."""
-        state, root = self._state, self.root
+        state = self._state
         number, trouble = state.project.iteration, None
         if state.process.process_index == 0:
             # One that is later would be the newest for ever, and outlive what this run saves.
             later = [
                 other
-                for other, path in numbered_checkpoints(root)
-                if other >= number and self._is_whole(path)
+                for other in self._numbers()
+                if other >= number and self._is_whole(self.place_of(other))
             ]
             if later and not self._resumed:
                 trouble = (
-                    f"{root / f'checkpoint_{later[-1]}'} is there already, of an earlier run. "
+                    f"{self.place_of(later[-1])} is there already, of an earlier run. "
                     "Call load_state() to go on from it, or set "
                     f"ProjectConfiguration(iteration={later[-1] + 1}) to number on behind it."
                 )
@@ -80,38 +87,45 @@ class Numbering:
                 f"saving goes on with checkpoint_{number}."
             )
             state.project.iteration = number
-        return root / f"checkpoint_{number}", trouble
+        return self.place_of(number), trouble
 
-    def newest_first(self) -> list[Path]:
+    def newest_first(self) -> list[str]:
         """Return the checkpoints that rank 0 sees."""
-        found = [path.name for _, path in reversed(numbered_checkpoints(self.root))]
-        return [self.root / name for name in self._state.collectives.broadcast_object(found)]
+        numbers = self._state.collectives.broadcast_object(self._numbers())
+        return [self.place_of(number) for number in reversed(numbers)]
 
-    def pass_over(self, directory: Path) -> None:
-        self._damaged.add(str(directory))
+    def pass_over(self, place: str) -> None:
+        self._damaged.add(place)
 
-    def loaded(self, directory: Path) -> None:
+    def loaded(self, place: str) -> None:
         """Go on behind the checkpoint that was loaded."""
-        match = _NUMBERED.fullmatch(directory.name)
+        match = _NUMBERED.fullmatch(basename(place))
         if self.automatic and match:
             self._state.project.iteration = int(match[1]) + 1
             self._resumed = True
 
-    def saved(self, newest: Path, limit: int | None, identity: str) -> None:
+    def saved(self, newest: str, limit: int | None) -> None:
         """Keep `limit` checkpoints, now that the new one stands; damaged ones go first."""
-        self._damaged.discard(str(newest))
+        self._damaged.discard(newest)
         if limit is None or not self._state.saves_here:
             return
-        found = [path for _, path in numbered_checkpoints(newest.parent) if path != newest]
-        whole = {path: self._is_whole(path) for path in found}
+        found = [place for number in self._numbers() if (place := self.place_of(number)) != newest]
+        whole = {place: self._is_whole(place) for place in found}
         # What only has the name of a checkpoint is neither counted nor removed.
-        earlier = [path for path in found if whole[path] or (path / MANIFEST).exists()]
+        earlier = [
+            place for place in found if whole[place] or MANIFEST in self._storage.list(place)
+        ]
         earlier.sort(key=whole.__getitem__)
-        for path in earlier[: max(len(earlier) - (limit - 1), 0)]:
+        for place in earlier[: max(len(earlier) - (limit - 1), 0)]:
             try:
-                discard(path, identity)
-            except OSError as error:
-                warn(f"The old checkpoint {path} cannot be removed: {error}")
+                delete_checkpoint(self._storage, place)
+            except Exception as error:
+                warn(f"The old checkpoint {place} cannot be removed: {error}")
 
-    def _is_whole(self, directory: Path) -> bool:
-        return str(directory) not in self._damaged and not examine(directory, contents=False)[1]
+    def _is_whole(self, place: str) -> bool:
+        if place in self._damaged:
+            return False
+        directory = self._storage.path(place)
+        if directory is None:
+            return not why_not_whole(self._storage, place)
+        return not examine(directory, contents=False)[1]

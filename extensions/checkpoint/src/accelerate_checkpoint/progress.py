@@ -12,13 +12,16 @@ from accelerate_core.builtin.console import console
 
 
 @contextmanager
-def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def byte_bar(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """Show bytes, rate and time left on a terminal, once it has taken two seconds; on one rank.
+
+    Args:
+        shown: False shows nothing, as beside a training that has a bar of its own.
 
     Yields:
         A function that takes the bytes that were read or written since the last call.
     """
-    if not sys.stderr.isatty() or os.environ.get("LOCAL_RANK", "0") != "0":
+    if not shown or not sys.stderr.isatty() or os.environ.get("LOCAL_RANK", "0") != "0":
         yield lambda count: None
         return
     from rich import progress

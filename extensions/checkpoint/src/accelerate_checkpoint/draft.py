@@ -1,0 +1,271 @@
+"""One save until it is published: written in place, or in a temporary directory and uploaded.
+
+Methods that take `gather` meet the other ranks; all of them call these in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from accelerate_checkpoint.files import FileEntry, checksum
+from accelerate_checkpoint.manifest import MANIFEST, Manifest, problems
+from accelerate_checkpoint.progress import byte_bar
+from accelerate_checkpoint.staged import SharedFolder, sizes_differ
+from accelerate_checkpoint.storage import Storage, basename, join
+from accelerate_checkpoint.transfer import persist, upload
+from accelerate_core.errors import CheckpointError, warn
+
+if TYPE_CHECKING:
+    from accelerate_checkpoint.training_state import TrainingState
+
+Gather = Callable[[Any], list[Any]]
+Entries = Mapping[str, FileEntry]
+
+
+class Report(NamedTuple):
+    """What one rank says when it has written its files.
+
+    Attributes:
+        error: why it could not, None if it could.
+        files: those whose checksums are known.
+        machine: the first rank of its machine.
+    """
+
+    error: str | None
+    files: Entries
+    machine: int
+
+
+class Draft(Protocol):
+    """A save that no reader sees yet.
+
+    Attributes:
+        place: where it will be published.
+        publishes: whether this rank does that.
+    """
+
+    place: str
+    publishes: bool
+
+    @property
+    def directory(self) -> Path:
+        """Where this rank writes its files."""
+
+    def begin(self) -> object:
+        """Prepare; the answer goes to `join` on every rank."""
+
+    def join(self, answers: Sequence[Any]) -> None:
+        """Take what `begin` answered on all ranks."""
+
+    def deliver(self, reports: Sequence[Report], gather: Gather, shown: bool) -> Sequence[Entries]:
+        """Bring what was written to the store; return the files of each rank.
+
+        Args:
+            shown: show a bar on a terminal.
+
+        Raises:
+            CheckpointError: one of the files could not be written; on every rank.
+        """
+
+    def publish(self, written: Sequence[Entries], facts: Mapping[str, Any]) -> None:
+        """List everything in a manifest, and make it the checkpoint."""
+
+    def abandon(self) -> None:
+        """Delete what was written, on the rank that would have published it."""
+
+    def close(self) -> None:
+        """Give up locks and temporary files, when all ranks are done with them."""
+
+
+def new_draft(state: TrainingState, storage: Storage, place: str, save: str) -> Draft:
+    """Return the draft of a save.
+
+    Args:
+        save: its name, the same on all ranks.
+    """
+    if storage.path(place) is None:
+        return UploadedDraft(state, storage, place, save)
+    return InPlaceDraft(state, storage, place, save)
+
+
+class InPlaceDraft:
+    """Files that are written where they will be, in a directory that is renamed."""
+
+    def __init__(self, state: TrainingState, storage: Storage, place: str, save: str) -> None:
+        self._storage, self.place, self._save = storage, place, save
+        self.publishes = state.saves_here
+        self._everywhere = not state.project.save_on_each_node
+        self._machine = state.process.process_index - state.process.local_process_index
+        self._held = ExitStack()
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the save, which all ranks share."""
+        path = self._storage.path(self.place, self._save)
+        assert path is not None
+        return path
+
+    def begin(self) -> None:
+        """Make the directory."""
+        if self.publishes:
+            self._storage.clean(self.place)
+            self._held.enter_context(self._storage.lock(self.place, self._save))
+
+    def join(self, answers: Sequence[Any]) -> None:
+        """Every rank knows the directory by its name."""
+
+    def deliver(self, reports: Sequence[Report], gather: Gather, shown: bool) -> list[Entries]:
+        """Return the files of the ranks that share this directory: they are there already."""
+        mine = [one for one in reports if self._everywhere or one.machine == self._machine]
+        return [one.files for one in mine]
+
+    def publish(self, written: Sequence[Entries], facts: Mapping[str, Any]) -> None:
+        """List what is in the directory, and rename it."""
+        directory = self.directory
+        listed = {name: entry for one in written for name, entry in one.items()}
+        # What plugins and the user's own hooks wrote has not passed through our hands.
+        for name in _files_below(directory):
+            if name not in listed:
+                path = directory / name
+                listed[name] = checksum(path)
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        manifest = Manifest(listed, dict(facts))
+        wrong = problems(directory, manifest, contents=False)
+        if wrong:
+            raise CheckpointError(wrong[0])
+        self._storage.publish(self.place, self._save, manifest.render().encode())
+
+    def abandon(self) -> None:
+        """Delete the directory."""
+        if self.publishes:
+            self._storage.delete(self.place, self._save)
+
+    def close(self) -> None:
+        """Unlock the directory."""
+        self._held.close()
+
+
+class UploadedDraft:
+    """Files that are written to a temporary directory and uploaded, before the manifest follows.
+
+    Each rank uploads what it wrote, and its share of what plugins wrote on its machine. A name that
+    several machines have is uploaded by the lowest rank.
+    """
+
+    def __init__(self, state: TrainingState, storage: Storage, place: str, save: str) -> None:
+        self._storage, self.place, self._save = storage, place, save
+        self._rank = state.collectives.rank
+        self.publishes = self._rank == 0
+        self._folder = SharedFolder(state)
+        self._held = ExitStack()
+
+    @property
+    def directory(self) -> Path:
+        """The directory that the ranks of this machine share."""
+        assert self._folder.path is not None
+        return self._folder.path
+
+    def begin(self) -> tuple[int, str | None]:
+        """Lock the save, and make the directory of this machine."""
+        if self.publishes:
+            self._storage.clean(self.place)
+            self._held.enter_context(self._storage.lock(self.place, self._save))
+        return self._folder.make("save")
+
+    def join(self, answers: Sequence[Any]) -> None:
+        """Find the directory of this machine."""
+        self._folder.find(answers)
+
+    def deliver(self, reports: Sequence[Report], gather: Gather, shown: bool) -> list[Entries]:
+        """Upload this rank's files."""
+        peers = [rank for rank, one in enumerate(reports) if one.machine == self._folder.machine]
+        listed = {name for rank in peers for name in reports[rank].files}
+        unlisted = [name for name in _files_below(self.directory) if name not in listed]
+        share = unlisted[peers.index(self._rank) :: len(peers)]
+        names: list[list[str]] = gather([*reports[self._rank].files, *share])
+        taken = {name for rank in range(self._rank) for name in names[rank]}
+        mine = [name for name in names[self._rank] if name not in taken]
+        trouble, cause = None, None
+        entries: dict[str, FileEntry] = {}
+        try:
+            known = reports[self._rank].files
+            for name in mine:
+                entries[name] = known.get(name) or checksum(self.directory / name)
+            self._upload(entries, shown)
+        except Exception as error:
+            trouble, cause = str(error), error
+        answers: list[tuple[str | None, Entries]] = gather((trouble, entries))
+        raise_any([text for text, _ in answers], self.place, cause)
+        return [found for _, found in answers]
+
+    def _upload(self, entries: Entries, shown: bool) -> None:
+        sources = {f"{self._save}/{name}": self.directory / name for name in entries}
+        size = sum(entry.size for entry in entries.values())
+        with byte_bar(f"Uploading {basename(self.place)}", size, shown=shown) as advance:
+            upload(self._storage, self.place, sources, advance)
+
+    def publish(self, written: Sequence[Entries], facts: Mapping[str, Any]) -> None:
+        """Write the manifest once everything that it lists is in the store."""
+        listed = {name: entry for one in written for name, entry in one.items()}
+        manifest = Manifest(listed, dict(facts), self._save)
+        wrong = sizes_differ(self._storage, self.place, manifest)
+        if wrong:
+            raise CheckpointError(f"{wrong[0]} All ranks have to write to the same store.")
+        text = manifest.render().encode()
+        address = join(self.place, MANIFEST)
+        persist(
+            self._storage,
+            f"{address} cannot be written",
+            lambda: self._storage.publish(self.place, self._save, text),
+        )
+        try:
+            self._storage.clean(self.place)
+        except Exception as error:  # the checkpoint is complete; the next save tries again
+            warn(f"What {self.place} held before cannot be deleted: {error}")
+
+    def abandon(self) -> None:
+        """Delete what was uploaded; what cannot be deleted is left to the next save."""
+        if not self.publishes:
+            return
+        try:
+            self._storage.delete(self.place, self._save)
+        except Exception as error:
+            warn(f"What was uploaded to {join(self.place, self._save)} is left there: {error}")
+
+    def close(self) -> None:
+        """Delete the temporary directory."""
+        self._held.close()
+        self._folder.remove()
+
+
+def _files_below(directory: Path) -> list[str]:
+    """Return the files of a directory by their names in it, sorted."""
+    return [
+        path.relative_to(directory).as_posix()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    ]
+
+
+def raise_any(
+    troubles: Sequence[str | None], place: str, cause: BaseException | None = None
+) -> None:
+    """Raise on every rank what any of them could not do."""
+    found: dict[str, list[int]] = {}
+    for rank, trouble in enumerate(troubles):
+        if trouble:
+            found.setdefault(trouble, []).append(rank)
+    if found:
+        lines = [
+            f"rank {', '.join(map(str, ranks))}: {trouble}" if len(troubles) > 1 else trouble
+            for trouble, ranks in found.items()
+        ]
+        raise CheckpointError(
+            f"The checkpoint {place} was not saved; earlier ones are as they were. "
+            + " ".join(lines)
+        ) from cause

@@ -1,0 +1,116 @@
+"""Checkpoints on the disks of this machine, or on a file system that all machines mount."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from accelerate_checkpoint.directories import (
+    SaveInProgress,
+    clean_up,
+    discard,
+    lock_directory,
+    real_path,
+    target_of,
+)
+from accelerate_checkpoint.files import Progress, write_text
+from accelerate_checkpoint.manifest import MANIFEST
+from accelerate_checkpoint.storage import Storage, is_save
+
+
+class LocalStorage(Storage):
+    """Directories that are published by renaming them, and read and written in place.
+
+    The files of a save are in `.NAME.saving-ID` beside the place until it is published.
+    """
+
+    def __init__(self) -> None:
+        #: The saves of this process that are under way.
+        self._saves: dict[tuple[str, str], SaveInProgress] = {}
+
+    def locate(self, target: str | os.PathLike[str], *, saving: bool = False) -> str:
+        """Return the real path, without links and `~`.
+
+        Raises:
+            CheckpointError: a file, the current directory or a mount point cannot be replaced.
+        """
+        return str(target_of(target) if saving else real_path(target))
+
+    def path(self, place: str, name: str = "") -> Path:
+        """Return the path of a file; what belongs to a save is in its hidden directory."""
+        save, _, rest = name.partition("/")
+        if is_save(save):
+            return self._begun(place, save).path / rest
+        return Path(place, name)
+
+    def _begun(self, place: str, save: str) -> SaveInProgress:
+        known = self._saves.get((place, save))
+        return known or SaveInProgress(Path(place), save.removeprefix("save-"))
+
+    def list(self, place: str, folder: str = "") -> dict[str, int | None]:
+        """Return the names in a directory."""
+        path = self.path(place, folder)
+        if not path.is_dir():
+            return {}
+        return {one.name: None if one.is_dir() else one.stat().st_size for one in path.iterdir()}
+
+    def read(self, place: str, name: str) -> bytes:
+        """Return the content of a file."""
+        return self.path(place, name).read_bytes()
+
+    def write(self, place: str, name: str, source: Path, progress: Progress) -> None:
+        """Copy a file, and have it on the disk."""
+        path = self.path(place, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        progress(path.stat().st_size)
+
+    def publish(self, place: str, save: str, manifest: bytes) -> None:
+        """Rename the directory of the save to the place; an older checkpoint goes."""
+        saving = self._begun(place, save)
+        write_text(saving.path / MANIFEST, manifest.decode())
+        saving.publish()
+
+    def fetch(self, place: str, name: str, start: int, stop: int) -> bytes:
+        """Read a part of a file."""
+        with self.path(place, name).open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def delete(self, place: str, name: str = "") -> None:
+        """Delete a file or directory; a whole place is renamed first, so that no half is seen."""
+        path = self.path(place, name)
+        if is_save(name):
+            self._begun(place, name).abandon()
+        elif not name and (path.exists() or path.is_symlink()):
+            discard(path, secrets.token_hex(6))
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def lock(self, place: str, save: str) -> Iterator[bool]:
+        """Make the directory of a save and lock it; the system unlocks it when the process dies."""
+        saving = SaveInProgress(Path(place), save.removeprefix("save-"))
+        if saving.path.exists():
+            with lock_directory(saving.path) as locked:
+                yield locked
+            return
+        saving.make()
+        self._saves[place, save] = saving
+        try:
+            yield True
+        finally:
+            saving.release()
+            del self._saves[place, save]
+
+    def clean(self, place: str) -> None:
+        """Finish or remove what killed runs left beside a place."""
+        clean_up(Path(place).parent)

@@ -1,0 +1,225 @@
+"""Checkpoints in a store that has to be uploaded to: looked at, fetched and cleaned up.
+
+The ranks of a machine share one temporary directory for what is on its way.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from accelerate_checkpoint import files
+from accelerate_checkpoint.files import FileEntry, Progress, checksum
+from accelerate_checkpoint.manifest import MANIFEST, Manifest, parse_manifest
+from accelerate_checkpoint.progress import byte_bar
+from accelerate_checkpoint.storage import Storage, basename, is_save, join
+from accelerate_checkpoint.transfer import download, persist
+from accelerate_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from accelerate_checkpoint.training_state import TrainingState
+
+
+def stored_manifest(storage: Storage, place: str) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged or cannot be read.
+    """
+    address = join(place, MANIFEST)
+    try:
+        text = persist(storage, f"{address} cannot be read", partial(storage.read, place, MANIFEST))
+    except FileNotFoundError:
+        raise CheckpointError(f"There is no checkpoint {place}: it has no {MANIFEST}.") from None
+    return parse_manifest(text, address)
+
+
+def sizes_differ(storage: Storage, place: str, manifest: Manifest) -> list[str]:
+    """Return which files of a checkpoint are missing or have another size, one line each."""
+    sizes: dict[str, int | None] = {}
+    folders = {str(PurePosixPath(manifest.folder, name).parent) for name in manifest.files}
+    for folder in folders:
+        folder = "" if folder == "." else folder
+        what = f"{join(place, folder)} cannot be listed"
+        names = persist(storage, what, partial(storage.list, place, folder))
+        sizes |= {f"{folder}/{name}" if folder else name: size for name, size in names.items()}
+    found = []
+    for name, entry in manifest.files.items():
+        stored = str(PurePosixPath(manifest.folder, name))
+        size = sizes.get(stored)
+        if size is None:
+            found.append(f"{join(place, stored)} is missing.")
+        elif size != entry.size:
+            found.append(_other_size(join(place, stored), size, entry))
+    return found
+
+
+def _other_size(address: str, size: int, entry: FileEntry) -> str:
+    return f"{address} has {size} bytes, but {entry.size} were written."
+
+
+def why_not_whole(storage: Storage, place: str) -> str:
+    """Return what is wrong with a checkpoint as far as names and sizes say, "" if nothing is."""
+    try:
+        wrong = sizes_differ(storage, place, stored_manifest(storage, place))
+    except CheckpointError as error:
+        return str(error)
+    return wrong[0] if wrong else ""
+
+
+def delete_leftovers(storage: Storage, place: str) -> None:
+    """Delete the files of saves that are neither the checkpoint nor under way."""
+    saves = [name for name in storage.list(place) if is_save(name)]
+    if not saves:
+        return
+    try:
+        current = stored_manifest(storage, place).folder
+    except CheckpointError:
+        if MANIFEST in storage.list(place):
+            return  # a damaged manifest does not say what belonged to it
+        current = ""
+    for save in saves:
+        if save == current:
+            continue
+        with storage.lock(place, save) as locked:
+            if locked:
+                storage.delete(place, save)
+
+
+def delete_checkpoint(storage: Storage, place: str) -> None:
+    """Delete a checkpoint so that what is left if this is cut short is none."""
+    if storage.path(place) is None:
+        storage.delete(place, MANIFEST)
+    storage.delete(place)
+
+
+class SharedFolder:
+    """A temporary directory that the ranks of one machine share.
+
+    Attributes:
+        path: the directory, None before `find`.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        process = state.process
+        self.machine = process.process_index - process.local_process_index
+        self._makes = process.local_process_index == 0
+        self._made: str | None = None
+        self.path: Path | None = None
+
+    def make(self, kind: str) -> tuple[int, str | None]:
+        """Make it on the first rank of each machine; return what the other ranks need to find it.
+
+        Args:
+            kind: "save" or "load", for the name of the directory.
+        """
+        if self._makes:
+            self._made = tempfile.mkdtemp(prefix=f"accelerate-{kind}-")
+        return self.machine, self._made
+
+    def find(self, told: Sequence[tuple[int, str | None]]) -> None:
+        """Take what `make` returned on all ranks."""
+        made = [path for machine, path in told if machine == self.machine and path]
+        self.path = Path(made[0])
+
+    def remove(self) -> None:
+        """Delete it, on the rank that made it."""
+        if self._made is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
+            self._made = None
+
+
+def fetch_together(
+    state: TrainingState, storage: Storage, place: str, verify: bool
+) -> tuple[Manifest | None, SharedFolder | None, str]:
+    """Bring what the ranks of this machine need to a directory that they share.
+
+    Args:
+        verify: compare checksums too, not sizes only.
+
+    Returns:
+        The manifest, the directory, and what is wrong as any rank sees it; "" if nothing is.
+    """
+    manifest, wrong = None, ""
+    first = state.process.local_process_index == 0
+    try:
+        manifest = stored_manifest(storage, place)
+        if first:
+            wrong = "".join(sizes_differ(storage, place, manifest)[:1])
+    except CheckpointError as error:
+        wrong = str(error)
+    wrong = _any(state, wrong)
+    if wrong or manifest is None:
+        return None, None, wrong
+    folder = SharedFolder(state)
+    folder.find(state.collectives.gather_object(folder.make("load")))
+    assert folder.path is not None
+    try:
+        with byte_bar(f"Downloading {basename(place)}", _wanted_size(state, manifest)) as advance:
+            _fetch_share(state, storage, place, manifest, folder.path, verify, advance)
+    except (CheckpointError, OSError) as error:
+        wrong = str(error)
+    wrong = _any(state, wrong)
+    if wrong:
+        folder.remove()
+        return None, None, wrong
+    return manifest, folder, ""
+
+
+def _any(state: TrainingState, wrong: str) -> str:
+    return next((text for text in state.collectives.gather_object(wrong) if text), "")
+
+
+def _wanted(state: TrainingState, manifest: Manifest) -> list[str]:
+    """Return the files that the ranks of this machine read, the largest first.
+
+    Random states and gradients of ranks elsewhere are left out, unless the layout has changed.
+    """
+    process, facts = state.process, manifest.facts
+    saved_by = int(facts.get("world_size", 1))
+    skipped: set[str] = set()
+    if state.has_layout(saved_by, facts.get("mesh")):
+        start = process.process_index - process.local_process_index
+        needed = {0, *range(start, start + process.local_num_processes)}
+        for rank in {*range(saved_by)} - needed:
+            skipped |= {f"{files.RNG}_{rank}.pkl", f"{files.GRADIENTS}_{rank}.bin"}
+    names = [name for name in manifest.files if name not in skipped]
+    return sorted(names, key=lambda name: (-manifest.files[name].size, name))
+
+
+def _wanted_size(state: TrainingState, manifest: Manifest) -> int:
+    """Return how many bytes one rank fetches: the shares are nearly equal, and one is shown."""
+    size = sum(manifest.files[name].size for name in _wanted(state, manifest))
+    return size // state.process.local_num_processes
+
+
+def _fetch_share(
+    state: TrainingState,
+    storage: Storage,
+    place: str,
+    manifest: Manifest,
+    folder: Path,
+    verify: bool,
+    progress: Progress,
+) -> None:
+    """Fetch every n-th file, where n ranks share the work, and compare it with the manifest."""
+    process = state.process
+    share = _wanted(state, manifest)[process.local_process_index :: process.local_num_processes]
+    target = {name: folder / basename(place) / name for name in share}
+    stored = {name: str(PurePosixPath(manifest.folder, name)) for name in share}
+    wanted = {stored[name]: (target[name], manifest.files[name].size) for name in share}
+    download(storage, place, wanted, progress)
+    for name in share:
+        entry, address = manifest.files[name], join(place, stored[name])
+        size = target[name].stat().st_size
+        if size != entry.size:
+            raise CheckpointError(_other_size(address, size, entry))
+        if verify and checksum(target[name]) != entry:
+            raise CheckpointError(
+                f"{address} is damaged: its checksum is not the one in {MANIFEST}."
+            )

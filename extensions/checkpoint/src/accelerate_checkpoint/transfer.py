@@ -1,0 +1,142 @@
+"""Files on their way to a store and back: several at once, and again after a passing failure."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from accelerate_checkpoint.files import Progress, first_line
+from accelerate_checkpoint.storage import Storage, join
+from accelerate_core.errors import CheckpointError
+
+#: Bytes of a file that are fetched in one request.
+PART = 32 << 20
+
+#: Seconds before the second attempt; each further one waits twice as long, up to the longest.
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def persist(storage: Storage, what: str, job: Callable[[], T]) -> T:
+    """Do a job, again if it failed for a passing reason.
+
+    Args:
+        what: names the object and what is done to it, for the error: "s3://a/b cannot be read".
+
+    Raises:
+        FileNotFoundError: as the job raised it.
+        CheckpointError: what failed in the end, and why.
+    """
+    for attempt in range(1, storage.attempts + 1):
+        try:
+            return job()
+        except (FileNotFoundError, CheckpointError):
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            if not storage.is_transient(error):
+                raise CheckpointError(f"{what}: {reason}") from error
+            if attempt == storage.attempts:
+                raise CheckpointError(f"{what} after {attempt} attempts: {reason}") from error
+            pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.8, 1.2)
+            logger.info("%s: %s. Attempt %d follows in %.1f s.", what, reason, attempt + 1, pause)
+        time.sleep(pause)
+    raise AssertionError("a store makes at least one attempt")
+
+
+def upload(storage: Storage, place: str, files: Mapping[str, Path], progress: Progress) -> None:
+    """Write local files below a place, the largest first.
+
+    Args:
+        files: name below the place -> local file.
+        progress: told the bytes that have been sent; those of a failed attempt are taken back.
+
+    Raises:
+        CheckpointError: one of them could not be written, by name.
+    """
+
+    def send(name: str, source: Path) -> None:
+        def attempt() -> None:
+            counted = _Counted(progress)
+            try:
+                storage.write(place, name, source, counted)
+            except BaseException:
+                counted.take_back()
+                raise
+
+        persist(storage, f"{join(place, name)} cannot be written", attempt)
+
+    by_size = sorted(files, key=lambda name: files[name].stat().st_size, reverse=True)
+    _run_all(storage.parallel, [partial(send, name, files[name]) for name in by_size])
+
+
+def download(
+    storage: Storage, place: str, files: Mapping[str, tuple[Path, int]], progress: Progress
+) -> None:
+    """Fetch files in parts.
+
+    Args:
+        files: name below the place -> local file and its size in bytes.
+        progress: told the bytes that have come.
+
+    Raises:
+        CheckpointError: one of them is missing or cannot be read, by name.
+    """
+
+    def receive(name: str, target: Path, start: int, stop: int) -> None:
+        address = join(place, name)
+        try:
+            data = persist(
+                storage,
+                f"{address} cannot be read",
+                lambda: storage.fetch(place, name, start, stop),
+            )
+        except FileNotFoundError:
+            raise CheckpointError(f"{address} is missing.") from None
+        with target.open("r+b") as file:
+            file.seek(start)
+            file.write(data)
+        progress(len(data))
+
+    jobs: list[Callable[[], None]] = []
+    for name, (target, size) in files.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+        for start in range(0, size, PART):
+            stop = min(start + PART, size)
+            jobs.append(partial(receive, name, target, start, stop))
+    _run_all(storage.parallel, jobs)
+
+
+def _run_all(parallel: int, jobs: Iterable[Callable[[], None]]) -> None:
+    """Run jobs in threads; after the first failure those that have not begun are dropped."""
+    with ThreadPoolExecutor(parallel, thread_name_prefix="checkpoint transfer") as pool:
+        running = [pool.submit(job) for job in jobs]
+        done, _ = wait(running, return_when=FIRST_EXCEPTION)
+        pool.shutdown(wait=True, cancel_futures=True)
+    for one in running:
+        if one in done:
+            one.result()
+
+
+class _Counted:
+    """Progress of one attempt."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._sent = progress, 0
+
+    def __call__(self, count: int) -> None:
+        self._sent += count
+        self._progress(count)
+
+    def take_back(self) -> None:
+        self._progress(-self._sent)
