@@ -6,7 +6,6 @@ one step. What is loaded is verified first, by all ranks together, then read, th
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import tempfile
@@ -43,8 +42,6 @@ from accelerate_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accelerate_core.contract.parts import Checkpointer, RunParts
-
-logger = logging.getLogger(__name__)
 
 
 class DirectoryCheckpointer:
@@ -279,7 +276,7 @@ class DirectoryCheckpointer:
             )
         given = None if input_dir is None else self.storage.locate(input_dir)
         if state.saves_here:
-            self._clean(numbering.place_of(0) if given is None else given)
+            self._recover(numbering.place_of(0) if given is None else given)
         state.collectives.barrier()
         passed: list[str] = []
         for place in numbering.newest_first() if given is None else [given]:
@@ -298,12 +295,13 @@ class DirectoryCheckpointer:
             raise CheckpointError(f"No checkpoint in {numbering.root} is whole. {' '.join(passed)}")
         raise CheckpointError(f"There is no checkpoint in {numbering.root} to load.")
 
-    def _clean(self, place: str) -> None:
-        """Clean up what killed saves left, if that is possible: a store may be for reading only."""
-        try:
+    def _recover(self, place: str) -> None:
+        """Finish what a killed save was about to rename.
+
+        A store that files are uploaded to has nothing to finish, and may be for reading only.
+        """
+        if self.storage.path(place) is not None:
             self.storage.clean(place)
-        except Exception as error:
-            logger.debug("What killed saves may have left at %s is not deleted: %s", place, error)
 
     # --- models and objects -------------------------------------------------------------------
 

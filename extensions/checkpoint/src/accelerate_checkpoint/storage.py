@@ -38,7 +38,7 @@ def is_save(name: str) -> bool:
 
 def join(place: str, name: str) -> str:
     """Return the address of something below a place."""
-    return f"{place.rstrip('/')}/{name}" if name else place
+    return f"{place.rstrip('/')}/{name}" if place and name else place or name
 
 
 def basename(place: str) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from accelerate_testing.processes import CompletedRun, run_workers, write_result
     from accelerate_testing.results import Result, Skip
     from accelerate_testing.runner import run_suite
+    from accelerate_testing.storage_suite import StorageSuite
     from accelerate_testing.suite import (
         BackendSuite,
         CheckpointerSuite,
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Check", "checks_of", "CheckContext", "Communication", "count_communication", "CompletedRun",
     "run_workers", "write_result", "Result", "Skip", "run_suite", "BackendSuite", "CheckpointerSuite",
-    "ExtensionSuite", "LauncherSuite", "LoadersSuite", "PrecisionSuite", "TrackerSuite",
+    "ExtensionSuite", "LauncherSuite", "LoadersSuite", "PrecisionSuite", "StorageSuite", "TrackerSuite",
 ]  # fmt: skip
 
 _HOME = {
     "Check": "checks", "checks_of": "checks", "CheckContext": "context", "Communication": "counting",
     "count_communication": "counting", "CompletedRun": "processes", "run_workers": "processes",
     "write_result": "processes", "Result": "results", "Skip": "results", "run_suite": "runner",
+    "StorageSuite": "storage_suite",
 }  # fmt: skip
 
 
