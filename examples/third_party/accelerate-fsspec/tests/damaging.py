@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,8 @@ def damage(target: str) -> Iterator[str]:
 
 
 def _objects(target: str) -> Iterator[str]:
-    fs, root = fsspec.core.url_to_fs(target)
+    options = json.loads(os.environ.get("ACCELERATE_FSSPEC_OPTIONS", "{}"))
+    fs, root = fsspec.core.url_to_fs(target, **options)
     for path in fs.find(root):
         whole, name = fs.cat_file(path), path.rpartition("/")[2]
         fs.rm_file(path)

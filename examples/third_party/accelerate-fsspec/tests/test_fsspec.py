@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ import fsspec
 import pytest
 import torch
 
+from accelerate_checkpoint.files import FileEntry
+from accelerate_checkpoint.manifest import Manifest, read_manifest
 from accelerate_core import Accelerator, FsspecSettings
 from accelerate_core.errors import CheckpointError
 from accelerate_core.utils import ProjectConfiguration
@@ -59,8 +60,8 @@ def test_numbered_ones_are_below_it_too_and_a_damaged_one_is_passed_over() -> No
 def test_what_killed_saves_left_goes_with_the_next_one_and_nothing_else(tmp_path: Path) -> None:
     accelerator, _ = prepared()
     accelerator.save_state(tmp_path)
-    (tmp_path / "save-0123456789ab" / "0").mkdir(parents=True)
-    (tmp_path / "save-0123456789ab" / "0" / "rank.pt").write_text("half")
+    (tmp_path / "save-0123456789ab").mkdir()
+    (tmp_path / "save-0123456789ab" / "model.safetensors").write_text("half")
     (tmp_path / "notes.txt").write_text("mine")
     accelerator.save_state(tmp_path)
     accelerator.end_training()
@@ -71,17 +72,43 @@ def test_what_killed_saves_left_goes_with_the_next_one_and_nothing_else(tmp_path
 
 
 def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path) -> None:
-    from accelerate_fsspec.location import Manifest
-
     accelerator, _ = prepared()
     accelerator.save_state(tmp_path)
-    file = tmp_path / "manifest.json"
-    made = Manifest.of(file.read_bytes())
-    for name in ("../../outside", "/etc/outside"):
-        strange = Manifest(made.save, {0: {**made.files[0], name: (1, "0")}}, made.facts)
-        file.write_bytes(strange.to_bytes())
-        with pytest.raises(CheckpointError, match="names what is not its own"):
+    made = read_manifest(tmp_path)
+    for name, folder in (("../../outside", made.folder), ("/etc/x", ""), ("x", "../other")):
+        strange = Manifest({**made.files, name: FileEntry(1, "0")}, made.facts, folder)
+        (tmp_path / "manifest.json").write_text(strange.render())
+        with pytest.raises(CheckpointError, match="outside of the checkpoint"):
             accelerator.load_state(tmp_path)
+    accelerator.end_training()
+
+
+def test_a_copy_on_this_machine_loads_with_directories(tmp_path: Path) -> None:
+    accelerator, model = prepared()
+    accelerator.save_state("memory://copied/run")
+    fsspec.filesystem("memory").get("/copied/run", str(tmp_path / "run"), recursive=True)
+    weight = model.weight.detach().clone()
+    accelerator.end_training()
+    local = Accelerator(cpu=True, checkpointer="directory")
+    model = local.prepare(torch.nn.Linear(3, 1))
+    local.load_state(tmp_path / "run")
+    assert torch.equal(model.weight, weight)
+    local.end_training()
+
+
+def test_a_damaged_object_is_refused_by_name_and_the_run_is_as_before() -> None:
+    accelerator, model = prepared()
+    place = accelerator.save_state("memory://damaged/run")
+    fs = fsspec.filesystem("memory")
+    (path,) = [one for one in fs.find("/damaged/run") if one.endswith("model.safetensors")]
+    data = bytearray(fs.cat_file(path))
+    data[-1] ^= 1
+    fs.pipe_file(path, bytes(data))
+    with torch.no_grad():
+        model.weight.fill_(3)
+    with pytest.raises(CheckpointError, match=f"{place}/save-.*/model.safetensors is damaged"):
+        accelerator.load_state(place)
+    assert bool((model.weight == 3).all())
     accelerator.end_training()
 
 
@@ -97,11 +124,11 @@ def test_ranks_share_files_and_refuse_what_one_process_has(tmp_path: Path) -> No
     run = run_workers(WORKER, 2, [tmp_path], timeout=120)
     assert run.ok, run.story
     for rank in run.results:
-        assert "one process only" in rank["memory"]
-        assert rank["own"] == rank["rank"]
-    said = json.loads(json.loads((tmp_path / "run" / "manifest.json").read_bytes())["manifest"])
-    assert "hooks/note.txt" in said["files"]["1"]
-    assert "model_0/model.safetensors" not in said["files"]["1"]
+        assert "All ranks have to write to the same store" in rank["memory"]
+        assert "one process only can write" in rank["archive"]
+        assert rank["read"] == "both"
+    files = read_manifest(tmp_path / "run").files
+    assert {"note.txt", "random_states_0.pkl", "random_states_1.pkl"} <= {*files}
     # By fewer processes than wrote it: rank 0's states, and the whole model.
     accelerator, model = prepared()
     accelerator.load_state(tmp_path / "run")

@@ -15,25 +15,27 @@ from accelerate_testing import write_result
 
 def main(folder: Path) -> None:
     accelerator = Accelerator(cpu=True, checkpointer="fsspec", process_group_timeout=60)
-    rank, read = accelerator.process_index, []
+    read: list[str] = []
 
     def note(models: Any, weights: Any, directory: str) -> None:
-        Path(directory, "note.txt").write_text(str(rank))
+        Path(directory, "note.txt").write_text("both")
 
     accelerator.register_save_state_pre_hook(note)
     accelerator.register_load_state_pre_hook(
-        lambda models, directory: read.append(int(Path(directory, "note.txt").read_text()))
+        lambda models, directory: read.append(Path(directory, "note.txt").read_text())
     )
     model = accelerator.prepare(torch.nn.Linear(3, 1))
     accelerator.save_state(folder / "run", blocking=False)
     accelerator.load_state(folder / "run")
-    try:
-        accelerator.save_state("memory://run")
-        said = "taken"
-    except CheckpointError as error:
-        said = str(error)
+    said = []
+    for target in ("memory://run", f"zip://{folder}/run.zip"):
+        try:
+            accelerator.save_state(target)
+            said.append("taken")
+        except CheckpointError as error:
+            said.append(str(error))
     weight = accelerator.unwrap_model(model).weight.tolist()
-    write_result({"rank": rank, "own": read[0], "memory": said, "weight": weight})
+    write_result({"read": read[0], "memory": said[0], "archive": said[1], "weight": weight})
     accelerator.end_training()
 
 

@@ -96,7 +96,7 @@ class Storage(Protocol):
 
     @abstractmethod
     def fetch(self, place: str, name: str, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop) of a file; fewer if the file ends before `stop`.
+        """Return the bytes [start, stop) of a file: at least one, none beyond its size.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -119,9 +119,11 @@ class Shelf:
         storage = self.again()
         for name, content in files.items():
             where = self.kept(place, save, name)
-            got = storage.fetch(place, where, 0, len(content) + 10)
+            got = storage.read(place, where)
             assert got == content, f"{name} has {len(got)} bytes, or others, of {len(content)}"
-            assert storage.read(place, where) == content, f"read returns another {name}"
+            if content:
+                part = storage.fetch(place, where, 0, len(content))
+                assert part == content, f"fetch returns another {name} than read"
         folders = {name.rpartition("/")[0] for name in files}
         for folder in folders:
             where = self.kept(place, save, folder) if folder else self.kept(place, save, "")

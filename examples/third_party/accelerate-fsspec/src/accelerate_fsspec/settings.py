@@ -1,4 +1,4 @@
-"""What users may say about where checkpoints are."""
+"""What users may set."""
 
 from __future__ import annotations
 

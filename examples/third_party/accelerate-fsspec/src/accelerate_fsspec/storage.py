@@ -1,0 +1,176 @@
+"""`FsspecStorage`: object stores, memory, zip archives and whatever else fsspec opens."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.callbacks import Callback
+
+from accelerate_checkpoint import MANIFEST, Storage, join
+from accelerate_core.errors import CheckpointError
+
+__all__ = ["FsspecStorage"]
+
+#: Clients of object stores have errors of their own for a network that fails.
+_CLIENTS = ("botocore", "aiobotocore", "aiohttp", "google", "gcsfs", "azure", "urllib3", "requests")
+_PASSING = ("timeout", "connection", "disconnected", "incomplete", "unavailable", "payload")
+
+
+class FsspecStorage(Storage):
+    """A store whose places are URLs, or paths of this machine.
+
+    A `zip://` URL names one archive. It is built on this machine, which takes a single process, and
+    put in its place whole.
+
+    Args:
+        url: relative targets are below it.
+        options: arguments of the file system, such as `endpoint_url`.
+    """
+
+    def __init__(self, url: str | None = None, options: Mapping[str, Any] | None = None) -> None:
+        self._url, self._options = url, dict(options or {})
+        #: Place -> the archive that is being built for it. The save's name is its own.
+        self._built: dict[str, Path] = {}
+        self._building = threading.Lock()
+
+    def locate(self, target: str | os.PathLike[str], *, saving: bool = False) -> str:
+        """Return a URL, or an absolute path."""
+        text = os.fspath(target)
+        if self._url is not None and "://" not in text and not os.path.isabs(text):
+            text = join(self._url, text)
+        if "://" not in text:
+            text = os.path.abspath(os.path.expanduser(text))
+        self._open(text)  # an unknown file system, or one without its library, is refused here
+        return text
+
+    def _open(self, place: str) -> tuple[Any, str]:
+        """Return the file system of a place, or the one that an archive is on, and the path there."""
+        try:
+            fs, path = fsspec.core.url_to_fs(place.removeprefix("zip://"), **self._options)
+        except Exception as error:
+            raise CheckpointError(f"{place} cannot be opened: {error}") from error
+        return fs, path.rstrip("/")
+
+    @contextmanager
+    def _opened(self, place: str, name: str) -> Iterator[tuple[Any, str]]:
+        """Open what holds a file for reading: the place, or an archive."""
+        fs, path = self._open(place)
+        fs.invalidate_cache()  # other processes write, too
+        built = self._built.get(place)
+        if built is not None and name.partition("/")[0] == built.stem:
+            fs, path = fsspec.filesystem("file"), str(built)
+        if not _is_archive(place) or not fs.isfile(path):
+            yield fs, path
+            return
+        with fs.open(path, "rb") as file:
+            archive = fsspec.filesystem("zip", fo=file, skip_instance_cache=True)
+            yield archive, ""
+            archive.close()
+
+    def list(self, place: str, folder: str = "") -> dict[str, int | None]:
+        """Return the names in a folder."""
+        with (
+            self._opened(place, folder) as (fs, path),
+            suppress(FileNotFoundError, NotADirectoryError),
+        ):
+            where = join(path, folder)
+            entries = [
+                one
+                for one in fs.ls(where, detail=True)
+                if one["name"].strip("/") != where.strip("/")  # some list the folder itself
+            ]
+            files = "zip" in fs.protocol or not _is_archive(place)  # else they are archives
+            return {
+                one["name"].rstrip("/").rpartition("/")[2]: one["size"]
+                if one["type"] == "file" and files
+                else None
+                for one in entries
+            }
+        return {}
+
+    def read(self, place: str, name: str) -> bytes:
+        """Return a whole file."""
+        with self._opened(place, name) as (fs, path):
+            return bytes(fs.cat_file(join(path, name)))
+
+    def fetch(self, place: str, name: str, start: int, stop: int) -> bytes:
+        """Return a part of a file."""
+        with self._opened(place, name) as (fs, path):
+            return bytes(fs.cat_file(join(path, name), start=start, end=stop))
+
+    def write(self, place: str, name: str, source: Path, progress: Callable[[int], None]) -> None:
+        """Upload a file; s3fs and others send a large one in parts, several at once."""
+        fs, path = self._open(place)
+        size, told = source.stat().st_size, 0
+
+        def tell(size: int | None, value: int, **_: Any) -> None:
+            nonlocal told
+            progress(value - told)
+            told = value
+
+        if _is_archive(place):
+            if place not in self._built:
+                raise CheckpointError(f"{place} is an archive, which one process only can write.")
+            with self._building, zipfile.ZipFile(self._built[place], "a") as archive:
+                archive.write(source, name)
+        else:
+            target = join(path, name)
+            fs.makedirs(fs._parent(target), exist_ok=True)
+            fs.put_file(str(source), target, callback=Callback(hooks={"bytes": tell}))
+        progress(size - told)  # not every file system tells
+
+    def publish(self, place: str, save: str, manifest: bytes) -> None:
+        """Put the manifest, or the archive that holds everything, in its place."""
+        fs, path = self._open(place)
+        if _is_archive(place):
+            with zipfile.ZipFile(self._built[place], "a") as archive:
+                archive.writestr(MANIFEST, manifest)
+            fs.makedirs(fs._parent(path), exist_ok=True)
+            fs.put_file(str(self._built[place]), f"{path}.part")
+        else:
+            path = join(path, MANIFEST)
+            fs.pipe_file(f"{path}.part", manifest)
+        fs.mv(f"{path}.part", path)  # files are written bit by bit
+
+    def delete(self, place: str, name: str = "") -> None:
+        """Delete a file or folder; of an archive nothing but the whole."""
+        fs, path = self._open(place)
+        if name and _is_archive(place):
+            return
+        fs.invalidate_cache()
+        with suppress(FileNotFoundError):
+            fs.rm(join(path, name), recursive=True)
+
+    def lock(self, place: str, save: str) -> AbstractContextManager[bool]:
+        """Keep a lease among the files of the save, or an archive that nobody else sees."""
+        return self._build(place, save) if _is_archive(place) else super().lock(place, save)
+
+    @contextmanager
+    def _build(self, place: str, save: str) -> Iterator[bool]:
+        if place in self._built:
+            yield False
+            return
+        with tempfile.TemporaryDirectory(prefix="accelerate-fsspec-") as folder:
+            self._built[place] = Path(folder, f"{save}.zip")
+            try:
+                yield True
+            finally:
+                del self._built[place]
+
+    def is_transient(self, error: Exception) -> bool:
+        """Return whether another attempt may succeed."""
+        client, name = type(error).__module__.partition(".")[0], type(error).__name__.lower()
+        passing = client in _CLIENTS and any(word in name for word in _PASSING)
+        return passing or super().is_transient(error)
+
+
+def _is_archive(place: str) -> bool:
+    return place.startswith("zip://")

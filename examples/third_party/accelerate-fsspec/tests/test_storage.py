@@ -1,0 +1,38 @@
+"""The store by itself: files, memory, an archive and S3."""
+
+from __future__ import annotations
+
+import pytest
+
+from accelerate_testing import StorageSuite
+
+
+class TestFiles(StorageSuite):
+    """Files of this machine."""
+
+    storage = "servers:storage"
+    place = "file://{path}"
+
+
+class TestMemory(StorageSuite):
+    """Memory, which other processes do not see."""
+
+    storage = "servers:storage"
+    place = "memory://suite/{name}"
+    one_process = True
+
+
+class TestZip(StorageSuite):
+    """An archive, which is built where other processes do not see it."""
+
+    storage = "servers:storage"
+    place = "zip://{path}"
+    one_process = True
+
+
+@pytest.mark.usefixtures("s3")
+class TestS3(StorageSuite):
+    """S3, as moto's server has it."""
+
+    storage = "servers:storage"
+    place = "s3://tests/suite/{name}"
