@@ -9,8 +9,7 @@ import fsspec
 import pytest
 import torch
 
-from accelerate_checkpoint.files import FileEntry
-from accelerate_checkpoint.manifest import Manifest, read_manifest
+from accelerate_checkpoint import FileEntry, Manifest, read_manifest
 from accelerate_core import Accelerator, FsspecSettings
 from accelerate_core.errors import CheckpointError
 from accelerate_core.utils import ProjectConfiguration

@@ -14,8 +14,7 @@ import torch
 from accelerate_fsspec import FsspecStorage
 from servers import storage
 
-from accelerate_checkpoint import MANIFEST, is_save, join
-from accelerate_checkpoint.manifest import parse_manifest
+from accelerate_checkpoint import MANIFEST, is_save, join, parse_manifest
 
 WORKER = Path(__file__).with_name("killed_worker.py")
 

@@ -13,8 +13,13 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.boxes import BoxReader as BoxReader
     from accelerate_checkpoint.boxes import BoxWriter as BoxWriter
     from accelerate_checkpoint.checkpointer import DirectoryCheckpointer as DirectoryCheckpointer
+    from accelerate_checkpoint.files import FileEntry as FileEntry
     from accelerate_checkpoint.lease import hold_lease as hold_lease
     from accelerate_checkpoint.local_storage import LocalStorage as LocalStorage
+    from accelerate_checkpoint.manifest import MANIFEST as MANIFEST
+    from accelerate_checkpoint.manifest import Manifest as Manifest
+    from accelerate_checkpoint.manifest import parse_manifest as parse_manifest
+    from accelerate_checkpoint.manifest import read_manifest as read_manifest
     from accelerate_checkpoint.merging import merge_weights as merge_weights
     from accelerate_checkpoint.model import load_weights as load_weights
     from accelerate_checkpoint.model import save_object as save_object
@@ -24,7 +29,6 @@ if TYPE_CHECKING:
     from accelerate_checkpoint.preemption import read_signals as read_signals
     from accelerate_checkpoint.shards import SafeReader as SafeReader
     from accelerate_checkpoint.shards import read_metadata as read_metadata
-    from accelerate_checkpoint.storage import MANIFEST as MANIFEST
     from accelerate_checkpoint.storage import Storage as Storage
     from accelerate_checkpoint.storage import is_save as is_save
     from accelerate_checkpoint.storage import join as join
@@ -34,13 +38,15 @@ if TYPE_CHECKING:
 _OF_MODULE = {
     "accelerate_checkpoint.boxes": ("Box", "BoxReader", "BoxWriter"),
     "accelerate_checkpoint.checkpointer": ("DirectoryCheckpointer",),
+    "accelerate_checkpoint.files": ("FileEntry",),
     "accelerate_checkpoint.lease": ("hold_lease",),
     "accelerate_checkpoint.local_storage": ("LocalStorage",),
+    "accelerate_checkpoint.manifest": ("MANIFEST", "Manifest", "parse_manifest", "read_manifest"),
     "accelerate_checkpoint.merging": ("merge_weights",),
     "accelerate_checkpoint.model": ("load_weights", "save_object", "save_weights"),
     "accelerate_checkpoint.preemption": ("Preempted", "Preemption", "read_signals"),
     "accelerate_checkpoint.shards": ("SafeReader", "read_metadata"),
-    "accelerate_checkpoint.storage": ("MANIFEST", "Storage", "is_save", "join"),
+    "accelerate_checkpoint.storage": ("Storage", "is_save", "join"),
     "accelerate_checkpoint.training_state": ("TrainingState",),
 }
 _HOMES = {name: module for module, names in _OF_MODULE.items() for name in names}

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Protocol
 
 from accelerate_checkpoint.files import Progress
-from accelerate_checkpoint.manifest import MANIFEST
 
 _SAVE = re.compile(r"save-[0-9a-f]{12}")
 
@@ -157,6 +156,3 @@ class Storage(Protocol):
         if isinstance(error, TimeoutError | ConnectionError):
             return True
         return isinstance(error, OSError) and error.errno in _TRANSIENT
-
-
-__all__ = ["MANIFEST", "Storage", "basename", "is_save", "join"]

@@ -25,8 +25,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from accelerate_checkpoint import MANIFEST, Storage
-from accelerate_checkpoint.manifest import Manifest
+from accelerate_checkpoint import MANIFEST, Manifest, Storage
 
 #: Seconds in which a lock counts as released after its holder was killed on the same machine.
 _RELEASED = 20.0
