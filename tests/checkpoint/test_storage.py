@@ -281,6 +281,53 @@ def test_a_missing_manifest_never_makes_a_load_delete_anything(
     accelerator.end_training()
 
 
+@pytest.mark.parametrize("took_effect", [True, False])
+def test_a_request_to_publish_may_fail_and_have_succeeded(
+    storage: PlainStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, took_effect: bool
+) -> None:
+    accelerator, model = prepared(tmp_path)
+    place = accelerator.save_state(tmp_path / "place")
+    earlier, publish = model.weight.detach().clone(), storage.publish
+
+    def losing_the_answer(*arguments: Any) -> None:
+        if took_effect:
+            publish(*arguments)
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(storage, "publish", losing_the_answer)
+    with torch.no_grad():
+        model.weight.fill_(1)
+    if took_effect:
+        accelerator.save_state(place)
+    else:
+        with pytest.raises(CheckpointError, match=r"manifest.json cannot be written after 5 att"):
+            accelerator.save_state(place)
+    with torch.no_grad():
+        model.weight.fill_(2)
+    accelerator.load_state(place)
+    assert torch.equal(model.weight, torch.ones(2, 3) if took_effect else earlier)
+    assert len([one for one in Path(place).iterdir() if one.is_dir()]) == 1
+    accelerator.end_training()
+
+
+def test_a_store_that_cannot_be_reached_is_named(
+    storage: PlainStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, _ = prepared(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator.save_state()
+
+    def unreachable(*arguments: Any, **named: Any) -> Any:
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(storage, "list", unreachable)
+    said = f"{tmp_path}/checkpoints cannot be listed after 5 attempts"
+    with pytest.raises(CheckpointError, match=said):
+        accelerator.save_state()
+    with pytest.raises(CheckpointError, match=said):
+        accelerator.load_state()
+    accelerator.end_training()
+
+
 # --- leases ---------------------------------------------------------------------------------------
 
 HOLD = """

@@ -107,14 +107,24 @@ def test_an_option_of_a_precision_that_is_not_asked_for_is_refused(site: Path) -
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("repository", [DILOCO, FSSPEC, RECORDS], ids=lambda path: path.name)
-def test_a_repository_passes_its_own_tests(site: Path, repository: Path) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("repository", "tests"),
+    [
+        # The suite over DiLoCo is run below, for what it says.
+        (DILOCO, "test_diloco.py"),
+        (FSSPEC, "test_conformance.py"),
+        (FSSPEC, "test_killed.py"),
+        (FSSPEC, "test_fsspec.py test_storage.py"),
+        (RECORDS, ""),
+    ],
+)
+def test_a_repository_passes_its_own_tests(site: Path, repository: Path, tests: str) -> None:
     env = clean_environment(PYTHONPATH=str(site), OMP_NUM_THREADS="1")
-    # The suite over DiLoCo is run below, for what it says.
-    tests = ["tests/test_diloco.py"] if repository == DILOCO else ["tests"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    files = [f"tests/{name}" for name in tests.split()] or ["tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
-        command, cwd=repository, env=env, capture_output=True, text=True, timeout=400
+        command, cwd=repository, env=env, capture_output=True, text=True, timeout=550
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -139,10 +139,7 @@ class DirectoryCheckpointer:
         try:
             with writer.part(f"{directory} is not there on this machine"):
                 if not directory.is_dir():
-                    raise CheckpointError(
-                        "save to a file system that all machines share, or set "
-                        "ProjectConfiguration(save_on_each_node=True)"
-                    )
+                    raise CheckpointError(draft.advice)
             background.staging.begin()
             options = safe_serialization, max_shard_size, save_model_func_kwargs
             write_state(state, writer, *options)

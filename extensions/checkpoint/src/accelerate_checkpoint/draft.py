@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from accelerate_checkpoint.files import FileEntry, checksum
-from accelerate_checkpoint.manifest import MANIFEST, Manifest, problems
+from accelerate_checkpoint.manifest import MANIFEST, Manifest, parse_manifest, problems
 from accelerate_checkpoint.progress import byte_bar
 from accelerate_checkpoint.staged import SharedFolder, sizes_differ
 from accelerate_checkpoint.storage import Storage, basename, join
@@ -50,6 +50,9 @@ class Draft(Protocol):
 
     place: str
     publishes: bool
+
+    #: What to do if a rank does not see `directory`.
+    advice: str
 
     @property
     def directory(self) -> Path:
@@ -94,6 +97,11 @@ def new_draft(state: TrainingState, storage: Storage, place: str, save: str) -> 
 
 class InPlaceDraft:
     """Files that are written where they will be, in a directory that is renamed."""
+
+    advice = (
+        "save to a file system that all machines share, or set "
+        "ProjectConfiguration(save_on_each_node=True)"
+    )
 
     def __init__(self, state: TrainingState, storage: Storage, place: str, save: str) -> None:
         self._storage, self.place, self._save = storage, place, save
@@ -157,12 +165,16 @@ class UploadedDraft:
     several machines have is uploaded by the lowest rank.
     """
 
+    advice = "the ranks of one machine need a temporary directory that they share: set TMPDIR"
+
     def __init__(self, state: TrainingState, storage: Storage, place: str, save: str) -> None:
         self._storage, self.place, self._save = storage, place, save
         self._rank = state.collectives.rank
         self.publishes = self._rank == 0
         self._folder = SharedFolder(state)
         self._held = ExitStack()
+        #: Whether the store was asked to publish.
+        self._asked = False
 
     @property
     def directory(self) -> Path:
@@ -173,9 +185,13 @@ class UploadedDraft:
     def begin(self) -> tuple[int, str | None]:
         """Lock the save, and make the directory of this machine."""
         if self.publishes:
-            self._storage.clean(self.place)
-            self._held.enter_context(self._storage.lock(self.place, self._save))
+            persist(self._storage, f"{self.place} cannot be written", self._prepare)
         return self._folder.make("save")
+
+    def _prepare(self) -> None:
+        self._storage.clean(self.place)
+        if not self._held.enter_context(self._storage.lock(self.place, self._save)):
+            raise CheckpointError(f"Another save to {self.place} is under way.")
 
     def join(self, answers: Sequence[Any]) -> None:
         """Find the directory of this machine."""
@@ -218,22 +234,42 @@ class UploadedDraft:
             raise CheckpointError(f"{wrong[0]} All ranks have to write to the same store.")
         text = manifest.render().encode()
         address = join(self.place, MANIFEST)
-        persist(
-            self._storage,
-            f"{address} cannot be written",
-            lambda: self._storage.publish(self.place, self._save, text),
-        )
+        self._asked = True
+        try:
+            persist(
+                self._storage,
+                f"{address} cannot be written",
+                lambda: self._storage.publish(self.place, self._save, text),
+            )
+        except CheckpointError:
+            if not self._is_published():
+                raise
         try:
             self._storage.clean(self.place)
         except Exception as error:  # the checkpoint is complete; the next save tries again
             warn(f"What {self.place} held before cannot be deleted: {error}")
+
+    def _is_published(self) -> bool:
+        """Return whether a manifest of this save is there: a failed request may have succeeded."""
+        if not self._asked:
+            return False
+        try:
+            text = persist(
+                self._storage,
+                f"{self.place} cannot be read",
+                lambda: self._storage.read(self.place, MANIFEST),
+            )
+        except FileNotFoundError:
+            return False
+        return parse_manifest(text, self.place).folder == self._save
 
     def abandon(self) -> None:
         """Delete what was uploaded; what cannot be deleted is left to the next save."""
         if not self.publishes:
             return
         try:
-            self._storage.delete(self.place, self._save)
+            if not self._is_published():
+                self._storage.delete(self.place, self._save)
         except Exception as error:
             warn(f"What was uploaded to {join(self.place, self._save)} is left there: {error}")
 

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from accelerate_checkpoint.manifest import MANIFEST, examine
-from accelerate_checkpoint.staged import delete_checkpoint, why_not_whole
+from accelerate_checkpoint.staged import delete_checkpoint, list_stored, why_not_whole
 from accelerate_checkpoint.storage import Storage, basename, join
 from accelerate_core.errors import CheckpointError, warn
 
@@ -57,7 +57,7 @@ class Numbering:
 
     def _numbers(self) -> list[int]:
         """Return the numbers that are there, whole or not, the oldest first."""
-        names = self._storage.list(self.root)
+        names = list_stored(self._storage, self.root)
         found = (_NUMBERED.fullmatch(name) for name, size in names.items() if size is None)
         return sorted(int(match[1]) for match in found if match)
 
@@ -66,20 +66,10 @@ class Numbering:
         state = self._state
         number, trouble = state.project.iteration, None
         if state.process.process_index == 0:
-            # One that is later would be the newest for ever, and outlive what this run saves.
-            later = [
-                other
-                for other in self._numbers()
-                if other >= number and self._is_whole(self.place_of(other))
-            ]
-            if later and not self._resumed:
-                trouble = (
-                    f"{self.place_of(later[-1])} is there already, of an earlier run. "
-                    "Call load_state() to go on from it, or set "
-                    f"ProjectConfiguration(iteration={later[-1] + 1}) to number on behind it."
-                )
-            elif later:
-                number = later[-1] + 1
+            try:
+                number, trouble = self._choose(number)
+            except Exception as error:  # the other ranks wait for an answer
+                trouble = str(error)
         number, trouble = state.collectives.broadcast_object((number, trouble))
         if number != state.project.iteration:
             state.note_once(
@@ -89,9 +79,36 @@ class Numbering:
             state.project.iteration = number
         return self.place_of(number), trouble
 
+    def _choose(self, number: int) -> tuple[int, str | None]:
+        # One that is later would be the newest for ever, and outlive what this run saves.
+        later = [
+            other
+            for other in self._numbers()
+            if other >= number and self._is_whole(self.place_of(other))
+        ]
+        if later and not self._resumed:
+            return number, (
+                f"{self.place_of(later[-1])} is there already, of an earlier run. "
+                "Call load_state() to go on from it, or set "
+                f"ProjectConfiguration(iteration={later[-1] + 1}) to number on behind it."
+            )
+        return (later[-1] + 1 if later else number), None
+
     def newest_first(self) -> list[str]:
-        """Return the checkpoints that rank 0 sees."""
-        numbers = self._state.collectives.broadcast_object(self._numbers())
+        """Return the checkpoints that rank 0 sees.
+
+        Raises:
+            CheckpointError: rank 0 cannot look; on every rank.
+        """
+        numbers, trouble = [], None
+        if self._state.process.process_index == 0:
+            try:
+                numbers = self._numbers()
+            except Exception as error:  # the other ranks wait for an answer
+                trouble = str(error)
+        numbers, trouble = self._state.collectives.broadcast_object((numbers, trouble))
+        if trouble is not None:
+            raise CheckpointError(trouble)
         return [self.place_of(number) for number in reversed(numbers)]
 
     def pass_over(self, place: str) -> None:
@@ -109,11 +126,19 @@ class Numbering:
         self._damaged.discard(newest)
         if limit is None or not self._state.saves_here:
             return
+        try:
+            self._keep(newest, limit)
+        except Exception as error:  # the new one is complete
+            warn(f"Old checkpoints in {self.root} cannot be removed: {error}")
+
+    def _keep(self, newest: str, limit: int) -> None:
         found = [place for number in self._numbers() if (place := self.place_of(number)) != newest]
         whole = {place: self._is_whole(place) for place in found}
         # What only has the name of a checkpoint is neither counted nor removed.
         earlier = [
-            place for place in found if whole[place] or MANIFEST in self._storage.list(place)
+            place
+            for place in found
+            if whole[place] or MANIFEST in list_stored(self._storage, place)
         ]
         earlier.sort(key=whole.__getitem__)
         for place in earlier[: max(len(earlier) - (limit - 1), 0)]:

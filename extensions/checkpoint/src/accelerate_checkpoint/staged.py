@@ -39,14 +39,23 @@ def stored_manifest(storage: Storage, place: str) -> Manifest:
     return parse_manifest(text, address)
 
 
+def list_stored(storage: Storage, place: str, folder: str = "") -> dict[str, int | None]:
+    """Return what `Storage.list` does, in several attempts.
+
+    Raises:
+        CheckpointError: the store cannot be reached.
+    """
+    what = f"{join(place, folder)} cannot be listed"
+    return persist(storage, what, partial(storage.list, place, folder))
+
+
 def sizes_differ(storage: Storage, place: str, manifest: Manifest) -> list[str]:
     """Return which files of a checkpoint are missing or have another size, one line each."""
     sizes: dict[str, int | None] = {}
     folders = {str(PurePosixPath(manifest.folder, name).parent) for name in manifest.files}
     for folder in folders:
         folder = "" if folder == "." else folder
-        what = f"{join(place, folder)} cannot be listed"
-        names = persist(storage, what, partial(storage.list, place, folder))
+        names = list_stored(storage, place, folder)
         sizes |= {f"{folder}/{name}" if folder else name: size for name, size in names.items()}
     found = []
     for name, entry in manifest.files.items():
@@ -151,7 +160,7 @@ def fetch_together(
         manifest = stored_manifest(storage, place)
         if first:
             wrong = "".join(sizes_differ(storage, place, manifest)[:1])
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         wrong = str(error)
     wrong = _any(state, wrong)
     if wrong or manifest is None:
@@ -160,6 +169,11 @@ def fetch_together(
     folder.find(state.collectives.gather_object(folder.make("load")))
     assert folder.path is not None
     try:
+        if not folder.path.is_dir():
+            raise CheckpointError(
+                f"{folder.path} is not there for rank {state.process.process_index}: the ranks of "
+                "one machine need a temporary directory that they share. Set TMPDIR."
+            )
         with byte_bar(f"Downloading {basename(place)}", _wanted_size(state, manifest)) as advance:
             _fetch_share(state, storage, place, manifest, folder.path, verify, advance)
     except (CheckpointError, OSError) as error:
