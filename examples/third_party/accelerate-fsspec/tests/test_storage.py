@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import aiohttp
+import botocore.exceptions as boto
 import pytest
+from accelerate_fsspec import FsspecStorage
 
 from accelerate_testing import StorageSuite
 
@@ -36,3 +39,21 @@ class TestS3(StorageSuite):
 
     storage = "servers:storage"
     place = "s3://tests/suite/{name}"
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (boto.EndpointConnectionError(endpoint_url="http://s3"), True),
+        (boto.ReadTimeoutError(endpoint_url="http://s3"), True),
+        (aiohttp.ServerDisconnectedError(), True),
+        (OSError(16, "Please reduce your request rate."), True),
+        (boto.NoCredentialsError(), False),
+        (boto.ParamValidationError(report="no bucket"), False),
+        (PermissionError("Forbidden"), False),
+    ],
+)
+def test_errors_of_clients_are_tried_again_if_the_network_failed(
+    error: Exception, again: bool
+) -> None:
+    assert FsspecStorage().is_transient(error) is again

@@ -67,6 +67,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
+        """Bytes of all files together."""
         return sum(entry.size for entry in self.files.values())
 
 
