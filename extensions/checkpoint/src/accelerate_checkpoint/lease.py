@@ -34,7 +34,13 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def hold_lease(storage: Storage, place: str, save: str) -> Iterator[bool]:
-    """Hold the lease of a save in the block; False if another process that may live holds it."""
+    """Hold the lease of a save in the block; False if another process that may live holds it.
+
+    Args:
+        storage: where the lease is kept, among the files of the save.
+        place: of the checkpoint.
+        save: name of the save.
+    """
     name = f"{save}/{LEASE}"
     if _is_held(storage, place, name):
         yield False

@@ -21,6 +21,7 @@ from accelerate_checkpoint import files
 from accelerate_checkpoint.files import FileEntry, Progress, checksum
 from accelerate_core.errors import CheckpointError
 
+#: Name of the file that makes the files it lists a checkpoint.
 MANIFEST = "manifest.json"
 KIND = "accelerate-core checkpoint"
 FORMAT = 1

@@ -69,6 +69,10 @@ class Storage(Protocol):
     def read(self, place: str, name: str) -> bytes:
         """Return the whole content of a small file.
 
+        Args:
+            place: of the checkpoint.
+            name: of the file in it, such as "manifest.json".
+
         Raises:
             FileNotFoundError: there is no such file.
         """
@@ -81,7 +85,9 @@ class Storage(Protocol):
         who reads from the store sees the file.
 
         Args:
+            place: of the checkpoint.
             name: begins with the name of a save, except for weights that `save_model` exports.
+            source: the file to store.
             progress: call it with the number of bytes sent since the last call.
         """
 
@@ -96,6 +102,11 @@ class Storage(Protocol):
     @abstractmethod
     def fetch(self, place: str, name: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file: at least one, none beyond its size.
+
+        Args:
+            place: of the checkpoint.
+            name: of the file in it.
+            start, stop: positions in the file.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -118,6 +129,10 @@ class Storage(Protocol):
         The default keeps a small file among those of the save and renews it every minute. After
         the holder was killed it counts as released at once on the same machine, and elsewhere
         after ten minutes.
+
+        Args:
+            place: of the checkpoint.
+            save: name of the save.
         """
         from accelerate_checkpoint.lease import hold_lease
 
